@@ -1,0 +1,3 @@
+"""Plugins of the whole test run, notebooks included."""
+
+pytest_plugins = ["tests.default_model"]

@@ -1,0 +1,44 @@
+"""minisgl: an engine for serving large language models that is also a textbook.
+
+The public names are loaded when they are first used, so that an early chapter's module can be imported on its own.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minisgl.core.sampling_params import SamplingParams
+    from minisgl.errors import ConfigError, EngineDead, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
+    from minisgl.llm import LLM
+    from minisgl.outputs import Completion, Delta, Metrics, RequestOutput
+
+_HOMES = {
+    "core.sampling_params": ("SamplingParams",),
+    "errors": ("ConfigError", "EngineDead", "InvalidRequest", "MiniSGLError", "ModelLoadError", "QueueFull"),
+    "llm": ("LLM",),
+    "outputs": ("Completion", "Delta", "Metrics", "RequestOutput"),
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "ConfigError",
+    "Delta",
+    "EngineDead",
+    "InvalidRequest",
+    "Metrics",
+    "MiniSGLError",
+    "ModelLoadError",
+    "QueueFull",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"minisgl.{home}"), name)
+    raise AttributeError(f"module 'minisgl' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""Chapter 10: the attention backends, all behind the protocol of chapter 1."""
+
+from minisgl.attention.registry import ATTENTION_BACKENDS, choose_backend
+
+__all__ = ["ATTENTION_BACKENDS", "choose_backend"]

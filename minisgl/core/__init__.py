@@ -1,0 +1,28 @@
+"""Chapter 1: requests, batches and the forward context, the vocabulary that all later chapters speak."""
+
+from minisgl.core.attention import AttentionBackend, AttentionSpec
+from minisgl.core.batch import Batch, DeviceBatch, build_batch
+from minisgl.core.config import EngineConfig
+from minisgl.core.context import ForwardContext, forward_context, get_forward_context
+from minisgl.core.registry import Registry
+from minisgl.core.request import FinishReason, Request, RequestState
+from minisgl.core.sampling_params import SamplingParams
+from minisgl.core.table import RunningTable
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionSpec",
+    "Batch",
+    "DeviceBatch",
+    "EngineConfig",
+    "FinishReason",
+    "ForwardContext",
+    "Registry",
+    "Request",
+    "RequestState",
+    "RunningTable",
+    "SamplingParams",
+    "build_batch",
+    "forward_context",
+    "get_forward_context",
+]

@@ -1,0 +1,59 @@
+"""The protocol between a model's attention layers and whatever computes attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from minisgl.core.batch import Batch, DeviceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What is fixed about one attention layer.
+
+    Args:
+        layer_id: index of the layer's KV in the cache.
+        num_heads, num_kv_heads: query and KV heads on this rank; the former is a multiple of the latter (GQA,
+            Ainslie et al. 2023).
+        head_dim: width of a head.
+        scale: factor on q·k, usually ``head_dim ** -0.5``.
+        sliding_window: number of most recent positions a token sees, itself included; None sees all.
+    """
+
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+
+
+class AttentionBackend(Protocol):
+    """Computes causal attention of a batch over the KV cache.
+
+    `plan` runs once a step on the host, before the model; `forward` runs once a layer inside it.
+    """
+
+    capturable: bool
+    """Whether `forward` may be recorded in a CUDA graph."""
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
+        """Prepare for one step. ``batch`` has the lengths on the host, ``inputs`` the same batch on the device."""
+        ...
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """Store this step's keys and values, then attend. A token sees the positions up to and including its own.
+
+        Args:
+            q: [T, num_heads, head_dim], rotary embedding applied.
+            k, v: [T, num_kv_heads, head_dim] of the fed tokens; T as in `Batch`.
+            spec: the layer.
+
+        Returns:
+            [T, num_heads, head_dim], dtype of ``q``.
+        """
+        ...

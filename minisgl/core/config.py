@@ -1,0 +1,99 @@
+"""The options of an engine: one immutable record, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from minisgl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All options of `minisgl.LLM` and of the server.
+
+    Args:
+        model: ``"default"`` (SmolLM2-135M-Instruct), a directory, or a Hugging Face hub id.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` …; ``"auto"`` takes CUDA where it is present.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is the checkpoint's own on
+            CUDA and float32 on the CPU.
+        max_seq_len: most tokens a request may have, prompt and output; None takes the model's own limit.
+        max_running_requests: most requests that run at the same time (rows of a decode batch).
+        max_queued_requests: most requests that wait; one more is refused with `QueueFull`.
+        max_prefill_tokens: most prompt tokens that one step feeds; a longer prompt is prefilled in chunks. Decode rows of
+            a mixed step come on top.
+        page_size: tokens a KV page, a power of two from 1 to 256.
+        num_pages: KV pages to allocate; None sizes the pool from memory.
+        memory_ratio: share of memory to use, in (0, 1]; None is 0.9 on CUDA and 0.25 on the CPU, where other programs
+            live too. What it is a share of depends on ``memory_formula``.
+        memory_formula: ``"free"`` takes ``memory_ratio`` of the memory that was free before the model was loaded, less
+            the model (mini-sglang's way); ``"peak"`` takes ``memory_ratio`` of the whole memory, less what is used
+            at the peak of a warm-up run with the largest legal prefill (vLLM's way).
+        prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name.
+        attention_backend: ``"torch"`` or another registered name; ``"auto"`` chooses by device.
+        policy: names of an order (``fcfs``, ``lpm``), a composition (``prefill-first``, ``mixed``, ``static``) and an
+            admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is the default.
+        sampler: ``"default"`` or another registered name.
+        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs ``config.json`` only.
+        seed: seed of dummy weights, and of requests that bring none of their own.
+        request_timeout: seconds after which an unfinished request is ended with an error; None is never.
+    """
+
+    model: str = "default"
+    device: str = "auto"
+    dtype: str = "auto"
+    max_seq_len: int | None = None
+    max_running_requests: int = 256
+    max_queued_requests: int = 65536
+    max_prefill_tokens: int = 8192
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_ratio: float | None = None
+    memory_formula: str = "free"
+    prefix_cache: str = "radix"
+    attention_backend: str = "auto"
+    policy: str = "fcfs,prefill-first,optimistic"
+    sampler: str = "default"
+    load_format: str = "auto"
+    seed: int = 0
+    request_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens"):
+            self._positive(name)
+        for name in ("max_seq_len", "num_pages"):
+            if getattr(self, name) is not None:
+                self._positive(name)
+        if not _is_int(self.page_size) or not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
+        if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
+            raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
+        if self.request_timeout is not None and not self.request_timeout > 0.0:
+            raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed: must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
+        self._one_of("memory_formula", "free", "peak")
+        self._one_of("load_format", "auto", "dummy")
+        self._one_of("dtype", "auto", "float32", "bfloat16", "float16", "float64")
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:
+        """Build from keyword arguments; an unknown one is a `ConfigError` that lists the known."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{name}: unknown option; known options are {', '.join(sorted(known))}")
+        return cls(model=model, **options)
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value < 1:
+            raise ConfigError(f"{name}: must be an integer of at least 1, got {value!r}")
+
+    def _one_of(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,137 @@
+"""What a request may ask of the sampler and of its own length, checked where it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from minisgl.errors import InvalidRequest, check_type, reject_unknown
+
+_MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Immutable; every field is checked on construction.
+
+    Args:
+        max_tokens: most tokens to generate, at least 1; None means as many as the context has room for.
+        min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many tokens.
+        temperature: divides the logits; 0 is greedy, values in (0, 0.01) are raised to 0.01. Up to 100.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1] (nucleus sampling,
+            Holtzman et al. 2020).
+        min_p: drop tokens less likely than this share of the likeliest one, in [0, 1] (Nguyen et al. 2024).
+        presence_penalty: subtracted once from the logit of every token generated so far, in [-2, 2].
+        frequency_penalty: subtracted from a token's logit once for every time it was generated, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output, in
+            (0, 10] (CTRL, Keskar et al. 2019); 1 is off.
+        logit_bias: token id → value in [-100, 100] added to its logit.
+        stop: strings that end the text; the text is cut before the first one. A single string is allowed.
+        stop_token_ids: token ids that end the request in addition to the model's end-of-sequence ids.
+        ignore_eos: generate on past end-of-sequence ids (``stop_token_ids`` still count).
+        seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens whatever else is in the
+            batch. None draws one from the engine's own seed.
+        logprobs: report this many most likely tokens a step (0 to 20) beside the sampled one; None reports nothing.
+        n: number of independent completions of the prompt, 1 to 128; completion i samples with ``seed + i``.
+
+    Raises:
+        InvalidRequest: naming the field and its limit.
+    """
+
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    n: int = 1
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        reject_unknown(kwargs, {f.name for f in fields(cls)}, "SamplingParams")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        check_type("ignore_eos", self.ignore_eos, bool, "true or false")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, _MAX_SEED)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, 20)
+        _integer("n", self.n, 1, 128)
+        object.__setattr__(self, "stop", _strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        """True when the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+
+def _integer(field: str, value: object, low: int, high: int | None) -> None:
+    limit = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    check_type(field, value, int, limit)
+    assert isinstance(value, int)
+    if value < low or (high is not None and value > high):
+        raise InvalidRequest(field, f"must be {limit}, got {value}")
+
+
+def _number(field: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    limit = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    check_type(field, value, (int, float), limit)
+    assert isinstance(value, (int, float))
+    if math.isnan(value) or value < low or value > high or (open_low and value == low):
+        raise InvalidRequest(field, f"must be {limit}, got {value}")
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value
+    check_type("stop", items, Iterable, "a string or a list of strings")
+    assert isinstance(items, Iterable)
+    result = tuple(items)
+    for item in result:
+        check_type("stop", item, str, "a string or a list of strings")
+        if not item:
+            raise InvalidRequest("stop", "must not contain the empty string")
+    return result
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    check_type("stop_token_ids", value, Iterable, "a list of token ids")
+    assert isinstance(value, Iterable)
+    result = tuple(value)
+    for item in result:
+        _integer("stop_token_ids", item, 0, None)
+    return result
+
+
+def _bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    check_type("logit_bias", value, Mapping, "a mapping from token id to a number")
+    assert isinstance(value, Mapping)
+    for token, bias in value.items():
+        _integer("logit_bias", token, 0, None)
+        _number("logit_bias", bias, -100.0, 100.0)
+    return {int(token): float(bias) for token, bias in value.items()}

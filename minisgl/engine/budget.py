@@ -1,0 +1,76 @@
+"""How many KV pages an engine gets, by either formula of chapter 4."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl.core.batch import build_batch
+from minisgl.core.config import EngineConfig
+from minisgl.core.context import ForwardContext, forward_context
+from minisgl.engine.inputs import batch_arrays, device_batch
+from minisgl.engine.peak import measure_peak
+from minisgl.engine.staging import to_device
+from minisgl.kvcache.sizing import free_memory, pages_from_free_memory, pages_from_peak, total_memory
+from minisgl.layers import DenseAttention
+
+_DEFAULT_RATIO = {"cuda": 0.9, "cpu": 0.25}
+
+
+def pages_that_fit(
+    config: EngineConfig,
+    model: torch.nn.Module,
+    model_bytes: int,
+    free_before: int,
+    max_seq_len: int,
+    page_bytes: int,
+    device: torch.device,
+) -> int:
+    """Number of pages for ``config.memory_ratio`` and ``config.memory_formula``.
+
+    Args:
+        config: options.
+        model: loaded, for the warm-up of formula B.
+        model_bytes: size of its parameters.
+        free_before: bytes that were free before it was loaded, for formula A.
+        max_seq_len: longest sequence in tokens.
+        page_bytes: bytes of a page over all layers.
+        device: of the KV cache.
+    """
+    ratio = config.memory_ratio or _DEFAULT_RATIO[device.type]
+    if config.memory_formula == "peak":
+        with measure_peak(device) as memory:
+            warm_up(config, model, max_seq_len, device)
+        total = total_memory(device)
+        used = total - free_memory(device)
+        pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
+    else:
+        pages = pages_from_free_memory(free_before, model_bytes, ratio, page_bytes)
+    if device.type == "cuda":
+        return pages
+    # What exceeds all slots at full length serves the prefix cache only; leave main memory to others then.
+    return min(pages, config.max_running_requests * -(-max_seq_len // config.page_size))
+
+
+@torch.inference_mode()
+def warm_up(config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device) -> None:
+    """Run the largest legal prefill. There is no KV memory yet: each row attends to the step's own tokens."""
+    longest = min(max_seq_len, config.max_prefill_tokens)
+    rows = min(config.max_running_requests, config.max_prefill_tokens // longest)
+    batch = build_batch(
+        slots=np.arange(rows, dtype=np.int32),
+        q_lens=np.full(rows, longest, dtype=np.int32),
+        kv_lens=np.zeros(rows, dtype=np.int32),
+        page_table=np.zeros((rows, longest), dtype=np.int32),
+        page_size=1,
+        sample_rows=np.arange(rows, dtype=np.int32),
+        output_index=np.zeros(rows, dtype=np.int32),
+        num_decode=0,
+    )
+    staged = to_device(batch_arrays(batch), device)
+    no_pages = torch.zeros((rows, 1), dtype=torch.int32, device=device)
+    inputs = device_batch(staged, torch.zeros_like(staged["positions"]), no_pages)
+    attention = DenseAttention()
+    attention.plan(batch, inputs)
+    with forward_context(ForwardContext(inputs, attention)):
+        model(inputs)

@@ -1,0 +1,196 @@
+"""The engine: a model, its KV memory and a sampler, ready to run one `Batch` after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from minisgl.core.attention import AttentionBackend
+from minisgl.core.batch import Batch, DeviceBatch, StepResult
+from minisgl.core.config import EngineConfig
+from minisgl.core.context import ForwardContext, forward_context
+from minisgl.engine.budget import pages_that_fit
+from minisgl.engine.device_state import DeviceState
+from minisgl.engine.inputs import batch_arrays, device_batch
+from minisgl.engine.logprobs import Logprobs, token_logprobs
+from minisgl.engine.sampler import SAMPLERS, SampledTokens
+from minisgl.engine.sampling_stages import SamplingRows
+from minisgl.engine.sampling_table import SamplingTable
+from minisgl.engine.staging import to_device
+from minisgl.errors import ConfigError
+from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.sizing import free_memory, page_bytes
+from minisgl.models import ModelConfig, load_model
+
+_INT32_LIMIT = 2**31
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A launched step whose results are on their way to the host."""
+
+    rows: SamplingRows
+    tokens: torch.Tensor
+    logprobs: Logprobs[torch.Tensor] | None
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> StepResult:
+        """Block until the copies have arrived; on the CPU there is nothing to wait for."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.numpy()
+        logprobs: Logprobs[npt.NDArray[Any]] | None = None
+        if self.logprobs is not None:
+            logprobs = Logprobs(*(part.numpy() for part in self.logprobs))
+        return StepResult(tokens, token_logprobs(self.rows, tokens, logprobs))
+
+
+class Engine:
+    """Computes steps. Told what to do by a `Batch`, and nothing else.
+
+    Construction follows what each part needs of the ones before:
+
+    1. device and dtype, from the options and the checkpoint;
+    2. the memory that is free now, since formula A takes its share of that;
+    3. the model, built on the meta device and filled from the checkpoint: formula A subtracts its size, formula B warms
+       it up with the largest legal prefill;
+    4. the number of KV pages, from these, and the KV tensors;
+    5. token and page tables, whose padding points to the page after the last;
+    6. the attention backend, which reads the KV tensors;
+    7. the sampler.
+
+    Args:
+        config: options.
+        path: directory of the checkpoint.
+        model_config: of the model in it.
+        make_attention: builds the backend over the KV cache.
+
+    Raises:
+        ConfigError: the device is missing, or no KV page fits.
+        ModelLoadError: the checkpoint is not usable.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        model_config: ModelConfig,
+        make_attention: Callable[[KVCache], AttentionBackend],
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.max_seq_len = min(config.max_seq_len or model_config.max_position_embeddings, _longest(config))
+        free_before = free_memory(self.device)
+
+        self.model = load_model(path, model_config, self.dtype, self.device, config.load_format, config.seed)
+        self.model_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+        shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+        self.page_bytes = page_bytes(*shape, config.page_size, self.dtype.itemsize)
+        self.num_pages = config.num_pages or pages_that_fit(
+            config, self.model, self.model_bytes, free_before, self.max_seq_len, self.page_bytes, self.device
+        )
+        self.kv_cache = KVCache(*shape, self.num_pages, config.page_size, self.dtype, self.device)
+        self.state = DeviceState(
+            config.max_running_requests, self.max_seq_len, config.page_size, self.num_pages, self.device
+        )
+        self.attention = make_attention(self.kv_cache)
+        self.sampling = SamplingTable(config.max_running_requests)
+        self.sampler = SAMPLERS.get(config.sampler)()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start a step: one copy to the device, the model, the sampler, and an asynchronous copy back."""
+        for admission in batch.admissions:
+            self.sampling.admit(admission)
+        rows = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
+        token_index, token_value = self.state.token_writes(batch.admissions)
+        staged = to_device(
+            {
+                "token_index": token_index,
+                "token_value": token_value,
+                "page_index": batch.page_index,
+                "page_value": batch.page_value,
+                "sampling": rows.pack(),
+                **batch_arrays(batch),
+            },
+            self.device,
+        )
+        self.state.update(
+            staged["token_index"], staged["token_value"], staged["page_index"], staged["page_value"]
+        )
+        input_ids = self.state.input_ids(staged["token_slots"], staged["positions"])
+        inputs = device_batch(staged, input_ids, self.state.page_table)
+        logits = self.forward(batch, inputs)
+        stages = rows.unpack(staged["sampling"])
+        sampled = self.sampler.sample(logits, stages, stages.history(self.state.tokens))
+        self.state.append(staged["sample_slots"], staged["sample_positions"], sampled.tokens)
+        return self._send_back(rows, sampled)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, inputs: DeviceBatch) -> torch.Tensor:
+        """Logits of the sampling rows, [S, vocab]; the fed tokens' KV is stored on the way."""
+        self.attention.plan(batch, inputs)
+        with forward_context(ForwardContext(inputs, self.attention)):
+            logits: torch.Tensor = self.model(inputs)
+        return logits
+
+    def _send_back(self, rows: SamplingRows, sampled: SampledTokens) -> PendingStep:
+        if self.device.type != "cuda":
+            return PendingStep(rows, sampled.tokens, sampled.logprobs, None)
+        tokens = _to_pinned(sampled.tokens)
+        logprobs = None if sampled.logprobs is None else Logprobs(*map(_to_pinned, sampled.logprobs))
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return PendingStep(rows, tokens, logprobs, arrived)
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _longest(config: EngineConfig) -> int:
+    """Longest row for which every entry of the token table still has an int32 index."""
+    longest = (_INT32_LIMIT - 1) // (config.max_running_requests + 1)
+    if config.max_seq_len is not None and config.max_seq_len > longest:
+        raise ConfigError(
+            f"max_seq_len: {config.max_seq_len} tokens for {config.max_running_requests} max_running_requests are more "
+            f"than an int32 can index; lower one of them (at most {longest} tokens)"
+        )
+    return longest
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called ``name``; ``"auto"`` is CUDA where it is present, else the CPU.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a device; use 'cpu', 'cuda', 'cuda:N' or 'auto'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {name!r} is not supported; use 'cpu', 'cuda', 'cuda:N' or 'auto'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} is not present ({torch.cuda.device_count()} CUDA devices); use 'cpu'")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype called ``name``; ``"auto"`` is the checkpoint's on CUDA and float32 on the CPU, which computes
+    half-width floats slowly or not at all."""
+    if name == "auto":
+        return checkpoint if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,64 @@
+"""Every error that a user of minisgl can meet, so that ``except MiniSGLError`` catches them all.
+
+An error says three things: what was wrong, the limit or the names involved, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class MiniSGLError(Exception):
+    """Base class of all errors that this package raises on purpose."""
+
+
+class ConfigError(MiniSGLError, ValueError):
+    """An engine option, or a combination of options, cannot work on this machine or for this model."""
+
+
+class ModelLoadError(MiniSGLError):
+    """A checkpoint cannot be turned into a model: unknown architecture, missing or wrongly shaped tensors, bad files."""
+
+
+class InvalidRequest(MiniSGLError, ValueError):
+    """One request is malformed. The engine has allocated nothing for it and goes on serving.
+
+    Args:
+        field: name of the offending field, e.g. ``"temperature"``.
+        message: what is wrong with it and which values are allowed.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
+
+class QueueFull(MiniSGLError):
+    """The queue of waiting requests is at its limit; nothing was enqueued. Retry later."""
+
+
+class EngineDead(MiniSGLError):
+    """The engine loop has stopped after an error; no request can be answered any more."""
+
+
+class InvariantError(MiniSGLError, AssertionError):
+    """A ``check()`` found that a pool, a cache or a table is inconsistent. Always a bug in the engine."""
+
+
+def check_type(field: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise `InvalidRequest` unless ``value`` is one of ``kinds``; a bool never passes for a number."""
+    if isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,)):
+        raise InvalidRequest(field, f"must be {expected}, got {value!r}")
+    if not isinstance(value, kinds):
+        raise InvalidRequest(field, f"must be {expected}, got {type(value).__name__} {value!r}")
+
+
+def reject_unknown(given: Mapping[str, object], allowed: set[str], what: str) -> None:
+    """Raise `InvalidRequest` naming the first key of ``given`` that is not in ``allowed``."""
+    for name in given:
+        if name not in allowed:
+            raise InvalidRequest(name, f"unknown field of {what}; known fields are {', '.join(sorted(allowed))}")

@@ -1,0 +1,79 @@
+"""A request as its caller sees it: tokens come in, text goes out."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from minisgl.core.request import Request, TokenLogprobs
+from minisgl.outputs import Completion, Delta, Metrics
+from minisgl.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
+
+
+class Generation:
+    """One of the ``n`` continuations of a prompt, from submission to the end.
+
+    Text is only decoded as it comes where somebody reads it as it comes, or where it can end the request.
+
+    Args:
+        request: what the engine computes.
+        tokenizer: the model's.
+        index: which of the ``n``.
+        streaming: whether `deltas` is read.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, index: int, streaming: bool) -> None:
+        self.request = request
+        self.index = index
+        self.finished = False
+        self.deltas: deque[Delta] = deque()
+        """Pieces that nobody has taken yet, if streaming."""
+        self._tokenizer = tokenizer
+        self._streaming = streaming
+        self._text = ""
+        self._num_tokens = 0
+        self._stop = StopStrings(tuple(request.params.stop))
+        incremental = tokenizer.available and (streaming or bool(request.params.stop))
+        self._detokenizer = IncrementalDetokenizer(tokenizer) if incremental else None
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Take one new token. Returns True if its text completes a stop string: the request must end now."""
+        text = "" if self._detokenizer is None else self._detokenizer.feed(token_id)
+        self._num_tokens += 1
+        if self._num_tokens > self.request.params.min_tokens:
+            text = self._stop.feed(text)
+        self._text += text
+        if self._streaming:
+            self.deltas.append(Delta(self.index, text, [token_id], logprobs=[logprobs] if logprobs else None))
+        return self._stop.matched is not None
+
+    def on_finish(self) -> None:
+        """Take the news that the request has ended, after its last token."""
+        self.finished = True
+        rest = ""
+        if self._detokenizer is not None and self._stop.matched is None:
+            rest = self._stop.feed(self._detokenizer.finish())
+            rest += self._stop.finish()
+            self._text += rest
+        if self._streaming:
+            reason = self.request.finish_reason
+            assert reason is not None
+            self.deltas.append(Delta(self.index, rest, [], reason.value, self.request.error))
+
+    def completion(self) -> Completion:
+        """The whole answer of a finished request."""
+        request = self.request
+        reason = request.finish_reason
+        assert reason is not None, "the request is not finished"
+        text = self._text
+        if self._detokenizer is None and self._tokenizer.available:
+            text = self._tokenizer.decode(request.output)
+        return Completion(
+            token_ids=request.output,
+            text=text,
+            finish_reason=reason.value,
+            error=request.error,
+            cached_tokens=request.cached_tokens,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            metrics=Metrics.of(request),
+        )
+

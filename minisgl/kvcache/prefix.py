@@ -1,0 +1,136 @@
+"""What a prefix cache is: the protocol that the radix tree and the block hashes both fulfil, and the empty one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from minisgl.core.registry import Registry
+from minisgl.core.request import Int32Array
+
+Handle = Any
+"""A cached prefix, as its cache names it: hold it to lock and unlock. Opaque to everybody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of some tokens.
+
+    Args:
+        pages: [n] int32 page ids of the prefix, in order.
+        handle: names the prefix for `PrefixCache.lock`. Valid until the next `insert` or `evict`, unless locked.
+    """
+
+    pages: Int32Array
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """What became of an insertion.
+
+    Args:
+        pages: [m] int32 canonical page ids of the prefix that is cached now, m ≤ pages offered (a cache may keep
+            fewer, ``none`` keeps nothing). Where ``pages[i]`` is the page that was offered, the cache owns it now.
+            Where it is another, the same tokens were cached already and the offered page is a duplicate that its
+            owner keeps: it must re-point its readers before it frees the page.
+        handle: names that prefix.
+    """
+
+    pages: Int32Array
+    handle: Handle
+
+
+class PrefixCache(Protocol):
+    """Remembers which pages hold the KV of which token prefixes.
+
+    Prefixes are whole pages. The cache owns the pages it holds; it gives them back through `evict` only, and never
+    while they are locked. Implementations take ``page_size`` as their only constructor argument.
+    """
+
+    page_size: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages the cache owns."""
+        ...
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `evict` could return now: those in no locked prefix."""
+        ...
+
+    def match(self, tokens: Int32Array) -> Match:
+        """Longest cached prefix of ``tokens`` (int32[any]), rounded down to whole pages; counts as a use of it."""
+        ...
+
+    def lock(self, handle: Handle) -> None:
+        """Protect the prefix from eviction until as many calls of `unlock`."""
+        ...
+
+    def unlock(self, handle: Handle) -> None:
+        """Undo one `lock`."""
+        ...
+
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
+        """Offer pages that hold (or, by steps launched already, will hold) the KV of ``tokens``.
+
+        Args:
+            tokens: int32[len(pages) × page_size].
+            pages: int32[n], distinct.
+        """
+        ...
+
+    def evict(self, count: int) -> Int32Array:
+        """Forget least recently used unlocked prefixes until at least ``count`` pages are out, or no more can be.
+
+        Returns:
+            int32[m] the pages, which the caller owns now; m ≥ min(count, num_evictable).
+        """
+        ...
+
+    def held_pages(self) -> Int32Array:
+        """All pages the cache owns, int32[num_pages], in any order. For checks and pictures."""
+        ...
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless structure, locks and counters agree."""
+        ...
+
+
+PREFIX_CACHES: Registry[Callable[[int], PrefixCache]] = Registry("prefix_cache")
+
+
+@PREFIX_CACHES.register("none")
+class NoPrefixCache:
+    """Caches nothing: every prompt is computed from its first token."""
+
+    num_pages = 0
+    num_evictable = 0
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+
+    def match(self, tokens: Int32Array) -> Match:
+        return Match(np.zeros(0, dtype=np.int32), None)
+
+    def lock(self, handle: Handle) -> None:
+        pass
+
+    def unlock(self, handle: Handle) -> None:
+        pass
+
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
+        return Insert(np.zeros(0, dtype=np.int32), None)
+
+    def evict(self, count: int) -> Int32Array:
+        return np.zeros(0, dtype=np.int32)
+
+    def held_pages(self) -> Int32Array:
+        return np.zeros(0, dtype=np.int32)
+
+    def check(self) -> None:
+        pass

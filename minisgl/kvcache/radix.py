@@ -1,0 +1,273 @@
+"""Chapter 6: a prefix cache as a radix tree over pages of tokens (RadixAttention in SGLang, Zheng et al. 2024)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minisgl.core.request import Int32Array
+from minisgl.errors import InvariantError
+from minisgl.kvcache.prefix import PREFIX_CACHES, Insert, Match
+
+_EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A node and the compressed edge that leads to it. The path from the root to a node spells a prefix.
+
+    Args:
+        uid: number of the node in order of creation; the root is 0.
+        tokens: label of the edge from the parent, int32[n × page_size]; empty at the root only.
+        pages: where their KV is, int32[n].
+        parent: None at the root, and in a node that has been evicted.
+        lock_count: locks on prefixes that run through this node. Never less than the sum over the children.
+        last_access: logical time of the last match or insert that ran through this node.
+        children: child nodes by the bytes of the first page of their edge.
+        queued: the node has its entry in the eviction heap.
+    """
+
+    uid: int
+    tokens: Int32Array
+    pages: Int32Array
+    parent: Node | None
+    lock_count: int = 0
+    last_access: int = 0
+    children: dict[bytes, Node] = field(default_factory=dict)
+    queued: bool = False
+
+
+@PREFIX_CACHES.register("radix")
+class RadixCache:
+    """Prefix cache as a radix tree: edges are runs of whole pages, and a handle is the `Node` where a prefix ends.
+
+    Least recently used is measured on a logical clock that ticks at every match and insert.
+
+    Args:
+        page_size: tokens a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.root = Node(0, _EMPTY, _EMPTY, None)
+        self.num_pages = 0
+        self.num_evictable = 0
+        self._clock = 0
+        self._num_nodes_made = 1
+        # (last access when queued, uid, node) of every node that was an unlocked leaf when queued, at most once each.
+        self._heap: list[tuple[int, int, Node]] = []
+
+    def match(self, tokens: Int32Array) -> Match:
+        """Longest cached prefix of ``tokens`` (int32[any]) in whole pages. Ends the prefix in a node of its own."""
+        node, pages = self._walk(np.asarray(tokens, dtype=np.int32))
+        return Match(pages, node)
+
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
+        """Hang what is not cached yet, as one leaf, below what is. See `PrefixCache.insert`.
+
+        Args:
+            tokens: int32[len(pages) × page_size]; copied.
+            pages: int32[n]; copied.
+
+        Raises:
+            InvariantError: the lengths do not fit.
+        """
+        if len(tokens) != len(pages) * self.page_size:
+            raise InvariantError(f"{len(pages)} pages of {self.page_size} tokens cannot hold {len(tokens)} tokens")
+        tokens = np.array(tokens, dtype=np.int32)
+        node, cached = self._walk(tokens)
+        fresh = np.array(pages[len(cached) :], dtype=np.int32)
+        if len(fresh) > 0:
+            node = self._add_leaf(node, tokens[len(cached) * self.page_size :], fresh)
+        return Insert(np.concatenate([cached, fresh]), node)
+
+    def lock(self, handle: Node) -> None:
+        """Protect the prefix that ends in this node: count a lock on every node up to the root.
+
+        Raises:
+            InvariantError: the prefix was evicted since the handle was given out.
+        """
+        for node in self._path(handle):
+            if node.lock_count == 0:
+                self.num_evictable -= len(node.pages)
+            node.lock_count += 1
+
+    def unlock(self, handle: Node) -> None:
+        """Undo one `lock`.
+
+        Raises:
+            InvariantError: the node is not locked.
+        """
+        for node in self._path(handle):
+            if node.lock_count == 0:
+                raise InvariantError(f"node {node.uid} is unlocked more often than it was locked")
+            node.lock_count -= 1
+            if node.lock_count == 0:
+                self.num_evictable += len(node.pages)
+                self._queue_if_evictable(node)
+
+    def evict(self, count: int) -> Int32Array:
+        """Give up ``min(count, num_evictable)`` pages, int32, from the least recently used leaves upwards.
+
+        The last leaf gives up only as many pages from its tail as are still wanted: what is left of it is a prefix
+        that remains useful, and an engine that needs one page does not lose a whole conversation for it.
+        """
+        wanted = min(count, self.num_evictable)
+        evicted = [_EMPTY]
+        while wanted > 0:
+            leaf = self._pop_least_recent_leaf()
+            pages = self._cut_tail(leaf, min(wanted, len(leaf.pages)))
+            evicted.append(pages)
+            wanted -= len(pages)
+        return np.concatenate(evicted)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents before children."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def held_pages(self) -> Int32Array:
+        """All pages in the tree, int32[num_pages]."""
+        return np.concatenate([_EMPTY, *(node.pages for node in self.nodes())])
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the tree, its locks, its counters and the eviction heap agree."""
+        nodes = list(self.nodes())
+        for node in nodes:
+            self._check_node(node)
+        for node in [self.root, *nodes]:
+            for key, child in node.children.items():
+                if child.parent is not node or key != self._key(child.tokens):
+                    raise InvariantError(f"node {child.uid} is not the child that node {node.uid} takes it for")
+        held = self.held_pages()
+        unlocked = sum(len(node.pages) for node in nodes if node.lock_count == 0)
+        if len(np.unique(held)) != len(held):
+            raise InvariantError("a page is in the tree twice")
+        if (self.num_pages, self.num_evictable) != (len(held), unlocked):
+            raise InvariantError(
+                f"{len(held)} pages, {unlocked} of them evictable, counted as {self.num_pages} and {self.num_evictable}"
+            )
+        if sorted(uid for _, uid, _ in self._heap) != sorted(node.uid for node in nodes if node.queued):
+            raise InvariantError("the eviction heap does not hold each queued node once")
+        if any(queued_at > node.last_access for queued_at, _, node in self._heap):
+            raise InvariantError("the eviction heap holds a node as of a later time than its last access")
+
+    def _check_node(self, node: Node) -> None:
+        children = node.children.values()
+        if len(node.pages) == 0 or len(node.tokens) != len(node.pages) * self.page_size:
+            raise InvariantError(f"node {node.uid} has {len(node.tokens)} tokens in {len(node.pages)} pages")
+        if node.lock_count < sum(child.lock_count for child in children):
+            raise InvariantError(f"node {node.uid} has fewer locks than its children")
+        if node.last_access > self._clock or any(child.last_access > node.last_access for child in children):
+            raise InvariantError(f"node {node.uid} was accessed before its children, or in the future")
+        if not node.children and node.lock_count == 0 and not node.queued:
+            raise InvariantError(f"node {node.uid} can be evicted and is not in the eviction heap")
+
+    def _walk(self, tokens: Int32Array) -> tuple[Node, Int32Array]:
+        """Follow ``tokens`` from the root as far as whole pages agree, marking the way as used now.
+
+        Returns:
+            The node where the common prefix ends, and the prefix's pages. An edge that agrees only in part is split,
+            so that the prefix does end in a node.
+        """
+        self._clock += 1
+        node, pages = self.root, [self.root.pages]
+        while len(tokens) >= self.page_size:
+            child = node.children.get(self._key(tokens))
+            if child is None:
+                break
+            shared = self._shared_pages(child.tokens, tokens)
+            node = child if shared == len(child.pages) else self._split(child, shared)
+            node.last_access = self._clock
+            pages.append(node.pages)
+            tokens = tokens[shared * self.page_size :]
+        return node, np.concatenate(pages)
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Put a new node in the edge of ``node`` after ``count`` pages, and return it.
+
+        ``node`` stays the lower end, so a handle to it still names the same prefix. Whoever locked it locked the
+        whole edge, so the upper half has the same locks.
+        """
+        assert node.parent is not None
+        cut = count * self.page_size
+        upper = Node(
+            uid=self._num_nodes_made,
+            tokens=node.tokens[:cut],
+            pages=node.pages[:count],
+            parent=node.parent,
+            lock_count=node.lock_count,
+            last_access=node.last_access,
+        )
+        self._num_nodes_made += 1
+        node.parent.children[self._key(upper.tokens)] = upper
+        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _add_leaf(self, parent: Node, tokens: Int32Array, pages: Int32Array) -> Node:
+        leaf = Node(self._num_nodes_made, tokens, pages, parent, last_access=self._clock)
+        self._num_nodes_made += 1
+        parent.children[self._key(tokens)] = leaf
+        self.num_pages += len(pages)
+        self.num_evictable += len(pages)
+        self._queue_if_evictable(leaf)
+        return leaf
+
+    def _cut_tail(self, leaf: Node, count: int) -> Int32Array:
+        """Take the last ``count`` pages from an unlocked leaf; a leaf with none left goes, and may bare its parent."""
+        assert leaf.parent is not None
+        keep = len(leaf.pages) - count
+        pages = leaf.pages[keep:]
+        self.num_pages -= count
+        self.num_evictable -= count
+        if keep > 0:
+            leaf.tokens, leaf.pages = leaf.tokens[: keep * self.page_size], leaf.pages[:keep]
+            self._queue_if_evictable(leaf)
+        else:
+            del leaf.parent.children[self._key(leaf.tokens)]
+            self._queue_if_evictable(leaf.parent)
+            leaf.parent = None
+        return pages
+
+    def _queue_if_evictable(self, node: Node) -> None:
+        if not (node.queued or node.children or node.lock_count or node is self.root):
+            heapq.heappush(self._heap, (node.last_access, node.uid, node))
+            node.queued = True
+
+    def _pop_least_recent_leaf(self) -> Node:
+        """Take the unlocked leaf with the oldest access from the heap.
+
+        Entries are not updated when a node is used, locked or given children; they are looked at when they surface.
+        Accesses only get later, so an entry is never behind the place that its node deserves.
+        """
+        while True:
+            queued_at, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if queued_at == node.last_access and not node.children and node.lock_count == 0:
+                return node
+            self._queue_if_evictable(node)
+
+    def _path(self, node: Node) -> Iterator[Node]:
+        """The nodes from ``node`` up to the root, the root left out."""
+        while node.parent is not None:
+            yield node
+            node = node.parent
+        if node is not self.root:
+            raise InvariantError("the handle's prefix has been evicted: lock a handle before the next insert or evict")
+
+    def _key(self, tokens: Int32Array) -> bytes:
+        return tokens[: self.page_size].tobytes()
+
+    def _shared_pages(self, a: Int32Array, b: Int32Array) -> int:
+        """Whole pages in which two token arrays agree from the start."""
+        length = min(len(a), len(b))
+        differs = a[:length] != b[:length]
+        first = int(differs.argmax())
+        return (first if differs[first] else length) // self.page_size

@@ -1,0 +1,59 @@
+"""The attention layer: projections around whichever backend the forward context carries."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minisgl.core import AttentionSpec, get_forward_context
+from minisgl.layers.linear import Linear, PackedLinear
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotation, rotate
+
+
+class Attention(nn.Module):
+    """Causal self-attention.
+
+    Args:
+        hidden_size: width of input and output.
+        spec: heads, head width, scale and window of this layer, on this rank.
+        qkv_bias, o_bias: whether the projections have biases.
+        qk_norm_eps: if set, queries and keys are normalised per head before the rotary embedding (QK-norm,
+            Henry et al. 2020), with this epsilon.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: AttentionSpec,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = PackedLinear(hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(q_size, hidden_size, o_bias)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """[T, hidden_size] → [T, hidden_size]."""
+        spec = self.spec
+        qkv = self.qkv_proj(x).view(len(x), -1, spec.head_dim)
+        # Queries and keys lie side by side, so they are normalised and rotated together.
+        first_v = spec.num_heads + spec.num_kv_heads
+        qk, v = rotate(self.normalize(qkv[:, :first_v]), rotation), qkv[:, first_v:]
+        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        attended = get_forward_context().attention.forward(q, k, v, spec)
+        out: torch.Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+    def normalize(self, qk: torch.Tensor) -> torch.Tensor:
+        """QK-norm where the model has it. ``qk``: [T, num_heads + num_kv_heads, head_dim]."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = qk[:, : self.spec.num_heads], qk[:, self.spec.num_heads :]
+        return torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)

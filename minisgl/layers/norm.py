@@ -1,0 +1,42 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minisgl.layers.weights import weight
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x²) + eps) × weight`` over the last dimension (Zhang and Sennrich 2019).
+
+    Half-precision inputs are normalised in float32, float64 ones in float64.
+
+    Args:
+        size: width of the last dimension.
+        eps: keeps the root away from zero.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = weight(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] → [..., size], same dtype."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add ``x`` to the residual stream, then normalise the sum: one step, so that one kernel can do both.
+
+        Args:
+            x: [T, size] output of the block before.
+            residual: [T, size] the stream so far; None at its source.
+
+        Returns:
+            The normalised sum and the sum itself, both [T, size].
+        """
+        total = x if residual is None else x + residual
+        return self(total), total

@@ -1,0 +1,47 @@
+"""Attention as one formula: ``softmax(q·k × scale + mask)·v``, and the mask that makes it causal."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_mask(
+    q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Additive mask: 0 where the key is visible, −∞ where it is not.
+
+    Args:
+        q_positions: [B, Q] positions of the queries.
+        k_positions: [B, L] positions of the keys.
+        window: number of most recent positions a query sees, its own included; None sees all before.
+        dtype: of the queries.
+
+    Returns:
+        [B, 1, Q, L].
+    """
+    q, k = q_positions[:, None, :, None], k_positions[:, None, None, :]
+    visible = k <= q
+    if window is not None:
+        visible &= k > q - window
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def grouped_query_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention in which several query heads share a KV head (GQA, Ainslie et al. 2023).
+
+    Args:
+        q: [B, Q, num_heads, head_dim].
+        k, v: [B, L, num_kv_heads, head_dim].
+        mask: [B, 1, Q, L] added to the scores; None hides nothing.
+        scale: factor on q·k.
+
+    Returns:
+        [B, Q, num_heads, head_dim].
+    """
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,230 @@
+"""The offline API, and the place where all parts meet: whatever extends an earlier chapter is plugged in here."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from minisgl.attention import choose_backend
+from minisgl.core.config import EngineConfig
+from minisgl.core.request import FinishReason, Request
+from minisgl.core.sampling_params import SamplingParams
+from minisgl.core.table import RunningTable
+from minisgl.engine.engine import Engine, resolve_device
+from minisgl.errors import InvalidRequest
+from minisgl.generation import Generation
+from minisgl.kvcache import block_hash as block_hash
+from minisgl.kvcache import radix as radix
+from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.models import ModelConfig
+from minisgl.models.hub import resolve_model
+from minisgl.outputs import Delta, RequestOutput
+from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
+from minisgl.tokenizer import Tokenizer
+from minisgl.validation import check_lengths, check_prompt, check_token_ids
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, ready to generate. Not for several threads at once; several instances may live side by side.
+
+    Args:
+        model: ``"default"`` (SmolLM2-135M-Instruct), a directory with a checkpoint, or a Hugging Face hub id.
+        **options: fields of `minisgl.core.EngineConfig`, where each is described with its unit and default.
+
+    Raises:
+        ConfigError: an option is unknown or cannot work here.
+        ModelLoadError: the checkpoint cannot be found or used.
+    """
+
+    def __init__(self, model: str = "default", **options: Any) -> None:
+        config = EngineConfig.from_options(str(model), options)
+        policy = Policy.parse(config.policy)
+        make_cache = PREFIX_CACHES.get(config.prefix_cache)
+        make_attention = choose_backend(config.attention_backend, resolve_device(config.device))
+        path = resolve_model(config.model)
+        self.config = config
+        self.tokenizer = Tokenizer(path)
+        self.engine = Engine(config, path, ModelConfig.from_dir(path), make_attention)
+        self.max_seq_len = self.engine.max_seq_len
+        table = RunningTable(config.max_running_requests, self.max_seq_len)
+        memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size))
+        self.scheduler = Scheduler(table, memory, policy, config.max_prefill_tokens, config.max_queued_requests)
+        self.loop = EngineLoop(self.scheduler, self.engine)
+        self._generations: dict[int, Generation] = {}
+        self._next_uid = 0
+        self._seeds = random.Random(config.seed)
+
+    # -- what most callers use ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, batched continuously.
+
+        Args:
+            prompts: text, token ids, or a list of either or both.
+            params: one for all, or one each; None is `SamplingParams` with its defaults.
+            progress: show a progress bar with the throughput of prefill and decode.
+
+        Returns:
+            One output a prompt, in the order of the prompts. A request that the engine could not finish, such as a
+            prompt larger than the whole KV cache, has ``finish_reason`` ``"error"``; the others are not affected.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters are malformed. Nothing has been computed then.
+        """
+        prompts = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest("params", f"{len(params)} for {len(prompts)} prompts; give one for all or one each")
+        groups = [self.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        self._run([generation for group in groups for generation in group], progress)
+        return [_output(group) for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one conversation, or a list of them, in the model's chat template.
+
+        Args:
+            messages: dicts with ``role`` and ``content``; or a list of such lists.
+            params, progress: as in `generate`.
+
+        Returns:
+            One output for one conversation, a list for a list.
+        """
+        if messages and not isinstance(messages[0], Mapping):
+            return self.generate([self.tokenizer.encode_chat(each) for each in messages], params, progress)  # type: ignore[arg-type]
+        return self.generate([self.tokenizer.encode_chat(messages)], params, progress)[0]  # type: ignore[arg-type]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Generate for one prompt and yield text as it comes. Closing the iterator aborts the request.
+
+        Raises:
+            InvalidRequest: the prompt or its parameters are malformed.
+            QueueFull: too many requests are waiting.
+        """
+        group = self.prepare(prompt, params or SamplingParams(), streaming=True)
+        try:
+            for generation in group:
+                self.submit(generation)
+            while any(generation.deltas or not generation.finished for generation in group):
+                for generation in group:
+                    while generation.deltas:
+                        yield generation.deltas.popleft()
+                self.step()
+        finally:
+            for generation in group:
+                self.abort(generation)
+
+    # -- what the server and the curious use -------------------------------------------------------------------
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, streaming: bool = False) -> list[Generation]:
+        """Check a prompt and its parameters, and make its ``n`` generations. Nothing is allocated yet.
+
+        Raises:
+            InvalidRequest: naming the field and its limit.
+        """
+        vocab_size = self.engine.model_config.vocab_size
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = check_prompt(token_ids, vocab_size)
+        max_len = check_lengths(len(tokens), params.max_tokens, params.min_tokens, self.max_seq_len)
+        stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else self.tokenizer.eos_ids), *params.stop_token_ids)))
+        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size, limit=self.scheduler.table.max_stop_ids)
+        check_token_ids("logit_bias", params.logit_bias or (), vocab_size, limit=vocab_size)
+        if params.stop and not self.tokenizer.available:
+            raise InvalidRequest("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
+        timeout = self.config.request_timeout
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        generations = []
+        for index in range(params.n):
+            request = Request(
+                uid=self._next_uid,
+                prompt=tokens,
+                params=params,
+                max_len=max_len,
+                stop_ids=stop_ids,
+                seed=(seed + index) % 2**63,
+                watched=streaming or bool(params.stop) or params.logprobs is not None,
+                deadline=None if timeout is None else time.perf_counter() + timeout,
+            )
+            self._next_uid += 1
+            generations.append(Generation(request, self.tokenizer, index, streaming))
+        return generations
+
+    def submit(self, generation: Generation) -> None:
+        """Enqueue a prepared generation.
+
+        Raises:
+            QueueFull: too many requests are waiting.
+        """
+        self.scheduler.add(generation.request)
+        self._generations[generation.request.uid] = generation
+
+    def abort(self, generation: Generation) -> None:
+        """End a generation early; one that has ended, or was never submitted, is left alone."""
+        self.scheduler.finish(generation.request.uid, FinishReason.ABORT)
+        self._deliver(self.scheduler.take_output())
+
+    def step(self) -> StepOutput:
+        """Run one step of the engine and hand its tokens to their generations."""
+        output = self.loop.step()
+        self._deliver(output)
+        return output
+
+    def _deliver(self, output: StepOutput) -> None:
+        for event in output.events:
+            generation = self._generations[event.request.uid]
+            if generation.on_token(event.token_id, event.logprobs):
+                self.scheduler.finish(event.request.uid, FinishReason.STOP)
+        # Stop strings that were just found have ended requests, too.
+        for request in [*output.finished, *self.scheduler.take_output().finished]:
+            self._generations.pop(request.uid).on_finish()
+
+    def _run(self, generations: Sequence[Generation], progress: bool) -> None:
+        """Submit as the queue has room, and step until all are finished."""
+        todo = list(reversed(generations))
+        unfinished = len(todo)
+        start, prefilled, decoded = time.perf_counter(), 0, 0
+        try:
+            with tqdm(total=unfinished, disable=not progress, desc="requests", dynamic_ncols=True) as bar:
+                while unfinished:
+                    while todo and self.scheduler.waiting.has_room:
+                        self.submit(todo.pop())
+                    output = self.step()
+                    prefilled += output.prefill_tokens
+                    decoded += output.decode_tokens
+                    left = sum(not generation.finished for generation in generations) if output.finished else unfinished
+                    bar.update(unfinished - left)
+                    unfinished = left
+                    if progress:
+                        elapsed = time.perf_counter() - start
+                        rates = {"prefill": f"{prefilled / elapsed:.0f} tok/s", "decode": f"{decoded / elapsed:.0f} tok/s"}
+                        bar.set_postfix(rates, refresh=False)
+        finally:
+            for generation in generations:
+                self.abort(generation)
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """True for one text or one list of token ids."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+
+
+def _output(group: Sequence[Generation]) -> RequestOutput:
+    return RequestOutput(group[0].request.prompt.tolist(), [generation.completion() for generation in group])

@@ -1,0 +1,20 @@
+"""Chapter 2, second half: one decoder and a table of differences. Chapter 3: its weights."""
+
+from minisgl.models import architectures as architectures
+from minisgl.models.config import ModelConfig, MoEConfig
+from minisgl.models.decoder import CausalLM, Decoder, DecoderLayer, attention_spec
+from minisgl.models.loader import LoadFormat, load_model
+from minisgl.models.registry import MODELS, Architecture
+
+__all__ = [
+    "MODELS",
+    "Architecture",
+    "CausalLM",
+    "Decoder",
+    "DecoderLayer",
+    "LoadFormat",
+    "MoEConfig",
+    "ModelConfig",
+    "attention_spec",
+    "load_model",
+]

@@ -1,0 +1,79 @@
+"""The table of differences: how each architecture departs from the plain decoder of Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from minisgl.errors import ModelLoadError
+from minisgl.models.config import MoEConfig
+from minisgl.models.decoder import CausalLM
+from minisgl.models.registry import MODELS
+
+
+@MODELS.register("LlamaForCausalLM")
+class Llama(CausalLM):
+    """Llama 2 and 3 (Touvron et al. 2023), SmolLM2: the plain decoder, with optional biases."""
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        return {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+
+
+@MODELS.register("MistralForCausalLM")
+class Mistral(CausalLM):
+    """Mistral (Jiang et al. 2023): one sliding window for all layers, where the config has one."""
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        return {"sliding_windows": (hf.sliding_window,) * hf.num_hidden_layers}
+
+
+@MODELS.register("Qwen2ForCausalLM")
+class Qwen2(CausalLM):
+    """Qwen2 and 2.5: biases on q, k and v; some layers may have a sliding window."""
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        return {"qkv_bias": True, "sliding_windows": _windows(hf)}
+
+
+@MODELS.register("Qwen3ForCausalLM")
+class Qwen3(CausalLM):
+    """Qwen3: QK-norm; some layers may have a sliding window."""
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias}
+        return {"qk_norm": True, "sliding_windows": _windows(hf), **biases}
+
+
+@MODELS.register("Qwen3MoeForCausalLM")
+class Qwen3Moe(CausalLM):
+    """Qwen3-MoE: Qwen3 with experts in some or all layers; a sliding window, where there is one, in all."""
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        layers = range(hf.num_hidden_layers)
+        moe = MoEConfig(
+            num_experts=hf.num_experts,
+            experts_per_token=hf.num_experts_per_tok,
+            intermediate_size=hf.moe_intermediate_size,
+            normalize=hf.norm_topk_prob,
+            layers=tuple(
+                layer not in hf.mlp_only_layers and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
+                for layer in layers
+            ),
+        )
+        biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias}
+        return {"qk_norm": True, "moe": moe, "sliding_windows": (hf.sliding_window,) * len(layers), **biases}
+
+
+def _windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
+    """The window of each layer, from the config's ``layer_types``."""
+    windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
+    for layer_type in hf.layer_types:
+        if layer_type not in windows:
+            raise ModelLoadError(f"layer type {layer_type!r} is not supported; choose from {', '.join(windows)}")
+    return tuple(windows[layer_type] for layer_type in hf.layer_types)

@@ -1,0 +1,173 @@
+"""What the decoder needs to know about a model, read from its ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig
+
+from minisgl.errors import ModelLoadError
+from minisgl.layers import ROPE_TYPES, RopeSettings
+from minisgl.models.registry import MODELS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The mixture of experts of a model.
+
+    Args:
+        num_experts: experts a layer.
+        experts_per_token: experts that each token goes through.
+        intermediate_size: width of one expert.
+        normalize: whether a token's expert weights are scaled to sum to 1.
+        layers: [num_layers] which layers have experts; the others have a dense MLP.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and options of a decoder.
+
+    Args:
+        architecture: its name in `MODELS`.
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers.
+        num_heads, num_kv_heads, head_dim: of attention; ``num_heads × head_dim`` need not be ``hidden_size``.
+        intermediate_size: width of the dense MLP.
+        vocab_size: rows of the embedding.
+        max_position_embeddings: positions the model is made for, after stretching by YaRN.
+        rms_norm_eps: epsilon of all norms.
+        rope: rotary settings.
+        sliding_windows: [num_layers] window of each layer; None sees everything.
+        tie_word_embeddings: whether the LM head is the embedding.
+        dtype: of the checkpoint.
+        qkv_bias, o_bias, mlp_bias: which projections have biases.
+        qk_norm: whether queries and keys are normalised per head.
+        moe: the experts; None for a dense model.
+
+    Raises:
+        ModelLoadError: sizes that cannot work together.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeSettings
+    sliding_windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    moe: MoEConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelLoadError(
+                f"num_attention_heads ({self.num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ModelLoadError(f"head_dim ({self.head_dim}) must be even for the rotary embedding")
+        if len(self.sliding_windows) != self.num_layers:
+            raise ModelLoadError(f"{len(self.sliding_windows)} layer_types given for {self.num_layers} layers")
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> ModelConfig:
+        """Read ``config.json`` of a model directory.
+
+        transformers knows the many spellings of one field that checkpoints of different ages use, so it reads the
+        file; what is supported is decided here.
+
+        Raises:
+            ModelLoadError: no or no valid ``config.json``, an architecture that is not in `MODELS`, a rope type that is
+                not in `ROPE_TYPES`, or an option that the decoder does not have.
+        """
+        file = Path(path) / "config.json"
+        architecture = _architecture(file)
+        try:
+            hf = AutoConfig.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # transformers has no base class for what a config can raise
+            raise ModelLoadError(f"{file}: not a valid config: {error}") from error
+        if getattr(hf, "hidden_act", "silu") != "silu":
+            raise ModelLoadError(f"{file}: hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+        rope = _rope_settings(file, hf)
+        fields: dict[str, Any] = {
+            "architecture": architecture,
+            "hidden_size": hf.hidden_size,
+            "num_layers": hf.num_hidden_layers,
+            "num_heads": hf.num_attention_heads,
+            "num_kv_heads": hf.num_key_value_heads,
+            "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+            "intermediate_size": hf.intermediate_size,
+            "vocab_size": hf.vocab_size,
+            "max_position_embeddings": _max_positions(hf, rope),
+            "rms_norm_eps": hf.rms_norm_eps,
+            "rope": rope,
+            "sliding_windows": (None,) * hf.num_hidden_layers,
+            "tie_word_embeddings": hf.tie_word_embeddings,
+            "dtype": hf.dtype or torch.float32,
+        }
+        return cls(**(fields | MODELS.get(architecture).differences(hf)))
+
+
+def _architecture(file: Path) -> str:
+    """The first architecture that the config names, if it is one of ours."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file}: no such file; a model directory must contain a config.json") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from error
+    names = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelLoadError(f"{file}: 'architectures' must be a list with the name of the model's class")
+    name: str = names[0]
+    if name not in MODELS.names():
+        raise ModelLoadError(
+            f"{file}: architecture {name!r} is not supported; choose one of {', '.join(MODELS.names())}, or register a "
+            "class for it in minisgl.models.MODELS"
+        )
+    return name
+
+
+def _rope_settings(file: Path, hf: PretrainedConfig) -> RopeSettings:
+    parameters = dict(hf.rope_parameters)
+    rope_type = parameters.pop("rope_type", None)
+    if rope_type not in ROPE_TYPES.names():
+        raise ModelLoadError(
+            f"{file}: rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES.names())}"
+        )
+    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelLoadError(f"{file}: partial_rotary_factor is not supported, only whole heads are rotated")
+    parameters.pop("type", None)
+    return RopeSettings(rope_type, float(parameters.pop("rope_theta")), parameters)
+
+
+def _max_positions(hf: PretrainedConfig, rope: RopeSettings) -> int:
+    """YaRN is usually switched on by hand, with ``max_position_embeddings`` left at the context before stretching."""
+    limit: int = hf.max_position_embeddings
+    if rope.rope_type != "yarn":
+        return limit
+    return max(limit, int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"]))

@@ -1,0 +1,128 @@
+"""The decoder that all supported architectures share."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from minisgl.core import AttentionSpec, DeviceBatch
+from minisgl.layers import Attention, Embedding, GatedMLP, Linear, MoE, RMSNorm, Rotary, Rotation
+from minisgl.models.config import ModelConfig
+
+
+def attention_spec(config: ModelConfig, layer_id: int) -> AttentionSpec:
+    """What is fixed about attention in one layer of a model."""
+    return AttentionSpec(
+        layer_id=layer_id,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        sliding_window=config.sliding_windows[layer_id],
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
+
+    A layer is handed the output of the block before and the stream it is still to be added to, so that each addition
+    happens together with the norm after it.
+
+    Args:
+        config: of the model.
+        layer_id: 0 for the first.
+    """
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(
+            config.hidden_size,
+            attention_spec(config, layer_id),
+            config.qkv_bias,
+            config.o_bias,
+            config.rms_norm_eps if config.qk_norm else None,
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        moe = config.moe
+        self.mlp: nn.Module
+        if moe is not None and moe.layers[layer_id]:
+            self.mlp = MoE(
+                config.hidden_size, moe.intermediate_size, moe.num_experts, moe.experts_per_token, moe.normalize
+            )
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` and ``residual``: [T, hidden_size]; the pair that is returned goes to the next layer."""
+        x, residual = self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, rotation)
+        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm.
+
+    Args:
+        config: of the model.
+        layer: class of the layers.
+    """
+
+    def __init__(self, config: ModelConfig, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layer(config, layer_id) for layer_id in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T] int32 token ids and their positions → [T, hidden_size]."""
+        x = self.embed_tokens(input_ids)
+        rotation = self.rotary(positions, x.dtype)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation)
+        hidden, _ = self.norm.add_and_norm(x, residual)
+        return hidden
+
+
+class CausalLM(nn.Module):
+    """A decoder with an LM head. Architectures are subclasses that say how they differ, see `MODELS`.
+
+    Module names are those of Hugging Face checkpoints. A forward pass runs inside `minisgl.core.forward_context`.
+
+    Args:
+        config: of the model.
+    """
+
+    layer: ClassVar[type[nn.Module]] = DecoderLayer
+    """Class of the layers, built with (config, layer_id); a subclass may bring its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, self.layer)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        """Fields of `ModelConfig` in which this architecture departs from the plain decoder. None here."""
+        return {}
+
+    def forward(self, inputs: DeviceBatch) -> torch.Tensor:
+        """One step.
+
+        Returns:
+            [S, vocab_size] logits of ``inputs.logit_rows``, in the model's dtype.
+        """
+        hidden = self.model(inputs.input_ids, inputs.positions).index_select(0, inputs.logit_rows)
+        if self.lm_head is None:
+            return self.model.embed_tokens.logits(hidden)
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits

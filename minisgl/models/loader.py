@@ -1,0 +1,165 @@
+"""From a checkpoint to a model without a second copy of the weights.
+
+The model is built on the meta device, where parameters have shapes and no memory. Each checkpoint tensor is matched to
+the region of the parameter that it fills, from the files' headers alone; only when all of them fit is memory allocated,
+and then every tensor is copied straight to its place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from minisgl.errors import ModelLoadError
+from minisgl.layers import PackedWeights, RMSNorm
+from minisgl.models.checkpoint import TensorHeader, read_headers
+from minisgl.models.config import ModelConfig
+from minisgl.models.registry import MODELS
+
+LoadFormat = Literal["auto", "dummy"]
+
+_DUMMY_STD = 0.02
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor goes.
+
+    Args:
+        module: owner of the parameter.
+        parameter: its name there.
+        index: the region to fill; () is all of it.
+    """
+
+    module: nn.Module
+    parameter: str
+    index: tuple[int | slice, ...]
+
+    @property
+    def region(self) -> torch.Tensor:
+        """A view of the region, on whatever device the parameter is now."""
+        parameter: torch.Tensor = getattr(self.module, self.parameter)
+        return parameter[self.index]
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+) -> nn.Module:
+    """Build the model of ``config`` and fill in its weights.
+
+    Peak memory is the weights plus, on the CPU, the pages of one checkpoint file.
+
+    Args:
+        path: model directory; not read for ``"dummy"``.
+        config: of the same directory.
+        dtype, device: of the parameters.
+        load_format: ``"auto"`` reads safetensors; ``"dummy"`` fills in seeded random weights, for which
+            ``config.json`` is enough: normal with standard deviation 0.02, and 1 for the weights of norms.
+        seed: of the dummy weights.
+
+    Raises:
+        ModelLoadError: files are missing or damaged, or tensors are missing, unexpected, of the wrong shape or of an
+            unsupported dtype; all such tensors are named in the one error. Nothing has been allocated then.
+    """
+    with torch.device("meta"):
+        model = MODELS.get(config.architecture)(config)
+    if load_format == "dummy":
+        _materialize(model, dtype, device)
+        _fill_randomly(model, device, seed)
+    else:
+        targets = checkpoint_targets(model)
+        headers = {name: header for name, header in read_headers(path).items() if not _ignored(name, config)}
+        _check(targets, headers, path)
+        _materialize(model, dtype, device)
+        _fill(targets, headers)
+    return model.eval()
+
+
+def checkpoint_targets(model: nn.Module) -> dict[str, Target]:
+    """For every tensor that a checkpoint of ``model`` must have, by name: where it goes."""
+    targets: dict[str, Target] = {}
+    for prefix, module in model.named_modules():
+        parts = module.weight_parts() if isinstance(module, PackedWeights) else []
+        parent = prefix.rpartition(".")[0]
+        for part in parts:
+            targets[_join(parent, part.source)] = Target(module, part.parameter, part.index)
+        packed = {part.parameter for part in parts}
+        for name, _ in module.named_parameters(recurse=False):
+            if name not in packed:
+                targets[_join(prefix, name)] = Target(module, name, ())
+    return targets
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors that some exports add and no model needs: the tied head once more, and tables of frequencies."""
+    return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
+
+
+def _check(targets: dict[str, Target], headers: dict[str, TensorHeader], path: str | Path) -> None:
+    problems = list(_problems(targets, headers))
+    if problems:
+        listing = "\n".join(f"  {problem}" for problem in problems)
+        raise ModelLoadError(f"{path}: the checkpoint does not fit its config.json:\n{listing}")
+
+
+def _problems(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> Iterator[str]:
+    for name, target in targets.items():
+        if name not in headers:
+            yield f"missing: {name} {tuple(target.region.shape)}"
+    for name, header in headers.items():
+        if name not in targets:
+            yield f"unexpected: {name} {header.shape} in {header.file.name}"
+            continue
+        expected = tuple(targets[name].region.shape)
+        if header.shape != expected:
+            yield f"wrong shape: {name} is {header.shape} in {header.file.name}, expected {expected}"
+        if header.dtype not in _DTYPES:
+            yield f"unsupported dtype: {name} is {header.dtype} in {header.file.name}; quantised weights cannot be read"
+
+
+def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give each parameter memory. Buffers were computed when the model was built, and only move."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _fill(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> None:
+    """Copy every tensor to its place, one file after the other, each closed before the next is opened."""
+    names_in: defaultdict[Path, list[str]] = defaultdict(list)
+    for name, header in headers.items():
+        names_in[header.file].append(name)
+    for file, names in names_in.items():
+        with safe_open(file, framework="pt") as shard:
+            for name in names:
+                targets[name].region.copy_(shard.get_tensor(name))
+
+
+def _fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
+    generator = torch.Generator(device).manual_seed(seed)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=_DUMMY_STD, generator=generator)

@@ -1,0 +1,30 @@
+"""The table of architectures, by the names that ``config.json`` uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from minisgl.core import Registry
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from minisgl.models.config import ModelConfig
+
+
+class Architecture(Protocol):
+    """What is registered: normally a subclass of `minisgl.models.CausalLM`."""
+
+    def __call__(self, config: ModelConfig) -> nn.Module:
+        """Build the model; under ``torch.device("meta")`` its parameters take no memory."""
+        ...
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        """Fields of `ModelConfig` in which this architecture departs from the plain decoder."""
+        ...
+
+
+MODELS: Registry[Architecture] = Registry("model")

@@ -1,0 +1,210 @@
+"""Who owns which page: the page pool, the page table and the prefix cache as one ledger.
+
+A page is in exactly one of three states: *free* (in the pool), *private* (in the row of one running request) or
+*cached* (owned by the prefix cache, and in the rows of any number of requests that have locked it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl.core.request import Int32Array
+from minisgl.core.table import RunningTable
+from minisgl.errors import InvariantError
+from minisgl.kvcache.page_table import PageTable
+from minisgl.kvcache.pages import PagePool
+from minisgl.kvcache.prefix import Handle, Insert, Match, PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A locked match, on its way to become the beginning of a request's row, or to be dropped."""
+
+    match: Match
+    cached_len: int
+
+
+class KVMemory:
+    """Allocates pages to the rows of the running table, sharing what the prefix cache has.
+
+    Args:
+        num_pages: size of the pool.
+        table: the running requests (their ``kv_len`` and ``num_pages`` are kept here and in the scheduler).
+        cache: prefix cache, which also sets the page size.
+    """
+
+    def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache) -> None:
+        self.page_size = cache.page_size
+        self.table = table
+        self.cache = cache
+        self.pool = PagePool(num_pages)
+        self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
+        self.is_cached = np.zeros(num_pages, dtype=bool)
+        self._handles: list[Handle | None] = [None] * table.max_running
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def available(self) -> int:
+        """Pages that could be allocated now: free ones and those that the prefix cache can give up."""
+        return self.pool.num_free + self.cache.num_evictable
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold ``tokens`` tokens."""
+        return -(-tokens // self.page_size)
+
+    def row(self, slot: int) -> Int32Array:
+        """Pages of a running request, int32[num_pages], a view."""
+        return self.page_table.rows[slot, : self.table.num_pages[slot]]
+
+    # -- admission ---------------------------------------------------------------------------------------------
+
+    def lease(self, tokens: Int32Array) -> Lease:
+        """Lock the longest cached prefix of ``tokens``, short of the last token, whose logits must be computed."""
+        match = self.cache.match(tokens[:-1])
+        self.cache.lock(match.handle)
+        return Lease(match, len(match.pages) * self.page_size)
+
+    def drop(self, lease: Lease) -> None:
+        """Undo `lease`."""
+        self.cache.unlock(lease.match.handle)
+
+    def attach(self, slot: int, lease: Lease) -> None:
+        """Fill the row of a newly admitted request: the leased pages, then new ones for the rest of its tokens."""
+        shared = lease.match.pages
+        new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
+        self.page_table.write(slot, 0, np.concatenate([shared, new]))
+        self.table.num_pages[slot] = len(shared) + len(new)
+        self._handles[slot] = lease.match.handle
+
+    # -- growth ------------------------------------------------------------------------------------------------
+
+    def alloc(self, count: int) -> Int32Array:
+        """``count`` pages, evicting from the prefix cache what is missing. ``count`` must not exceed `available`."""
+        missing = count - self.pool.num_free
+        if missing > 0:
+            self._reclaim(self.cache.evict(missing))
+        return self.pool.alloc(count)
+
+    def rows_to_grow(self, slots: Int32Array) -> Int32Array:
+        """Those of ``slots`` whose next token needs a page that they do not have."""
+        full = self.table.kv_len[slots] >= self.table.num_pages[slots] * self.page_size
+        return slots[full]
+
+    def grow(self, slots: Int32Array) -> None:
+        """Append one page to each row of ``slots``."""
+        if len(slots) == 0:
+            return
+        pages = self.alloc(len(slots))
+        self.page_table.append(slots, self.table.num_pages[slots], pages)
+        self.table.num_pages[slots] += 1
+
+    # -- sharing -----------------------------------------------------------------------------------------------
+
+    def look_again(self, slot: int) -> None:
+        """Skip what others have computed since the request was admitted: extend its cached prefix, if there is more.
+
+        Two requests with one prefix, both in chunks, would otherwise compute the same pages side by side.
+        """
+        kv_len = int(self.table.kv_len[slot])
+        tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
+        match = self.cache.match(tokens)
+        cached_len = len(match.pages) * self.page_size
+        if cached_len <= kv_len:
+            return
+        self._move_lock(slot, match.handle)
+        self._repoint(slot, match.pages)
+        self.table.kv_len[slot] = cached_len
+
+    def publish(self, slot: int, kv_len_before: int) -> None:
+        """Offer the pages of a prefill chunk to the prefix cache as soon as the chunk is scheduled.
+
+        The KV is written by the step being built; every reader comes in the same step, whose layers store before
+        they attend, or in a later one. The page of the last token stays private, because nobody could use it: a
+        request computes at least its last token.
+
+        Args:
+            slot: the row.
+            kv_len_before: its ``kv_len`` before this step; pages from there on are being written.
+        """
+        count = min(int(self.table.kv_len[slot]), int(self.table.token_len[slot]) - 1) // self.page_size
+        insert = self._insert(slot, count)
+        if len(insert.pages) == 0:
+            return
+        self._move_lock(slot, insert.handle)
+        # A duplicate that this step still writes must stay where it is; it is found again when the row retires.
+        settled = min(len(insert.pages), kv_len_before // self.page_size)
+        self._repoint(slot, insert.pages[:settled])
+
+    def _insert(self, slot: int, count: int) -> Insert:
+        offered = self.row(slot)[:count].copy()
+        insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], offered)
+        accepted = offered[: len(insert.pages)]
+        self.is_cached[accepted[accepted == insert.pages]] = True
+        return insert
+
+    def _repoint(self, slot: int, canonical: Int32Array) -> None:
+        """Let the row read ``canonical`` pages from its start on, *then* free the private pages that it had there."""
+        old = self.row(slot)[: len(canonical)].copy()
+        changed = np.flatnonzero(old != canonical)
+        if len(changed) == 0:
+            return
+        self.page_table.write(slot, int(changed[0]), canonical[changed[0] :])
+        replaced = old[changed]
+        self.pool.free(replaced[~self.is_cached[replaced]])
+
+    def _move_lock(self, slot: int, handle: Handle) -> None:
+        self.cache.lock(handle)
+        if self._handles[slot] is not None:
+            self.cache.unlock(self._handles[slot])
+        self._handles[slot] = handle
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def retire(self, slot: int) -> None:
+        """Take the row apart: what is computed goes to the prefix cache, the rest is freed."""
+        known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
+        self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))
+        self.discard(slot)
+
+    def discard(self, slot: int) -> None:
+        """Take the row apart without offering it to the prefix cache, because its content is not to be trusted."""
+        pages = self.row(slot)
+        self.pool.free(pages[~self.is_cached[pages]])
+        if self._handles[slot] is not None:
+            self.cache.unlock(self._handles[slot])
+        self._handles[slot] = None
+        self.table.num_pages[slot] = 0
+
+    def forget_unlocked(self) -> None:
+        """Empty the prefix cache of everything that no request holds."""
+        self._reclaim(self.cache.evict(self.cache.num_evictable))
+
+    def _reclaim(self, pages: Int32Array) -> None:
+        self.is_cached[pages] = False
+        self.pool.free(pages)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every page is free, private to one row, or cached, and rows cover their KV."""
+        self.pool.check()
+        self.cache.check()
+        held = self.cache.held_pages()
+        if len(np.unique(held)) != len(held) or not np.array_equal(np.sort(held), np.flatnonzero(self.is_cached)):
+            raise InvariantError("the prefix cache and the ledger disagree on which pages are cached")
+        uses = np.zeros(self.num_pages, dtype=np.int32)
+        for slot in np.flatnonzero(self.table.num_pages):
+            row = self.row(int(slot))
+            if len(np.unique(row)) != len(row) or self.pool.is_free[row].any():
+                raise InvariantError(f"the row of slot {slot} maps a page twice, or a free page")
+            if self.table.kv_len[slot] > len(row) * self.page_size:
+                raise InvariantError(f"slot {slot} has KV beyond its pages")
+            uses[row] += 1
+        if (uses[~self.is_cached] > 1).any():
+            raise InvariantError("two requests map one private page")
+        private = int((uses[~self.is_cached] == 1).sum())
+        if self.pool.num_free + len(held) + private != self.num_pages:
+            raise InvariantError("free, cached and private pages do not add up to the pool: a page has leaked")

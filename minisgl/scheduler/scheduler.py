@@ -1,0 +1,366 @@
+"""Continuous batching: at every step, decide anew which requests run, and account for what came of the last step.
+
+The scheduler is host code alone: it turns requests into `Batch` descriptions and sampled tokens into finished
+requests, and never touches a tensor (Orca, Yu et al. 2022; chunked prefill: Sarathi, Agrawal et al. 2023).
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from itertools import islice
+
+import numpy as np
+
+from minisgl.core.batch import Admission, Batch, StepResult
+from minisgl.core.request import FinishReason, Int32Array, Request, RequestState
+from minisgl.core.table import RunningTable
+from minisgl.errors import InvariantError
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Demand, Load, Policy
+from minisgl.scheduler.queue import WaitingQueue
+from minisgl.scheduler.step import StepOutput, StepRows, TokenEvent
+
+MAX_BYPASS = 64
+"""How often later requests may be admitted before one that does not fit; after that, all wait for it."""
+WINDOW = 1024
+"""How many waiting requests a step looks at, so that a long queue costs no host time."""
+LOOKAHEAD = 8
+"""How many requests that do not fit are passed over in one step to find one that does."""
+
+
+class Scheduler:
+    """Owns all requests from `add` until they are reported as finished.
+
+    Call `schedule`, launch its batch, and hand the result to `process`, in this order for every batch; `schedule` may
+    run again before `process`, as long as results are processed in the order of their batches.
+
+    Args:
+        table: the running requests.
+        memory: their pages.
+        policy: order, composition and admission.
+        max_prefill_tokens: most prompt tokens a step.
+        max_queued_requests: limit of the queue.
+    """
+
+    def __init__(
+        self,
+        table: RunningTable,
+        memory: KVMemory,
+        policy: Policy,
+        max_prefill_tokens: int = 8192,
+        max_queued_requests: int = 65536,
+    ) -> None:
+        self.table = table
+        self.memory = memory
+        self.policy = policy
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting = WaitingQueue(max_queued_requests)
+        self.requests: dict[int, Request] = {}
+        """All unfinished requests by uid."""
+        self._prefill_steps = 0
+        self._deadlines: list[tuple[float, int]] = []
+        self._output = StepOutput()
+
+    # -- the edge ----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Enqueue a new request.
+
+        Raises:
+            QueueFull: nothing was enqueued.
+        """
+        self.waiting.add(request)
+        self.requests[request.uid] = request
+        request.times.arrived = time.perf_counter()
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.uid))
+
+    def finish(self, uid: int, reason: FinishReason, error: str | None = None) -> None:
+        """End a request in any state; unknown and finished uids are ignored, since the news may have crossed.
+
+        A request that a launched step still computes keeps its slot until that step is processed; its token is dropped.
+        """
+        request = self.requests.pop(uid, None)
+        if request is None:
+            return
+        if request.slot < 0:
+            self.waiting.remove(request)
+        else:
+            request.output = self.table.output(request.slot)
+            self.table.ended[request.slot] = True
+        preempted_in_flight = request.state is RequestState.PREEMPTED and request.slot >= 0
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.error = error
+        request.times.finished = time.perf_counter()
+        self._output.finished.append(request)
+        if request.slot >= 0 and not preempted_in_flight:
+            self._leave(request.slot)
+
+    def take_output(self) -> StepOutput:
+        """Everything that became known since the last call."""
+        output, self._output = self._output, StepOutput()
+        return output
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is unfinished."""
+        return bool(self.requests)
+
+    # -- before a step -----------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Compose the next step, or return None if nothing can run."""
+        self._expire()
+        load = self._load()
+        plan = self.policy.composition.plan(load)
+        rows = StepRows()
+        if plan.decode:
+            self._add_decodes(rows)
+        num_decode = len(rows.slots)
+        if plan.prefill_tokens > 0:
+            self._add_prefills(rows, plan.prefill_tokens)
+        if not rows.slots:
+            self._add_decodes(rows)
+            num_decode = len(rows.slots)
+        if not rows.slots:
+            return None
+        self._prefill_steps = 0 if num_decode else self._prefill_steps + 1
+        self.table.in_flight[rows.slots] += 1
+        self._output.decode_tokens += num_decode
+        self._output.prefill_tokens += sum(rows.q_lens) - num_decode
+        return rows.build(num_decode, self.table, self.memory.page_table)
+
+    def _load(self) -> Load:
+        slots = self.table.slots
+        prefilling = int(self.table.prefilling[slots].sum())
+        return Load(
+            decoding=len(slots) - prefilling,
+            prefilling=prefilling,
+            waiting=len(self.waiting),
+            prefill_steps=self._prefill_steps,
+            max_prefill_tokens=self.max_prefill_tokens,
+        )
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
+            _, uid = heapq.heappop(self._deadlines)
+            self.finish(uid, FinishReason.ERROR, "the request's time limit passed before it was finished")
+
+    # -- decode rows -------------------------------------------------------------------------------------------
+
+    def _add_decodes(self, rows: StepRows) -> None:
+        slots = self._make_room(self._decoding())
+        table = self.table
+        rows.add_decodes(slots.tolist(), table.kv_len[slots].tolist())
+        table.kv_len[slots] += 1
+        table.token_len[slots] += 1
+
+    def _decoding(self) -> Int32Array:
+        """Active slots that decode; one whose last token is being sampled right now has nothing left to do."""
+        slots = self.table.slots
+        return slots[~self.table.prefilling[slots] & (self.table.token_len[slots] < self.table.max_len[slots])]
+
+    def _make_room(self, slots: Int32Array) -> Int32Array:
+        """Give each row the page that its next token needs, preempting the last to come while there are too few.
+
+        Returns:
+            The rows that still run.
+        """
+        while True:
+            growing = self.memory.rows_to_grow(slots)
+            if len(growing) <= self.memory.available:
+                self.memory.grow(growing)
+                return slots
+            victim = int(self.table.slots[-1])
+            if len(self.table.slots) == 1:
+                request = self.table.request(victim)
+                message = (
+                    f"the request outgrew the KV cache ({self.memory.num_pages} pages of {self.memory.page_size} "
+                    "tokens); raise num_pages or memory_ratio, or lower max_tokens"
+                )
+                self.finish(request.uid, FinishReason.ERROR, message)
+            else:
+                self._preempt(victim)
+            slots = slots[slots != victim]
+
+    def _preempt(self, slot: int) -> None:
+        """Take the pages of a running request and send it back to the queue, to be recomputed later (vLLM).
+
+        A token that a launched step is sampling for it is still received: see `process`.
+        """
+        request = self.table.request(slot)
+        request.state = RequestState.PREEMPTED
+        request.preemptions += 1
+        self._leave(slot)
+
+    # -- prefill rows ------------------------------------------------------------------------------------------
+
+    def _add_prefills(self, rows: StepRows, budget: int) -> None:
+        slots = self.table.slots
+        for slot in slots[self.table.prefilling[slots]].tolist():
+            if budget == 0:
+                return
+            self.memory.look_again(slot)
+            budget -= self._add_chunk(rows, slot, budget)
+        self._admit(rows, budget)
+
+    def _add_chunk(self, rows: StepRows, slot: int, budget: int) -> int:
+        """Feed as many of the row's tokens as the budget allows; returns how many."""
+        table = self.table
+        kv_len = int(table.kv_len[slot])
+        chunk = min(budget, int(table.token_len[slot]) - kv_len)
+        last = kv_len + chunk == table.token_len[slot]
+        rows.add_prefill(slot, kv_len, chunk, samples=last)
+        table.kv_len[slot] += chunk
+        self.memory.publish(slot, kv_len)
+        if last:
+            table.token_len[slot] += 1
+            table.prefilling[slot] = False
+            table.request(slot).state = RequestState.DECODE
+        return chunk
+
+    def _admit(self, rows: StepRows, budget: int) -> None:
+        if budget == 0 or not len(self.waiting) or not self.table.free_slots:
+            return
+        passed_over: list[Request] = []
+        for request in self._candidates():
+            if budget == 0 or not self.table.free_slots:
+                return
+            if self._try_admit(request, rows):
+                budget -= self._add_chunk(rows, request.slot, budget)
+                for earlier in passed_over:
+                    earlier.bypassed += 1
+            elif self._never_fits(request):
+                self._refuse(request)
+            else:
+                passed_over.append(request)
+                # A preempted request was running once: nobody newer may take the pages that it waits for.
+                must_wait = request.state is RequestState.PREEMPTED or request.bypassed >= MAX_BYPASS
+                if must_wait or len(passed_over) == LOOKAHEAD:
+                    return
+
+    def _candidates(self) -> list[Request]:
+        def cached_len(request: Request) -> int:
+            return len(self.memory.cache.match(request.tokens()).pages) * self.memory.page_size
+
+        new = list(islice(self.waiting.new.values(), WINDOW))
+        return [*self.waiting.preempted.values(), *self.policy.order.arrange(new, cached_len)]
+
+    def _try_admit(self, request: Request, rows: StepRows) -> bool:
+        tokens = request.tokens()
+        lease = self.memory.lease(tokens)
+        if not self.policy.admission.admits(self._demand(request, len(tokens), len(lease.match.pages))):
+            self.memory.drop(lease)
+            return False
+        self.waiting.remove(request)
+        slot = self.table.admit(request, lease.cached_len)
+        self.memory.attach(slot, lease)
+        if request.times.admitted == 0.0:
+            request.times.admitted = time.perf_counter()
+            request.cached_tokens = lease.cached_len
+        rows.admissions.append(
+            Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
+        )
+        return True
+
+    def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> Demand:
+        table, memory = self.table, self.memory
+        slots = table.slots
+        # The last token of a request is sampled but never fed, so its KV needs no room.
+        final_pages = -(-(table.max_len[slots] - 1) // memory.page_size)
+        return Demand(
+            now=memory.pages_for(num_tokens) - cached_pages,
+            at_most=memory.pages_for(request.max_len - 1) - cached_pages,
+            available=memory.available,
+            promised=int(np.maximum(final_pages - table.num_pages[slots], 0).sum()),
+            running=len(slots),
+        )
+
+    def _never_fits(self, request: Request) -> bool:
+        """The request does not fit the whole pool, or was turned away by an engine that runs nothing else."""
+        num_tokens = len(request.prompt) + len(request.output)
+        return self.memory.pages_for(num_tokens) > self.memory.num_pages or len(self.table.slots) == 0
+
+    def _refuse(self, request: Request) -> None:
+        message = (
+            f"prompt: {request.prompt_len} tokens and up to {request.max_len - request.prompt_len} more do not fit the "
+            f"KV cache ({self.memory.num_pages} pages of {self.memory.page_size} tokens); shorten the prompt, lower "
+            "max_tokens, or raise num_pages or memory_ratio"
+        )
+        self.finish(request.uid, FinishReason.ERROR, message)
+
+    # -- after a step ------------------------------------------------------------------------------------------
+
+    def process(self, batch: Batch, result: StepResult) -> None:
+        """Account for a step's tokens: append them, finish requests, free what nobody needs any more."""
+        table = self.table
+        table.in_flight[batch.slots] -= 1
+        sampled = batch.slots[batch.sample_rows]
+        live = np.flatnonzero(~table.ended[sampled])
+        slots, tokens = sampled[live], result.tokens[live]
+
+        known = table.known_len[slots]
+        table.tokens[slots, known] = tokens
+        table.known_len[slots] = known + 1
+        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        full = known + 1 >= table.max_len[slots]
+
+        self._stamp_first_tokens(slots[known == table.prompt_len[slots]])
+        self._report(slots, tokens, live, result)
+        for i in np.flatnonzero(stopped | full).tolist():
+            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            self.finish(table.request(int(slots[i])).uid, reason)
+        self._release_idle(batch.slots)
+
+    def fail(self, batch: Batch, error: str) -> None:
+        """A step could not be computed: its requests end with an error, and nothing they wrote is kept."""
+        self.table.in_flight[batch.slots] -= 1
+        for slot in batch.slots[~self.table.ended[batch.slots]].tolist():
+            if self.table.active[slot]:
+                self.memory.discard(slot)
+            self.finish(self.table.request(slot).uid, FinishReason.ERROR, error)
+        self._release_idle(batch.slots)
+        self.memory.forget_unlocked()
+
+    def _stamp_first_tokens(self, slots: Int32Array) -> None:
+        if len(slots):
+            now = time.perf_counter()
+            for slot in slots.tolist():
+                self.table.request(slot).times.first_token = now
+
+    def _report(self, slots: Int32Array, tokens: Int32Array, live: Int32Array, result: StepResult) -> None:
+        for i in np.flatnonzero(self.table.watched[slots]).tolist():
+            request = self.table.request(int(slots[i]))
+            logprobs = result.logprobs[live[i]] if result.logprobs is not None else None
+            if logprobs is not None:
+                request.logprobs.append(logprobs)
+            self._output.events.append(TokenEvent(request, int(tokens[i]), logprobs))
+
+    def _leave(self, slot: int) -> None:
+        """Stop scheduling a row and take its pages. The slot itself is kept while a launched step writes to it."""
+        self.memory.retire(slot)
+        self.table.deactivate(slot)
+        if self.table.in_flight[slot] == 0:
+            self._release(slot)
+
+    def _release_idle(self, slots: Int32Array) -> None:
+        for slot in slots[~self.table.active[slots] & (self.table.in_flight[slots] == 0)].tolist():
+            if self.table.requests[slot] is not None:
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        request = self.table.release(slot)
+        if request.state is RequestState.PREEMPTED:
+            self.waiting.put_back(request)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless requests, slots and pages are accounted for. Cheap enough for every step."""
+        self.table.check()
+        self.memory.check()
+        placed = [r.uid for r in self.waiting] + [
+            r.uid for r in self.table.requests if r is not None and r.state is not RequestState.FINISHED
+        ]
+        if sorted(placed) != sorted(self.requests):
+            raise InvariantError("a request is neither waiting nor running, or both")

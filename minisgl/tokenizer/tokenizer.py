@@ -1,0 +1,141 @@
+"""A checkpoint's tokenizer and chat template, with every way that a caller's text can be wrong as a typed error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minisgl.errors import InvalidRequest, ModelLoadError, check_type
+from minisgl.models.eos import load_eos_ids
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    A directory without tokenizer files makes a tokenizer that knows its `eos_ids` only: an engine with dummy weights
+    can run on token ids. Its other methods raise `InvalidRequest`; `available` tells.
+
+    Args:
+        path: directory of the checkpoint.
+
+    Raises:
+        ModelLoadError: the tokenizer files are there but cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.eos_ids = load_eos_ids(path)
+        """Every token that ends a sequence, see `load_eos_ids`."""
+        self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
+        self.special_ids = frozenset(self._find_special_ids())
+        """Control tokens, which `decode` leaves out."""
+
+    @property
+    def available(self) -> bool:
+        """True when the checkpoint has a tokenizer."""
+        return self._backend is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return len(self._require("prompt"))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
+
+        Raises:
+            InvalidRequest: ``prompt`` is no string or no valid Unicode, or the checkpoint has no tokenizer.
+        """
+        check_type("prompt", text, str, "a string")
+        return self._encode("prompt", text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's chat template.
+
+        The template writes all special tokens itself, so the tokenizer adds none: no second BOS.
+
+        Args:
+            messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
+                ``{"type": "text", "text": ...}``. Other keys reach the template as they are.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+
+        Raises:
+            InvalidRequest: ``messages`` is malformed, the template rejects it, or the model has no template.
+        """
+        backend = self._require("messages")
+        conversation = _check_messages(messages)
+        if not backend.chat_template:
+            raise InvalidRequest("messages", "this model has no chat template; send a prompt instead")
+        try:
+            text = backend.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is a program of the checkpoint's authors and may raise anything
+            raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
+        return self._encode("messages", text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens left out; bytes that are no valid UTF-8 become U+FFFD."""
+        text: str = self._require("token_ids").decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        backend = self._require(field)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def _require(self, field: str) -> Any:
+        if self._backend is None:
+            raise InvalidRequest(field, f"text needs a tokenizer and {self.path} has none; use token ids instead")
+        return self._backend
+
+    def _find_special_ids(self) -> list[int]:
+        if self._backend is None:
+            return []
+        return [token_id for token_id, token in self._backend.added_tokens_decoder.items() if token.special]
+
+
+def _load(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # depending on the file that is broken: OSError, ValueError, KeyError, a bare Exception
+        raise ModelLoadError(f"cannot read the tokenizer in {path} ({error}); download the model again") from error
+
+
+def _check_messages(messages: object) -> list[dict[str, Any]]:
+    check_type("messages", messages, (list, tuple), "a list of messages")
+    assert isinstance(messages, (list, tuple))
+    if not messages:
+        raise InvalidRequest("messages", "must hold at least one message")
+    return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _check_message(field: str, message: object) -> dict[str, Any]:
+    check_type(field, message, Mapping, "an object with role and content")
+    assert isinstance(message, Mapping)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{field}.role", f"must be one of {', '.join(_ROLES)}, got {role!r}")
+    return {**message, "content": _check_content(f"{field}.content", message.get("content"))}
+
+
+def _check_content(field: str, content: object) -> str:
+    if not isinstance(content, list):
+        check_type(field, content, str, "a string or a list of text parts")
+        return str(content)
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(field, f'parts must be {{"type": "text", "text": "…"}}, got {part!r}')
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,62 @@
+"""What a request must fulfil, checked at the edge, before anything is allocated for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from minisgl.core.request import Int32Array
+from minisgl.errors import InvalidRequest, check_type
+
+
+def check_prompt(prompt: object, vocab_size: int) -> Int32Array:
+    """Token ids as int32[len].
+
+    Raises:
+        InvalidRequest: not a non-empty list of integers below ``vocab_size``.
+    """
+    check_type("prompt", prompt, (Sequence, np.ndarray), "text or a list of token ids")
+    assert isinstance(prompt, (Sequence, np.ndarray))
+    if len(prompt) == 0:
+        raise InvalidRequest("prompt", "must have at least one token")
+    array = np.asarray(prompt)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequest("prompt", "must be text or a flat list of integer token ids")
+    if array.min() < 0 or array.max() >= vocab_size:
+        bad = int(array[(array < 0) | (array >= vocab_size)][0])
+        raise InvalidRequest("prompt", f"token id {bad} is outside of the vocabulary of {vocab_size} tokens")
+    return array.astype(np.int32)
+
+
+def check_lengths(prompt_len: int, max_tokens: int | None, min_tokens: int, max_seq_len: int) -> int:
+    """Most tokens that the sequence may have, prompt included.
+
+    Raises:
+        InvalidRequest: prompt and output do not fit ``max_seq_len``.
+    """
+    room = max_seq_len - prompt_len
+    if room < 1:
+        raise InvalidRequest(
+            "prompt", f"{prompt_len} tokens leave no room for output within max_seq_len of {max_seq_len}; shorten it"
+        )
+    if max_tokens is None:
+        max_tokens = room
+    if max_tokens > room:
+        raise InvalidRequest(
+            "max_tokens",
+            f"{max_tokens} with a prompt of {prompt_len} tokens exceed max_seq_len of {max_seq_len}; at most {room} fit",
+        )
+    if min_tokens > max_tokens:
+        raise InvalidRequest("min_tokens", f"{min_tokens} exceed the {max_tokens} tokens that may be generated")
+    return prompt_len + max_tokens
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int, limit: int) -> None:
+    """Raise `InvalidRequest` if an id is outside of the vocabulary, or there are more than ``limit``."""
+    ids = list(token_ids)
+    if len(ids) > limit:
+        raise InvalidRequest(field, f"has {len(ids)} token ids; at most {limit} are allowed")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(field, f"token id {token} is outside of the vocabulary of {vocab_size} tokens")

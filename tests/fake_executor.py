@@ -1,0 +1,85 @@
+"""An executor without a model that knows what every KV position should hold, and notices when it does not.
+
+"KV" is one integer a position: a hash of all tokens up to and including it. A step writes the hashes of the tokens that
+it is fed and then reads, through the page table that the batches described, every position of every row. A page that was
+freed too early, shared wrongly, or overwritten shows up at once. The next token is a function of the hash, so the
+tokens of a request depend on its prompt and on nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl.core.batch import Batch, StepResult
+
+_MODULUS = (1 << 61) - 1
+
+
+def extend_hash(prefix_hash: int, token: int) -> int:
+    return (prefix_hash * 1_000_003 + token + 1) % _MODULUS
+
+
+def next_token(prefix_hash: int, vocab: int) -> int:
+    return (prefix_hash >> 7) % vocab
+
+
+def expected_output(prompt: list[int], length: int, vocab: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """What a request generates, computed without any engine."""
+    state = 0
+    for token in prompt:
+        state = extend_hash(state, token)
+    output: list[int] = []
+    while len(output) < length and not (output and output[-1] in stop_ids):
+        output.append(next_token(state, vocab))
+        state = extend_hash(state, output[-1])
+    return output
+
+
+class Launched:
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class ShadowExecutor:
+    """Fulfils `Executor`; ``vocab`` bounds the tokens that it produces."""
+
+    def __init__(self, max_running: int, max_seq_len: int, width: int, num_pages: int, page_size: int, vocab: int) -> None:
+        self.page_size = page_size
+        self.vocab = vocab
+        self.tokens = np.zeros((max_running + 1, max_seq_len), dtype=np.int64)
+        self.page_table = np.full((max_running + 1, width), num_pages, dtype=np.int64)
+        self.kv = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
+        self.fed_tokens = 0
+        self.steps = 0
+
+    def launch(self, batch: Batch) -> Launched:
+        for admission in batch.admissions:
+            self.tokens[admission.slot, : len(admission.tokens)] = admission.tokens
+        self.page_table.reshape(-1)[batch.page_index] = batch.page_value
+        assert len(np.unique(batch.out_locs)) == batch.num_tokens, "two tokens of one step are written to one place"
+        hashes = [self._hashes(int(slot), int(length)) for slot, length in zip(batch.slots, batch.seq_lens, strict=True)]
+        for row, q_len in enumerate(batch.q_lens.tolist()):
+            start = int(batch.cu_seqlens_q[row])
+            self.kv[batch.out_locs[start : start + q_len]] = hashes[row][len(hashes[row]) - q_len :]
+        for row, slot in enumerate(batch.slots.tolist()):
+            positions = np.arange(batch.seq_lens[row])
+            pages = self.page_table[slot, positions // self.page_size]
+            seen = self.kv[pages * self.page_size + positions % self.page_size]
+            assert np.array_equal(seen, hashes[row]), f"slot {slot} reads KV that is not its own"
+        sampled = [next_token(int(hashes[row][-1]), self.vocab) for row in batch.sample_rows.tolist()]
+        for row, token in zip(batch.sample_rows.tolist(), sampled, strict=True):
+            if batch.seq_lens[row] < self.tokens.shape[1]:
+                self.tokens[batch.slots[row], batch.seq_lens[row]] = token
+        self.fed_tokens += batch.num_tokens
+        self.steps += 1
+        return Launched(StepResult(np.asarray(sampled, dtype=np.int32)))
+
+    def _hashes(self, slot: int, length: int) -> np.ndarray:
+        state, result = 0, []
+        for token in self.tokens[slot, :length].tolist():
+            state = extend_hash(state, token)
+            result.append(state)
+        return np.asarray(result, dtype=np.int64)

@@ -1,0 +1,260 @@
+"""Tiny random checkpoints of every architecture, made with transformers, and a way to run ours beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from minisgl.core import AttentionBackend, Batch, DeviceBatch, ForwardContext, build_batch, forward_context
+from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.layers import DenseAttention
+from minisgl.models import ModelConfig
+
+VOCAB_SIZE = 211
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("llama", {}),
+    "MistralForCausalLM": ("mistral", {"sliding_window": None}),
+    "Qwen2ForCausalLM": ("qwen2", {}),
+    "Qwen3ForCausalLM": ("qwen3", {}),
+    "Qwen3MoeForCausalLM": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "Olmo2ForCausalLM": ("olmo2", {}),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tiny config: an architecture, and how it departs from the tiny standard."""
+
+    name: str
+    architecture: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def checkpoint(self, directory: Path) -> tuple[Path, PreTrainedModel]:
+        return tiny_checkpoint(directory, self.architecture, **self.overrides)
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
+
+
+ROPE_VARIANTS = [
+    Variant("linear", "LlamaForCausalLM", _rope("linear", factor=4.0)),
+    Variant(
+        "llama3",
+        "LlamaForCausalLM",
+        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    Variant("yarn", "Qwen3ForCausalLM", _rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    Variant(
+        "yarn-attention-factor",
+        "Qwen2ForCausalLM",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=128, attention_factor=0.8, beta_fast=16.0),
+    ),
+    Variant(
+        "yarn-mscale",
+        "LlamaForCausalLM",
+        _rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.4, mscale_all_dim=0.7, truncate=False),
+    ),
+]
+
+ARCHITECTURES = [
+    Variant("llama", "LlamaForCausalLM"),
+    Variant("llama-tied", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    Variant("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    Variant("llama-mha", "LlamaForCausalLM", {"num_key_value_heads": 4}),
+    Variant("llama-mqa-head-dim-24", "LlamaForCausalLM", {"num_key_value_heads": 1, "head_dim": 24}),
+    Variant("mistral", "MistralForCausalLM"),
+    Variant("mistral-window", "MistralForCausalLM", {"sliding_window": 5}),
+    Variant("qwen2", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    Variant(
+        "qwen2-max-window-layers",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    Variant(
+        "qwen2-layer-types",
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    Variant("qwen3", "Qwen3ForCausalLM", {"head_dim": 16}),
+    Variant("qwen3-biases", "Qwen3ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
+    Variant("qwen3-moe", "Qwen3MoeForCausalLM"),
+    Variant(
+        "qwen3-moe-dense-layer",
+        "Qwen3MoeForCausalLM",
+        {"mlp_only_layers": [1], "num_hidden_layers": 3, "norm_topk_prob": False},
+    ),
+    Variant(
+        "qwen3-moe-sparse-step",
+        "Qwen3MoeForCausalLM",
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
+    ),
+    *ROPE_VARIANTS,
+]
+"""Every supported architecture and every option of one."""
+
+
+def tiny_checkpoint(directory: Path, architecture: str, **overrides: Any) -> tuple[Path, PreTrainedModel]:
+    """Save a tiny random float32 checkpoint under ``directory``.
+
+    All parameters are random, norms and biases included, and large enough that attention is far from uniform.
+
+    Args:
+        directory: parent of the checkpoint's directory.
+        architecture: name of the transformers class.
+        overrides: config fields.
+
+    Returns:
+        The directory and the transformers model, in evaluation mode.
+    """
+    model_type, defaults = _MODEL_TYPES[architecture]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **defaults, **overrides})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, std = (1.0, 0.3) if "norm" in name else (0.0, 0.3)
+            parameter.normal_(mean, std, generator=generator)
+    path = directory / architecture
+    model.save_pretrained(path)
+    model.train(False)
+    return path, model
+
+
+def random_tokens(*lengths: int, seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    """A random token sequence, int32, of each length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, length, dtype=np.int32) for length in lengths]
+
+
+def hf_logits(model: PreTrainedModel, tokens: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
+    """[len(tokens), vocab] logits of transformers for one whole sequence."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.as_tensor(np.asarray(tokens), dtype=torch.long)[None]).logits[0]
+    return logits
+
+
+def device_batch(batch: Batch, input_ids: np.ndarray[Any, Any], page_table: np.ndarray[Any, Any]) -> DeviceBatch:
+    """The CPU tensors of ``batch``, with logits of all T tokens."""
+    return DeviceBatch(
+        input_ids=torch.from_numpy(input_ids.astype(np.int32)),
+        positions=torch.from_numpy(batch.positions),
+        out_locs=torch.from_numpy(batch.out_locs),
+        slots=torch.from_numpy(batch.slots),
+        seq_lens=torch.from_numpy(batch.seq_lens),
+        cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
+        page_table=torch.from_numpy(page_table),
+        logit_rows=torch.arange(batch.num_tokens, dtype=torch.int32),
+    )
+
+
+def run_dense(model: torch.nn.Module, *sequences: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+    """[len, vocab] logits of each whole sequence, in one step without a KV cache."""
+    cache = KVCache(1, 1, 2, 1, 1, torch.float32, torch.device("cpu"))
+    runner = PagedRunner(model, cache, rows=len(sequences), max_len=512, backend=DenseAttention(), pages_needed=False)
+    return runner.step(dict(enumerate(sequences)))
+
+
+class PagedRunner:
+    """Runs steps of a model over paged KV, without a scheduler.
+
+    Unwritten KV memory holds NaN, so that a read of it shows. Pages are handed out in random order.
+
+    Args:
+        model: one of ours.
+        cache: KV memory.
+        rows: slots.
+        max_len: longest sequence.
+        backend: attention over ``cache``; None is `TorchAttention`.
+        pages_needed: False leaves all rows on page 0, for a backend that ignores the cache.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: KVCache,
+        rows: int,
+        max_len: int,
+        backend: AttentionBackend | None = None,
+        pages_needed: bool = True,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.backend = backend or TorchAttention(cache)
+        self.lengths = np.zeros(rows, dtype=np.int32)
+        width = -(-max_len // cache.page_size)
+        cache.k.fill_(torch.nan)
+        cache.v.fill_(torch.nan)
+        if pages_needed:
+            pages = np.random.default_rng(5).permutation(cache.num_pages)[: rows * width]
+            self.page_table = pages.reshape(rows, width).astype(np.int32)
+        else:
+            self.page_table = np.zeros((rows, width), dtype=np.int32)
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, config: ModelConfig, dtype: torch.dtype, rows: int, max_len: int, page_size: int
+    ) -> PagedRunner:
+        """With KV memory that fits the model and the rows."""
+        pages = rows * -(-max_len // page_size)
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim, pages, page_size)
+        return cls(model, KVCache(*shape, dtype, torch.device("cpu")), rows, max_len)
+
+    def step(self, fed: Mapping[int, np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """Feed tokens to some slots, those with a KV prefix and one token first (as decode rows must be).
+
+        Returns:
+            [fed tokens, vocab] logits of each slot, in the order of ``fed``.
+        """
+        decode = [slot for slot, tokens in fed.items() if len(tokens) == 1 and self.lengths[slot] > 0]
+        order = [*decode, *(slot for slot in fed if slot not in decode)]
+        slots = np.array(order, dtype=np.int32)
+        batch = build_batch(
+            slots,
+            q_lens=np.array([len(fed[slot]) for slot in order], dtype=np.int32),
+            kv_lens=self.lengths[slots],
+            page_table=self.page_table,
+            page_size=self.cache.page_size,
+            sample_rows=np.arange(len(order), dtype=np.int32),
+            output_index=np.zeros(len(order), dtype=np.int32),
+            num_decode=len(decode),
+        )
+        inputs = device_batch(batch, np.concatenate([fed[slot] for slot in order]), self.page_table)
+        self.backend.plan(batch, inputs)
+        with torch.no_grad(), forward_context(ForwardContext(inputs, self.backend)):
+            logits = self.model(inputs)
+        self.lengths[slots] += batch.q_lens
+        by_slot = dict(zip(order, logits.split(batch.q_lens.tolist()), strict=True))
+        return [by_slot[slot] for slot in fed]

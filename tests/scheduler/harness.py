@@ -1,0 +1,111 @@
+"""A scheduler over the shadow executor, with every invariant checked after every step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from minisgl.core import Batch, FinishReason, Request, RunningTable, SamplingParams
+
+from minisgl.kvcache import block_hash, radix
+from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.scheduler import KVMemory, Policy, Scheduler, StepOutput
+from tests.fake_executor import Launched, ShadowExecutor, expected_output
+
+assert radix and block_hash  # imported for their registration
+
+
+
+class Harness:
+    """Drives steps with results processed ``delay`` steps late: 0 is the plain loop, 1 is what overlap does."""
+
+    def __init__(
+        self,
+        *,
+        prefix_cache: str = "radix",
+        page_size: int = 4,
+        num_pages: int = 64,
+        max_running: int = 8,
+        max_seq_len: int = 128,
+        policy: str = "",
+        max_prefill_tokens: int = 64,
+        max_queued: int = 10_000,
+        vocab: int = 3,
+        delay: int = 0,
+    ) -> None:
+        self.table = RunningTable(max_running, max_seq_len)
+        self.memory = KVMemory(num_pages, self.table, PREFIX_CACHES.get(prefix_cache)(page_size))
+        self.scheduler = Scheduler(self.table, self.memory, Policy.parse(policy), max_prefill_tokens, max_queued)
+        width = self.memory.page_table.rows.shape[1]
+        self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
+        self.vocab = vocab
+        self.delay = delay
+        self.launched: deque[tuple[Batch, Launched]] = deque()
+        self.finished: dict[int, Request] = {}
+        self.batches: list[Batch] = []
+        self._next_uid = 0
+
+    def add(self, prompt: list[int], max_tokens: int = 4, stop_ids: tuple[int, ...] = (), **fields: object) -> Request:
+        request = Request(
+            uid=self._next_uid,
+            prompt=np.asarray(prompt, dtype=np.int32),
+            params=SamplingParams(max_tokens=max_tokens),
+            max_len=len(prompt) + max_tokens,
+            stop_ids=stop_ids,
+            **fields,  # type: ignore[arg-type]
+        )
+        self._next_uid += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepOutput:
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.batches.append(batch)
+            self.launched.append((batch, self.executor.launch(batch)))
+        while self.launched and (len(self.launched) > self.delay or batch is None):
+            done, pending = self.launched.popleft()
+            self.scheduler.process(done, pending.wait())
+        return self._collect()
+
+    def _collect(self) -> StepOutput:
+        self.check()
+        output = self.scheduler.take_output()
+        for request in output.finished:
+            assert request.uid not in self.finished, "a request was reported as finished twice"
+            self.finished[request.uid] = request
+        return output
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish(request.uid, FinishReason.ABORT)
+        self._collect()
+
+    def run(self, limit: int = 5_000) -> None:
+        """Step until nothing is left; every request must have ended by then."""
+        for _ in range(limit):
+            if not self.scheduler.has_work and not self.launched:
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps: {len(self.scheduler.waiting)} waiting")
+
+    def check(self) -> None:
+        self.scheduler.check()
+        for slot in self.table.slots.tolist():
+            assert not self.memory.pool.is_free[self.memory.row(slot)].any(), "a running request maps a free page"
+
+    def assert_idle_and_clean(self) -> None:
+        """After the last request: no slot, no lock and no private page is left."""
+        assert len(self.table) == 0 and not len(self.scheduler.waiting)
+        assert self.memory.pool.num_free + self.memory.cache.num_evictable == self.memory.num_pages
+
+    def assert_output(self, request: Request) -> None:
+        """The request generated what its prompt demands: all of it, or a prefix if it was cut short."""
+        length = request.max_len - request.prompt_len
+        expected = expected_output(request.prompt.tolist(), length, self.vocab, request.stop_ids)
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert request.output == expected
+            stopped = expected[-1] in request.stop_ids
+            assert request.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        else:
+            assert request.output == expected[: len(request.output)]

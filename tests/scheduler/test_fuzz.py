@@ -1,0 +1,78 @@
+"""Random lives of random requests: every invariant holds after every step, and every request gets its own answer.
+
+``pytest tests/scheduler/test_fuzz.py --hypothesis-profile=long`` takes over 20,000 steps.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from minisgl.core import Request
+from tests.scheduler.harness import Harness
+
+settings.register_profile("long", max_examples=500, stateful_step_count=60)
+
+VOCAB = 2  # a vocabulary this small makes shared prefixes and duplicates the rule
+
+
+class EngineLife(RuleBasedStateMachine):
+    """Arrivals, aborts in every state, and steps, in any order."""
+
+    @initialize(
+        prefix_cache=st.sampled_from(["radix", "block-hash", "none"]),
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(8, 40),
+        order=st.sampled_from(["fcfs", "lpm"]),
+        composition=st.sampled_from(["prefill-first", "mixed", "static"]),
+        admission=st.sampled_from(["optimistic", "reserve"]),
+        max_prefill_tokens=st.sampled_from([3, 7, 64]),
+        max_running=st.integers(1, 5),
+        delay=st.sampled_from([0, 1]),
+    )
+    def start(self, order: str, composition: str, admission: str, **options: int) -> None:
+        self.harness = Harness(policy=f"{order},{composition},{admission}", vocab=VOCAB, max_seq_len=64, **options)
+        self.requests: list[Request] = []
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24),
+        max_tokens=st.integers(1, 20),
+        stop=st.sampled_from([(), (), (0,)]),
+        watched=st.booleans(),
+    )
+    def arrive(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], watched: bool) -> None:
+        self.requests.append(self.harness.add(prompt, max_tokens, stop, watched=watched))
+
+    @rule(copy_of=st.integers(0, 30), extra=st.lists(st.integers(0, VOCAB - 1), max_size=6))
+    def arrive_with_shared_prefix(self, copy_of: int, extra: list[int]) -> None:
+        if self.requests:
+            prompt = self.requests[copy_of % len(self.requests)].prompt.tolist() + extra
+            self.requests.append(self.harness.add(prompt[:40], 8))
+
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        if self.requests:
+            self.harness.abort(self.requests[which % len(self.requests)])
+
+    @rule(count=st.integers(1, 6))
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        self.harness.run()
+        assert sorted(self.harness.finished) == [request.uid for request in self.requests]
+        for request in self.requests:
+            self.harness.assert_output(request)
+        self.harness.assert_idle_and_clean()
+
+
+def test_random_lives() -> None:
+    profile = settings.get_current_profile_name()
+    limits = settings() if profile == "long" else settings(max_examples=60, stateful_step_count=30)
+    run_state_machine_as_test(
+        EngineLife, settings=settings(limits, deadline=None, suppress_health_check=list(HealthCheck))
+    )

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.tokenizer.tiny import KINDS, tiny_tokenizer
+
+FAMILY = "👩‍👩‍👧‍👦"
+TEXTS = ["the dog", "  the  dog ", "你好, 世界", f"the {FAMILY} dog", "🦊" * 9, "naïve\n\tcafé", "a\ufffdb"]
+
+random_text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), max_size=40)
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return [*(detokenizer.feed(token_id) for token_id in ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_pieces_add_up_to_the_text(kind: str, text: str) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=random_text)
+def test_pieces_of_any_text_add_up(kind: str, text: str) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_long_run_of_replacement_characters() -> None:
+    """They look like characters that are not complete yet, and must leave all the same."""
+    tokenizer = tiny_tokenizer("byte-level")
+    sent = pieces(tokenizer, tokenizer.encode("\ufffd" * 50))
+    assert "".join(sent) == "\ufffd" * 50
+    assert len(sent[-1]) <= 8
+
+
+@given(ids=st.lists(st.integers(0, 299), max_size=120))
+def test_pieces_of_any_token_ids_add_up(ids: list[int]) -> None:
+    """Byte-level text is a function of the bytes alone, so even tokens that spell no UTF-8 must add up."""
+    tokenizer = tiny_tokenizer("byte-level")
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.sampled_from([0, 1, *range(260, 276)]), max_size=120))
+def test_pieces_of_any_words_with_fallback_add_up(ids: list[int]) -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.sampled_from([*range(4, 132), *range(260, 276)]), max_size=120))
+def test_pieces_of_any_ascii_bytes_with_fallback_add_up(ids: list[int]) -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 275), max_size=120), word=st.sampled_from(["the", "dog"]))
+def test_text_after_broken_bytes_is_right_again(ids: list[int], word: str) -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    after = [261, *tokenizer.encode(f"the {word}")[2:]]  # "▁the", "▁" + word
+    assert "".join(pieces(tokenizer, [*ids, *after, *after])).endswith(f" the {word} the {word}"[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_complete_characters_leave(kind: str) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    ids = tokenizer.encode(f"the {FAMILY}")
+    sent = pieces(tokenizer, ids)
+    assert not any("\ufffd" in piece for piece in sent)
+    assert len([piece for piece in sent if piece]) > 6, "text must leave as it comes, not at the end"
+
+
+def test_a_character_leaves_with_its_last_byte() -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    fox = [token_id for token_id in tokenizer.encode("🦊") if 4 <= token_id < 260]
+    assert len(fox) == 4
+    assert pieces(tokenizer, fox) == ["", "", "", "🦊", ""]
+    assert pieces(tokenizer, fox[:3]) == ["", "", "", "\ufffd\ufffd\ufffd"]
+
+
+def test_a_list_of_tokens_at_once() -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    ids = tokenizer.encode("the 🦊 dog")
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.feed(ids[:4]) + detokenizer.feed(ids[4:]) + detokenizer.finish() == "the 🦊 dog"
+
+
+def test_special_tokens_do_not_eat_the_space_after_them() -> None:
+    """A sentence's first space is no text; that of a word after 50 end-of-sequence tokens is."""
+    tokenizer = tiny_tokenizer("byte-fallback")
+    the = tokenizer.encode("the")[-1]
+    ids = [the, *[1] * 50, the]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "the the"
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["text", "broken-bytes"])
+def test_work_per_token_is_bounded(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    lengths: list[int] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    ids = [4 + 0x80] * 500 if broken else tokenizer.encode("the dog 🦊 " * 60)
+    pieces(tokenizer, ids)
+    assert max(lengths) <= 70
+    assert len(lengths) <= 2 * len(ids) + 1
