@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from minisgl.core.request import Request, TokenLogprobs
+from minisgl.core.request import FinishReason, Request, TokenLogprobs
 from minisgl.outputs import Completion, Delta, Metrics
 from minisgl.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 
@@ -55,25 +55,27 @@ class Generation:
             rest += self._stop.finish()
             self._text += rest
         if self._streaming:
-            reason = self.request.finish_reason
-            assert reason is not None
-            self.deltas.append(Delta(self.index, rest, [], reason.value, self.request.error))
+            self.deltas.append(Delta(self.index, rest, [], self.finish_reason.value, self.request.error))
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended. A stop string counts even if the token that completes it is the last one allowed."""
+        reason = FinishReason.STOP if self._stop.matched is not None else self.request.finish_reason
+        assert reason is not None, "the request is not finished"
+        return reason
 
     def completion(self) -> Completion:
         """The whole answer of a finished request."""
         request = self.request
-        reason = request.finish_reason
-        assert reason is not None, "the request is not finished"
         text = self._text
         if self._detokenizer is None and self._tokenizer.available:
             text = self._tokenizer.decode(request.output)
         return Completion(
             token_ids=request.output,
             text=text,
-            finish_reason=reason.value,
+            finish_reason=self.finish_reason.value,
             error=request.error,
             cached_tokens=request.cached_tokens,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             metrics=Metrics.of(request),
         )
-

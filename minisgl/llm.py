@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
 from minisgl.engine.engine import Engine, resolve_device
-from minisgl.errors import InvalidRequest
+from minisgl.errors import InvalidRequest, check_type
 from minisgl.generation import Generation
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
@@ -58,6 +59,8 @@ class LLM:
         memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size))
         self.scheduler = Scheduler(table, memory, policy, config.max_prefill_tokens, config.max_queued_requests)
         self.loop = EngineLoop(self.scheduler, self.engine)
+        vocab_size = self.engine.model_config.vocab_size
+        self._eos_ids = tuple(token for token in self.tokenizer.eos_ids if token < vocab_size)
         self._generations: dict[int, Generation] = {}
         self._next_uid = 0
         self._seeds = random.Random(config.seed)
@@ -84,9 +87,11 @@ class LLM:
         Raises:
             InvalidRequest: a prompt or its parameters are malformed. Nothing has been computed then.
         """
+        check_type("prompts", prompts, (Sequence, np.ndarray), "text, token ids, or a list of either")
         prompts = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        check_type("params", params, Sequence, "SamplingParams or a list of them")
         if len(params) != len(prompts):
             raise InvalidRequest("params", f"{len(params)} for {len(prompts)} prompts; give one for all or one each")
         groups = [self.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
@@ -108,7 +113,7 @@ class LLM:
         Returns:
             One output for one conversation, a list for a list.
         """
-        if messages and not isinstance(messages[0], Mapping):
+        if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
             return self.generate([self.tokenizer.encode_chat(each) for each in messages], params, progress)  # type: ignore[arg-type]
         return self.generate([self.tokenizer.encode_chat(messages)], params, progress)[0]  # type: ignore[arg-type]
 
@@ -140,12 +145,17 @@ class LLM:
         Raises:
             InvalidRequest: naming the field and its limit.
         """
+        check_type("params", params, SamplingParams, "SamplingParams")
         vocab_size = self.engine.model_config.vocab_size
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = check_prompt(token_ids, vocab_size)
         max_len = check_lengths(len(tokens), params.max_tokens, params.min_tokens, self.max_seq_len)
-        stop_ids = tuple(dict.fromkeys((*(() if params.ignore_eos else self.tokenizer.eos_ids), *params.stop_token_ids)))
-        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size, limit=self.scheduler.table.max_stop_ids)
+        eos_ids = () if params.ignore_eos else self._eos_ids
+        if params.max_tokens is None:  # the KV cache may have room for less; one token is the least to ask for
+            max_len = max(len(tokens) + 1, min(max_len, self.engine.num_pages * self.config.page_size + 1))
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        limit = self.scheduler.table.max_stop_ids - len(eos_ids)
+        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size, limit)
         check_token_ids("logit_bias", params.logit_bias or (), vocab_size, limit=vocab_size)
         if params.stop and not self.tokenizer.available:
             raise InvalidRequest("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
@@ -193,7 +203,8 @@ class LLM:
             if generation.on_token(event.token_id, event.logprobs):
                 self.scheduler.finish(event.request.uid, FinishReason.STOP)
         # Stop strings that were just found have ended requests, too.
-        for request in [*output.finished, *self.scheduler.take_output().finished]:
+        output.finished += self.scheduler.take_output().finished
+        for request in output.finished:
             self._generations.pop(request.uid).on_finish()
 
     def _run(self, generations: Sequence[Generation], progress: bool) -> None:
@@ -219,6 +230,13 @@ class LLM:
         finally:
             for generation in generations:
                 self.abort(generation)
+
+
+# `help(LLM)` and an editor's hints show the options themselves, which are written down in one place only.
+_options = inspect.signature(EngineConfig)
+_positional = [_options.parameters["model"].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+_keywords = [parameter for name, parameter in _options.parameters.items() if name != "model"]
+LLM.__signature__ = _options.replace(parameters=_positional + _keywords, return_annotation=LLM)  # type: ignore[attr-defined]
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -20,7 +20,10 @@ def check_prompt(prompt: object, vocab_size: int) -> Int32Array:
     assert isinstance(prompt, (Sequence, np.ndarray))
     if len(prompt) == 0:
         raise InvalidRequest("prompt", "must have at least one token")
-    array = np.asarray(prompt)
+    try:
+        array = np.asarray(prompt)
+    except ValueError as error:  # lists of different lengths inside
+        raise InvalidRequest("prompt", "must be text or a flat list of integer token ids") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest("prompt", "must be text or a flat list of integer token ids")
     if array.min() < 0 or array.max() >= vocab_size:

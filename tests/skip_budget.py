@@ -1,1 +1,85 @@
-x=1
+"""pytest plugin: no test is green because it did not run.
+
+Every skip is printed with its reason, and the run fails when there are more than ``tests/skip-budget.txt`` allows.
+Tests marked ``gpu`` are left out on machines without CUDA, and counted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+BUDGET_FILE = "tests/skip-budget.txt"
+
+
+def read_budget(file: Path) -> int:
+    """The number on the file's first line; the lines after it say why it is not zero."""
+    number, _, reason = file.read_text(encoding="utf-8").partition("\n")
+    if int(number) > 0 and not reason.strip():
+        raise pytest.UsageError(f"{file} allows {number} skips: give the reason below the number")
+    return int(number)
+
+
+class SkipBudget:
+    """Collects what did not run.
+
+    Args:
+        budget: most skips and expected failures that one run may have.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.skips: list[str] = []
+        self.gpu_tests = 0
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests that need CUDA where there is none."""
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        if not gpu or _cuda_is_available():
+            return
+        self.gpu_tests = len(gpu)
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test that was skipped, or that failed as expected."""
+        if report.skipped:
+            self.skips.append(f"{report.nodeid}: {getattr(report, 'wasxfail', '') or _reason(report)}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a whole file that was skipped."""
+        if report.skipped:
+            self.skips.append(f"{report.nodeid}: {_reason(report)}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail a run that would have passed."""
+        if len(self.skips) > self.budget and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print what did not run, and why."""
+        over = len(self.skips) > self.budget
+        terminalreporter.section("not run", red=over)
+        for skip in self.skips:
+            terminalreporter.write_line(f"skipped: {skip}")
+        terminalreporter.write_line(
+            f"{len(self.skips)} skipped; {BUDGET_FILE} allows {self.budget}{': FAILED' if over else ''}"
+        )
+        terminalreporter.write_line(f"{self.gpu_tests} tests marked gpu left out for want of a CUDA device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hook of pytest: install the plugin for this run."""
+    config.pluginmanager.register(SkipBudget(read_budget(config.rootpath / BUDGET_FILE)), "skip-budget")
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

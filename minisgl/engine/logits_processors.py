@@ -72,13 +72,10 @@ def softmax_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Te
     """``exp((logit − largest logit) / temperature)``: softmax up to a factor, 1 for the likeliest token.
 
     Args:
-        logits: [S, vocab] float32 or float64; −inf gives 0.
+        logits: [S, vocab] float32 or float64; −inf gives 0, but a row of nothing else gives NaN.
         temperature: [S], positive.
     """
-    largest = logits.amax(-1, keepdim=True)
-    # A row of nothing but −inf must not become −inf − (−inf) = NaN.
-    largest = largest.clamp(min=torch.finfo(logits.dtype).min)
-    return ((logits - largest) / temperature.unsqueeze(-1)).exp()
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)).exp()
 
 
 def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.Tensor]) -> torch.Tensor:
@@ -100,9 +97,9 @@ def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.
     rank = torch.arange(candidates.shape[-1], device=logits.device)
     in_top_k = rank < stage.top_k.unsqueeze(-1)
     mass = rows_weights.gather(-1, ids).masked_fill(~in_top_k, 0.0).double()
-    before = mass.cumsum(-1) - mass
-    top_p = stage.top_p.unsqueeze(-1)
-    limit = (top_p * mass.sum(-1, keepdim=True)).masked_fill(top_p >= 1, float("inf"))
+    sums = mass.cumsum(-1)
+    before = sums - mass
+    limit = stage.top_p.unsqueeze(-1) * sums[:, -1:]
     count = (in_top_k & (before < limit)).sum(-1, keepdim=True).clamp(min=1)
 
     threshold = candidates.gather(-1, count - 1)

@@ -105,7 +105,7 @@ class BlockHashCache:
         for block in handle:
             if block.ref_count == 0:
                 if block not in self._unreferenced:
-                    raise InvariantError(f"page {block.page} was evicted: lock a handle before the next insert or evict")
+                    raise InvariantError(f"page {block.page} was evicted before its handle was locked")
                 del self._unreferenced[block]
             block.ref_count += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ class RadixCache:
         self.num_pages = 0
         self.num_evictable = 0
         self._clock = 0
-        self._num_nodes_made = 1
+        self._uids = itertools.count(1)
         # (last access when queued, uid, node) of every node that was an unlocked leaf when queued, at most once each.
         self._heap: list[tuple[int, int, Node]] = []
 
@@ -198,22 +199,20 @@ class RadixCache:
         assert node.parent is not None
         cut = count * self.page_size
         upper = Node(
-            uid=self._num_nodes_made,
+            uid=next(self._uids),
             tokens=node.tokens[:cut],
             pages=node.pages[:count],
             parent=node.parent,
             lock_count=node.lock_count,
             last_access=node.last_access,
         )
-        self._num_nodes_made += 1
         node.parent.children[self._key(upper.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
         upper.children[self._key(node.tokens)] = node
         return upper
 
     def _add_leaf(self, parent: Node, tokens: Int32Array, pages: Int32Array) -> Node:
-        leaf = Node(self._num_nodes_made, tokens, pages, parent, last_access=self._clock)
-        self._num_nodes_made += 1
+        leaf = Node(next(self._uids), tokens, pages, parent, last_access=self._clock)
         parent.children[self._key(tokens)] = leaf
         self.num_pages += len(pages)
         self.num_evictable += len(pages)

@@ -102,8 +102,8 @@ def total_memory(device: torch.device) -> int:
 def _whole_pages(budget: int, page_bytes: int, origin: str) -> int:
     if budget < page_bytes:
         raise ConfigError(
-            f"memory: not one KV page fits. {max(0, budget)} bytes are left for KV ({origin}), a page takes "
-            f"{page_bytes}. Raise memory_ratio, lower page_size or max_prefill_tokens, choose a smaller model or dtype, "
+            f"memory: not one page fits. A page takes {page_bytes} bytes, {max(0, budget)} are left for KV ({origin}). "
+            "Raise memory_ratio, lower page_size or max_prefill_tokens, choose a smaller model or dtype, "
             "free memory on the device, or set num_pages yourself."
         )
     return budget // page_bytes

@@ -16,7 +16,7 @@ _QUERY_TILE = 256
 """Most queries of a prefill row that are attended in one call: bounds the mask and the work above the diagonal."""
 
 
-_GROUP_KEYS = 8192
+_GROUP_KEYS = 2048
 """Most keys that several decode rows gather together: the copy is read while it is still in the processor's cache."""
 
 
@@ -97,9 +97,7 @@ class TorchAttention:
             keys, values = self._gather(group.locs, spec.layer_id)
             for tile in group.tiles:
                 queries = q[tile.queries].view(len(keys), -1, *q.shape[1:])
-                out = grouped_query_attention(
-                    queries, keys[:, tile.keys], values[:, tile.keys], tile.mask, spec.scale
-                )
+                out = grouped_query_attention(queries, keys[:, tile.keys], values[:, tile.keys], tile.mask, spec.scale)
                 parts.append(out.flatten(0, 1))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended if layout.inverse is None else attended.index_select(0, layout.inverse)
@@ -194,16 +192,12 @@ class TorchAttention:
 
 
 def _similar_lengths(lengths: Int32Array) -> list[list[int]]:
-    """Group rows such that padding to the longest of a group costs at most a third, or 64 tokens, a row."""
+    """Groups of at most `_GROUP_KEYS` keys, in which padding costs a row at most a third of its length, or 64 keys."""
     groups: list[list[int]] = []
     longest = 0
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
-        if (
-            not groups
-            or longest - length > max(64, length // 3)
-            or longest * (len(groups[-1]) + 1) > _GROUP_KEYS
-        ):
+        if not groups or longest - length > max(64, length // 3) or longest * (len(groups[-1]) + 1) > _GROUP_KEYS:
             groups.append([])
             longest = length
         groups[-1].append(row)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# All but cuDNN's, which fails on a mask whose rows are not aligned, as slices of a larger mask are not.
+_CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_mask(
@@ -41,7 +47,8 @@ def grouped_query_attention(
     Returns:
         [B, Q, num_heads, head_dim].
     """
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
-    )
+    with sdpa_kernel(_CUDA_KERNELS) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
+        )
     return out.transpose(1, 2)

@@ -50,7 +50,7 @@ def read_headers(path: str | Path) -> dict[str, TensorHeader]:
 def _shards(path: Path) -> list[Path]:
     index = path / INDEX_FILE
     if index.is_file():
-        files = [path / name for name in _indexed_names(index)]
+        files = _indexed_files(index)
     elif (path / SINGLE_FILE).is_file():
         files = [path / SINGLE_FILE]
     else:
@@ -64,10 +64,10 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _indexed_names(index: Path) -> list[str]:
+def _indexed_files(index: Path) -> list[Path]:
     """The shards that the index names, in order."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [index.parent / name for name in sorted(set(weight_map.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index}: not a valid index ({error!r}); download it again") from error
-    return names

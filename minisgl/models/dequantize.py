@@ -1,4 +1,4 @@
-"""A GGUF file of SmolLM2 turned into the files that the hub has: safetensors, JSON configs, tokenizer, chat template."""
+"""SmolLM2 out of a GGUF file, as the hub has it: safetensors, JSON configs, tokenizer, chat template."""
 
 from __future__ import annotations
 

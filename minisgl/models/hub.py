@@ -14,6 +14,8 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 # Subfolders hold other formats of the same weights, and so do Mistral's consolidated files.
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 
+_SECONDS_TO_ANSWER = 10.0
+
 
 def resolve_model(name: str) -> Path:
     """The directory with the files of model ``name``, downloaded if need be.
@@ -54,26 +56,45 @@ def _resolve_default() -> Path:
 
 
 def _download(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub import HfApi
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except GatedRepoError as error:
-        raise ModelLoadError(
-            f"{repo_id} is gated: accept its terms on the hub, then log in with 'hf auth login' or set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelLoadError(
+        HfApi().model_info(repo_id, timeout=_SECONDS_TO_ANSWER)  # the download itself would wait for ever
+        return _snapshot(repo_id)
+    except Exception as error:  # the client also raises the errors of its HTTP library, which differs by version
+        return _cached_snapshot(repo_id, error)
+
+
+def _cached_snapshot(repo_id: str, error: Exception) -> Path:
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _snapshot(repo_id, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ModelLoadError(_explain(repo_id, error)) from error
+
+
+def _snapshot(repo_id: str, local_files_only: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local_files_only)
+    )
+
+
+def _explain(repo_id: str, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    login = "log in with 'hf auth login' or set HF_TOKEN"
+    if isinstance(error, GatedRepoError):
+        return f"{repo_id} is gated: accept its terms on the hub, then {login}"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
             f"there is no directory {repo_id} here and no such model on the hub: check the spelling; "
-            "for a private model log in with 'hf auth login' or set HF_TOKEN"
-        ) from error
-    except Exception as error:  # the client raises the errors of its HTTP library, which differs by version
-        raise ModelLoadError(
-            f"cannot fetch {repo_id} from the hub ({_first_line(error)}): check the network and HF_ENDPOINT, "
-            "or give a directory that holds the model"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+            f"for a private model {login}"
+        )
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return (
+        f"cannot fetch {repo_id} from the hub ({reason}): check the network and HF_ENDPOINT, "
+        "or give a directory that holds the model"
+    )

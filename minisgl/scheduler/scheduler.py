@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import heapq
 import time
-from itertools import islice
 
 import numpy as np
 
-from minisgl.core.batch import Admission, Batch, StepResult
+from minisgl.core.batch import Batch, StepResult
 from minisgl.core.request import FinishReason, Int32Array, Request, RequestState
 from minisgl.core.table import RunningTable
 from minisgl.errors import InvariantError
+from minisgl.scheduler.admission import Admitter
 from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.policy import Demand, Load, Policy
+from minisgl.scheduler.policy import Load, Policy
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.step import StepOutput, StepRows, TokenEvent
 
 MAX_BYPASS = 64
 """How often later requests may be admitted before one that does not fit; after that, all wait for it."""
-WINDOW = 1024
-"""How many waiting requests a step looks at, so that a long queue costs no host time."""
 LOOKAHEAD = 8
 """How many requests that do not fit are passed over in one step to find one that does."""
 
@@ -56,6 +54,7 @@ class Scheduler:
         self.policy = policy
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting = WaitingQueue(max_queued_requests)
+        self._admitter = Admitter(table, memory, self.waiting, policy)
         self.requests: dict[int, Request] = {}
         """All unfinished requests by uid."""
         self._prefill_steps = 0
@@ -225,14 +224,15 @@ class Scheduler:
         if budget == 0 or not len(self.waiting) or not self.table.free_slots:
             return
         passed_over: list[Request] = []
-        for request in self._candidates():
+        for request in self._admitter.candidates():
             if budget == 0 or not self.table.free_slots:
                 return
-            if self._try_admit(request, rows):
+            if (admission := self._admitter.try_admit(request)) is not None:
+                rows.admissions.append(admission)
                 budget -= self._add_chunk(rows, request.slot, budget)
                 for earlier in passed_over:
                     earlier.bypassed += 1
-            elif self._never_fits(request):
+            elif self._admitter.never_fits(request):
                 self._refuse(request)
             else:
                 passed_over.append(request)
@@ -240,48 +240,6 @@ class Scheduler:
                 must_wait = request.state is RequestState.PREEMPTED or request.bypassed >= MAX_BYPASS
                 if must_wait or len(passed_over) == LOOKAHEAD:
                     return
-
-    def _candidates(self) -> list[Request]:
-        def cached_len(request: Request) -> int:
-            return len(self.memory.cache.match(request.tokens()).pages) * self.memory.page_size
-
-        new = list(islice(self.waiting.new.values(), WINDOW))
-        return [*self.waiting.preempted.values(), *self.policy.order.arrange(new, cached_len)]
-
-    def _try_admit(self, request: Request, rows: StepRows) -> bool:
-        tokens = request.tokens()
-        lease = self.memory.lease(tokens)
-        if not self.policy.admission.admits(self._demand(request, len(tokens), len(lease.match.pages))):
-            self.memory.drop(lease)
-            return False
-        self.waiting.remove(request)
-        slot = self.table.admit(request, lease.cached_len)
-        self.memory.attach(slot, lease)
-        if request.times.admitted == 0.0:
-            request.times.admitted = time.perf_counter()
-            request.cached_tokens = lease.cached_len
-        rows.admissions.append(
-            Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
-        )
-        return True
-
-    def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> Demand:
-        table, memory = self.table, self.memory
-        slots = table.slots
-        # The last token of a request is sampled but never fed, so its KV needs no room.
-        final_pages = -(-(table.max_len[slots] - 1) // memory.page_size)
-        return Demand(
-            now=memory.pages_for(num_tokens) - cached_pages,
-            at_most=memory.pages_for(request.max_len - 1) - cached_pages,
-            available=memory.available,
-            promised=int(np.maximum(final_pages - table.num_pages[slots], 0).sum()),
-            running=len(slots),
-        )
-
-    def _never_fits(self, request: Request) -> bool:
-        """The request does not fit the whole pool, or was turned away by an engine that runs nothing else."""
-        num_tokens = len(request.prompt) + len(request.output)
-        return self.memory.pages_for(num_tokens) > self.memory.num_pages or len(self.table.slots) == 0
 
     def _refuse(self, request: Request) -> None:
         message = (

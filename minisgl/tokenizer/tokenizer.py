@@ -85,6 +85,11 @@ class Tokenizer:
         )
         return text
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token on its own, special tokens by name; bytes that are no whole character become U+FFFD."""
+        text: str = self._require("token_ids").decode([token_id], clean_up_tokenization_spaces=False)
+        return text
+
     def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         backend = self._require(field)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,18 +20,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("sampler", names, indirect=True)
 
 
-@pytest.fixture()
+@pytest.fixture
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     return SAMPLERS.get(request.param)()
 
 
-@pytest.fixture()
+@pytest.fixture
 def logits() -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 2
 
 
-def random(**params: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, **params})  # type: ignore[arg-type]
+def random(temperature: float = 1.0, **params: Any) -> SamplingParams:
+    return SamplingParams(temperature=temperature, **params)
 
 
 def counts(sampler: Sampler, logits: torch.Tensor, params: SamplingParams, draws: int = 4000) -> torch.Tensor:
@@ -131,7 +133,7 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(sampler: Sampler) -> None:
     alone = [sample(sampler, logits[i : i + 1], [rows[i]], slots=[i % 3])[0] for i in range(64)]
     assert together == alone
     order = torch.randperm(64, generator=generator).tolist()
-    shuffled = sample(sampler, logits[order], [rows[i] for i in order], slots=torch.randperm(64).tolist())
+    shuffled = sample(sampler, logits[order], [rows[i] for i in order], slots=order)
     assert shuffled == [together[i] for i in order]
 
 
@@ -149,6 +151,12 @@ def test_the_logits_are_not_changed(sampler: Sampler, logits: torch.Tensor) -> N
     batch = logits.repeat(2, 1)
     sample(sampler, batch, [Row(params, stop_ids=(2,)), Row()])
     assert torch.equal(batch, logits.repeat(2, 1))
+
+
+def test_narrow_logits_are_computed_with_in_float32(sampler: Sampler) -> None:
+    logits = torch.full((4,), 100.0, dtype=torch.bfloat16)  # the next larger bfloat16 is 100.5
+    greedy, drawn = SamplingParams(temperature=0.0, logit_bias={2: 0.1}), random(0.01, logit_bias={2: 0.1})
+    assert sample(sampler, logits, [Row(greedy), Row(drawn)]) == [2, 2]
 
 
 def test_logit_bias(sampler: Sampler) -> None:
@@ -177,10 +185,11 @@ def test_a_bias_does_not_lift_the_mask(sampler: Sampler) -> None:
 
 def test_penalties_against_a_loop_over_tokens(sampler: Sampler) -> None:
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(40, VOCAB, generator=generator) * 2
+    logits = torch.randn(40, VOCAB, generator=generator)
+    logits[:, :8] += 2
     rows, expected = [], []
     for i in range(40):
-        prompt = tuple(torch.randint(0, VOCAB, (1 + i % 5,), generator=generator).tolist())
+        prompt = tuple(torch.randint(0, 8, (1 + i % 5,), generator=generator).tolist())
         output = tuple(torch.randint(0, 8, (i % 9,), generator=generator).tolist())
         presence, frequency, repetition = (i % 3 - 1) * 0.9, (i % 4 - 1) * 0.7, (0.5, 1.0, 1.8)[i % 3 - 1]
         params = SamplingParams(

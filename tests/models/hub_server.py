@@ -30,7 +30,7 @@ class HubServer:
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body for one request."""
-        repo = next((name for name in self.repos if f"/{name}/" in path), None)
+        repo = next((name for name in self.repos if f"/{name}/" in f"{path}/"), None)
         if self.failing:
             return 500, {}, b"{}"
         if repo is None:
@@ -38,7 +38,7 @@ class HubServer:
         if repo in self.gated:
             return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
         files = self.repos[repo]
-        if path.startswith(f"/api/models/{repo}/revision/"):
+        if path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
             siblings = [{"rfilename": name} for name in files]
             return 200, {}, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings, "tags": []}).encode()
         if path.startswith(f"/api/models/{repo}/tree/"):

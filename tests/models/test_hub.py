@@ -35,7 +35,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 def point_to(address: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """What HF_ENDPOINT and HF_HUB_CACHE do when they are set before the client is imported."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
 
@@ -91,10 +94,16 @@ def test_a_failing_hub_is_a_load_error(hub: HubServer) -> None:
         resolve_model("owner/model")
 
 
-def test_an_unreachable_hub_is_a_load_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
-        point_to(f"http://127.0.0.1:{closed.getsockname()[1]}", monkeypatch, tmp_path)
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
+def test_a_hub_that_does_not_answer_is_a_load_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: bool
+) -> None:
+    monkeypatch.setattr("minisgl.models.hub._SECONDS_TO_ANSWER", 0.2)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        if silent:
+            nobody.listen()
+        point_to(f"http://127.0.0.1:{nobody.getsockname()[1]}", monkeypatch, tmp_path)
         with pytest.raises(ModelLoadError, match="check the network and HF_ENDPOINT"):
             resolve_model("owner/model")
 

@@ -13,7 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from minisgl.tokenizer import Tokenizer
 
-LINES = ["the quick brown fox jumps over the lazy dog", "the cat and the dog, 12 of them", "你好 世界 你好", "naïve café"]
+LINES = [
+    "the quick brown fox jumps over the lazy dog",
+    "the cat and the dog, 12 of them",
+    "你好 世界 你好",
+    "naïve café",
+]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}"

@@ -1,0 +1,78 @@
+"""From waiting to running: which requests are looked at, and what it takes to let one in."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+
+from minisgl.core.batch import Admission
+from minisgl.core.request import Request
+from minisgl.core.table import RunningTable
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Demand, Policy
+from minisgl.scheduler.queue import WaitingQueue
+
+WINDOW = 1024
+"""How many waiting requests a step looks at, so that a long queue costs no host time."""
+
+
+class Admitter:
+    """Moves requests from the queue to the running table, as far as the policy and the memory allow.
+
+    Args:
+        table, memory, waiting, policy: of the scheduler.
+    """
+
+    def __init__(self, table: RunningTable, memory: KVMemory, waiting: WaitingQueue, policy: Policy) -> None:
+        self.table = table
+        self.memory = memory
+        self.waiting = waiting
+        self.policy = policy
+
+    def candidates(self) -> list[Request]:
+        """Requests to look at, in this order: the preempted by arrival, then the new ones by the order policy."""
+        new = list(islice(self.waiting.new.values(), WINDOW))
+        return [*self.waiting.preempted.values(), *self.policy.order.arrange(new, self._cached_len)]
+
+    def try_admit(self, request: Request) -> Admission | None:
+        """Give the request a slot and pages for all the tokens that it has, or leave everything as it was.
+
+        Pages for a whole prompt are taken at once even where it is computed in chunks: a prefill that has begun never
+        waits for memory, so two of them cannot wait for each other.
+        """
+        tokens = request.tokens()
+        lease = self.memory.lease(tokens)
+        demand = self._demand(request, len(tokens), len(lease.match.pages))
+        if demand.now > demand.available or not self.policy.admission.admits(demand):
+            self.memory.drop(lease)
+            return None
+        self.waiting.remove(request)
+        slot = self.table.admit(request, lease.cached_len)
+        self.memory.attach(slot, lease)
+        if request.times.admitted == 0.0:
+            request.times.admitted = time.perf_counter()
+            request.cached_tokens = lease.cached_len
+        return Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
+
+    def never_fits(self, request: Request) -> bool:
+        """The request exceeds the whole pool, or was just turned away by an engine that runs nothing else."""
+        num_tokens = request.prompt_len + len(request.output)
+        return self.memory.pages_for(num_tokens) > self.memory.num_pages or len(self.table.slots) == 0
+
+    def _cached_len(self, request: Request) -> int:
+        return len(self.memory.cache.match(request.tokens()).pages) * self.memory.page_size
+
+    def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> Demand:
+        table, memory = self.table, self.memory
+        slots = table.slots
+        # The last token of a request is sampled but never fed, so its KV needs no room.
+        final_pages = -(-(table.max_len[slots] - 1) // memory.page_size)
+        return Demand(
+            now=memory.pages_for(num_tokens) - cached_pages,
+            at_most=memory.pages_for(request.max_len - 1) - cached_pages,
+            available=memory.available,
+            promised=int(np.maximum(final_pages - table.num_pages[slots], 0).sum()),
+            running=len(slots),
+        )

@@ -1,0 +1,93 @@
+"""What the event loop and the engine say to each other. Plain data, so that a socket can carry it as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl.core.request import TokenLogprobs
+from minisgl.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt to be written in the model's chat template: messages with ``role`` and ``content``."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Generate.
+
+    Args:
+        job: names the job in all that follows; never reused.
+        prompts: text, token ids or a conversation each.
+        params: of all prompts. Completion i of prompt p is the job's choice ``p * params.n + i``.
+        streaming: whether updates are wanted while the generation runs, or a single one at its end.
+    """
+
+    job: int
+    prompts: Sequence[str | Sequence[int] | Conversation]
+    params: SamplingParams
+    streaming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget a job: nobody waits for it any more."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The whole job is in the engine's queue; ``prompt_lens`` has the tokens of each prompt."""
+
+    job: int
+    prompt_lens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Nothing of the job is in the engine. No further news of it will come."""
+
+    job: int
+    error: Exception
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new about one choice of a job.
+
+    Args:
+        job, choice: which.
+        text: new text.
+        token_ids: new tokens.
+        logprobs: of the new tokens, if they were asked for.
+        finish_reason: set in a choice's last update.
+        error: what went wrong if the reason is ``"error"``.
+        cached_tokens: prompt tokens that the prefix cache had; known in the last update.
+    """
+
+    job: int
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+    def merge(self, later: Update) -> None:
+        """Append a later update of the same choice."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.error = later.error
+        self.cached_tokens = later.cached_tokens
+
+
+Reply = Accepted | Rejected | Update

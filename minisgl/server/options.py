@@ -1,0 +1,48 @@
+"""Command-line flags out of the fields and the docstring of a dataclass, so that an option is described once."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from dataclasses import MISSING, fields
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+
+def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
+
+    Types come from the annotations (of ``int | None``, the ``int``), help texts from the ``Args:`` section. A flag that
+    is not given leaves no attribute behind, so that `given_options` passes on what was given and nothing else.
+    """
+    types = get_type_hints(config)
+    texts = _described(inspect.getdoc(config) or "")
+    for field in fields(config):
+        default = "" if field.default in (None, MISSING) else f" Default: {field.default}."
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=_parser_of(types[field.name]),
+            default=argparse.SUPPRESS,
+            metavar=field.name.upper(),
+            help=(texts[field.name] + default).replace("%", "%%"),
+        )
+
+
+def given_options(arguments: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    """The fields of ``config`` that were given on the command line, by name."""
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def _parser_of(kind: Any) -> Any:
+    if isinstance(kind, UnionType):
+        (kind,) = (member for member in get_args(kind) if member is not type(None))
+    return kind
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Texts of the ``Args:`` section by name, each on one line and without markup."""
+    section = docstring.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(text.replace("`", "").split()) for name, text in entries}

@@ -1,0 +1,32 @@
+"""Options of the test run. What ``--impl`` does is in ``tests/contracts``."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from minisgl.core import Registry
+from minisgl.errors import ConfigError
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--impl",
+        metavar="MODULE:CLASS",
+        help="run the contract suite of the protocol that this class implements over this class alone",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "not_for(name, ...): leave these registered implementations out of the test")
+    path = config.getoption("--impl")
+    if path is None:
+        return
+    sys.path.insert(0, str(config.invocation_params.dir))
+    try:
+        implementation: object = Registry("implementation").get(path)
+    except ConfigError as error:
+        raise pytest.UsageError(f"--impl: {error}") from error
+    if not isinstance(implementation, type):
+        raise pytest.UsageError(f"--impl: {path} is not a class")

@@ -1,0 +1,76 @@
+"""A new architecture from outside: OLMo 2 as a student would add it, held to the same oracle as ours.
+
+It departs from Llama in its layer: the norms come after attention and MLP, and QK-norm spans all heads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minisgl.errors import ModelLoadError
+from minisgl.layers import Attention, GatedMLP, RMSNorm, Rotation
+from minisgl.models import MODELS, CausalLM, ModelConfig, attention_spec, load_model
+from tests.model_zoo import PagedRunner, hf_logits, random_tokens, run_dense, tiny_checkpoint
+
+
+class Olmo2Attention(Attention):
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        spec = attention_spec(config, layer_id)
+        super().__init__(config.hidden_size, spec)
+        self.q_norm = RMSNorm(spec.num_heads * spec.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_dim, config.rms_norm_eps)
+
+    def normalize(self, qk: torch.Tensor) -> torch.Tensor:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        heads = self.spec.num_heads
+        q, k = qk[:, :heads].flatten(1), qk[:, heads:].flatten(1)
+        return torch.cat([self.q_norm(q), self.k_norm(k)], dim=1).view_as(qk)
+
+
+class Olmo2Layer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        super().__init__()
+        self.self_attn = Olmo2Attention(config, layer_id)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, residual: None, rotation: Rotation) -> tuple[torch.Tensor, None]:
+        x = x + self.post_attention_layernorm(self.self_attn(x, rotation))
+        return x + self.post_feedforward_layernorm(self.mlp(x)), None
+
+
+class Olmo2(CausalLM):
+    layer = Olmo2Layer
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    items: dict[str, Any] = dict(MODELS._items)
+    monkeypatch.setattr(MODELS, "_items", items)
+    MODELS.register("Olmo2ForCausalLM")(Olmo2)
+
+
+def test_unregistered_it_is_unknown(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
+    with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported"):
+        ModelConfig.from_dir(path)
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_it_equals_transformers(tmp_path: Path) -> None:
+    path, hf = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
+    config = ModelConfig.from_dir(path)
+    model = load_model(path, config, torch.float32, torch.device("cpu"))
+    (prompt,) = random_tokens(20)
+    expected = hf_logits(hf, prompt)
+    assert float((run_dense(model, prompt)[0] - expected).abs().max()) < 1e-4
+    runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=20, page_size=4)
+    chunks = [runner.step({0: chunk})[0] for chunk in (prompt[:9], prompt[9:19], prompt[19:])]
+    assert float((torch.cat(chunks) - expected).abs().max()) < 1e-4

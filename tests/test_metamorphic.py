@@ -1,0 +1,161 @@
+"""What may never change an answer: prefix cache, page size, policy, memory pressure and chunk size.
+
+64 greedy requests with shared prefixes, and eight that are sampled with a seed each, run at the same time under every
+combination. Everything is float64: sums over differently cut batches differ in the last bits, and in float64 no argmax
+of a random model is that close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from minisgl import LLM, RequestOutput, SamplingParams
+from minisgl.scheduler import StepOutput
+from tests.model_zoo import tiny_checkpoint
+
+VOCAB = 64
+NUM_GREEDY = 64
+OUTPUT_LENGTHS = (9, 16, 5, 12)
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 12},
+    "Qwen3MoeForCausalLM": {},
+}
+SCARCE_TOKENS = {1: 160, 16: 256, 64: 512}
+"""Tokens that the pool of a scarce run holds, by page size. The longest request needs 96; a few run at a time."""
+
+MATRIX = list(
+    product(["radix", "block-hash", "none"], [1, 16, 64], ["prefill-first", "mixed"], ["ample", "scarce"], [7, 64, 4096])
+)
+OTHER_MODELS = [
+    ("radix", 1, "mixed", "scarce", 7),
+    ("block-hash", 16, "prefill-first", "scarce", 64),
+    ("none", 64, "mixed", "ample", 4096),
+]
+
+
+class CheckedLLM(LLM):
+    """Checks every pool, table and cache after every step."""
+
+    def step(self) -> StepOutput:
+        output = super().step()
+        self.scheduler.check()
+        return output
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A checkpoint, requests, and what must come out."""
+
+    path: Path
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    expected: list[list[int]]
+
+
+def make_prompts() -> list[list[int]]:
+    """Four groups that share prefixes of 0, 5, 20 and 60 tokens, interleaved; a few prompts are equal."""
+    rng = np.random.default_rng(7)
+    shared = [rng.integers(0, VOCAB, length).tolist() for length in (0, 5, 20, 60)]
+    prompts = []
+    for i in range(NUM_GREEDY + 8):
+        suffix = rng.integers(0, VOCAB, 1 + i % 11).tolist()
+        prompts.append(shared[i % 4] + suffix)
+    prompts[40:44] = prompts[20:24]
+    return prompts
+
+
+def make_params() -> list[SamplingParams]:
+    greedy = [
+        SamplingParams(
+            temperature=0.0, max_tokens=OUTPUT_LENGTHS[i // 4 % 4], stop_token_ids=(3, 4) if i % 3 == 0 else ()
+        )
+        for i in range(NUM_GREEDY)
+    ]
+    return greedy + [SamplingParams(temperature=1.0, top_p=0.95, max_tokens=10, seed=100 + i) for i in range(8)]
+
+
+def greedy_reference(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What transformers generates, cut behind the first stop token."""
+    generated = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=params.max_tokens)
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
+    ends = [i for i, token in enumerate(tokens) if token in tuple(params.stop_token_ids)]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def make_oracle(directory: Path, architecture: str) -> Oracle:
+    path, model = tiny_checkpoint(directory, architecture, vocab_size=VOCAB, **MODELS[architecture])
+    model.double()
+    prompts, params = make_prompts(), make_params()
+    expected = [greedy_reference(model, *each) for each in zip(prompts[:NUM_GREEDY], params[:NUM_GREEDY], strict=True)]
+    # transformers draws differently; for the sampled requests the reference is each of them alone in an engine.
+    alone = LLM(path, dtype="float64", num_pages=256, page_size=1, prefix_cache="none", max_running_requests=1)
+    sampled = alone.generate(list(prompts[NUM_GREEDY:]), params[NUM_GREEDY:])
+    return Oracle(path, prompts, params, expected + [output.token_ids for output in sampled])
+
+
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    return {name: make_oracle(tmp_path_factory.mktemp(name), name) for name in MODELS}
+
+
+def run(oracle: Oracle, cache: str, page_size: int, composition: str, memory: str, chunk: int) -> list[RequestOutput]:
+    pool_tokens = SCARCE_TOKENS[page_size] if memory == "scarce" else 16384
+    llm = CheckedLLM(
+        oracle.path,
+        dtype="float64",
+        prefix_cache=cache,
+        page_size=page_size,
+        policy=composition,
+        num_pages=pool_tokens // page_size,
+        max_prefill_tokens=chunk,
+    )
+    outputs = llm.generate(list(oracle.prompts), oracle.params)
+    assert llm.scheduler.memory.available == llm.scheduler.memory.num_pages, "pages have leaked"
+    return outputs
+
+
+def assert_answers(oracle: Oracle, outputs: list[RequestOutput], cache: str, memory: str) -> None:
+    assert [output.token_ids for output in outputs] == oracle.expected
+    preemptions = sum(output.metrics.preemptions for output in outputs)
+    assert (preemptions > 0) == (memory == "scarce")
+    assert (sum(output.cached_tokens for output in outputs) > 0) == (cache != "none")
+
+
+@pytest.mark.parametrize(("cache", "page_size", "composition", "memory", "chunk"), MATRIX)
+def test_llama_gives_the_same_tokens(
+    oracles: dict[str, Oracle], cache: str, page_size: int, composition: str, memory: str, chunk: int
+) -> None:
+    oracle = oracles["LlamaForCausalLM"]
+    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk), cache, memory)
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize(("cache", "page_size", "composition", "memory", "chunk"), OTHER_MODELS)
+def test_windows_and_experts_give_the_same_tokens(
+    oracles: dict[str, Oracle],
+    architecture: str,
+    cache: str,
+    page_size: int,
+    composition: str,
+    memory: str,
+    chunk: int,
+) -> None:
+    oracle = oracles[architecture]
+    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk), cache, memory)
+
+
+def test_the_requests_are_worth_comparing(oracles: dict[str, Oracle]) -> None:
+    """The tokens differ between requests, some requests end at a stop token, and the seeds matter."""
+    for oracle in oracles.values():
+        assert len({tuple(tokens[:5]) for tokens in oracle.expected}) > 50
+        lengths = [len(tokens) for tokens in oracle.expected[:NUM_GREEDY]]
+        assert 0 < sum(n < p.max_tokens for n, p in zip(lengths, oracle.params, strict=False) if p.max_tokens) < 30

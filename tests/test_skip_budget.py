@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = "pytester"
+
+SKIPS = """
+    import pytest
+
+    def test_runs(): pass
+
+    @pytest.mark.skip(reason="too lazy")
+    def test_skipped(): assert False
+
+    @pytest.mark.xfail(reason="broken since May")
+    def test_expected_to_fail(): assert False
+"""
+
+
+def run(pytester: pytest.Pytester, budget: str, tests: str) -> pytest.RunResult:
+    pytester.makeini("[pytest]\nmarkers = gpu")
+    pytester.mkdir("tests").joinpath("skip-budget.txt").write_text(budget)
+    pytester.makepyfile(tests)
+    return pytester.runpytest_inprocess("-p", "tests.skip_budget", "-p", "no:cacheprovider")
+
+
+def test_over_the_budget_fails_and_names_each_skip(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "1\none is allowed", SKIPS)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        ["skipped: *test_skipped: *too lazy", "skipped: *broken since May", "2 skipped; *FAILED"]
+    )
+
+
+def test_within_the_budget_passes_and_names_each_skip(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "2\ntwo are allowed", SKIPS)
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["skipped: *test_skipped: *too lazy", "2 skipped; tests/skip-budget.txt allows 2"])
+
+
+def test_a_skipped_file_counts(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "0\n", "import pytest\npytest.importorskip('no_such_module')")
+    assert result.ret != pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["skipped: *no_such_module*", "1 skipped; *FAILED"])
+
+
+def test_a_budget_without_a_reason_is_refused(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "3\n", SKIPS)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*give the reason below the number*"])
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_gpu_tests_are_left_out_where_there_is_no_gpu(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    tests = "import pytest\n@pytest.mark.gpu\ndef test_kernel(): pass\ndef test_plain(): pass"
+    result = run(pytester, "0\n", tests)
+    result.assert_outcomes(passed=2 if cuda else 1, deselected=0 if cuda else 1)
+    result.stdout.fnmatch_lines([f"{0 if cuda else 1} tests marked gpu left out *"])
