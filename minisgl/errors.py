@@ -49,12 +49,21 @@ class InvariantError(MiniSGLError, AssertionError):
     """A ``check()`` found that a pool, a cache or a table is inconsistent. Always a bug in the engine."""
 
 
+def shown(value: object) -> str:
+    """``value`` for an error message: at most 80 characters, whatever a client has sent."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def check_type(field: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Raise `InvalidRequest` unless ``value`` is one of ``kinds``; a bool never passes for a number."""
     if isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,)):
-        raise InvalidRequest(field, f"must be {expected}, got {value!r}")
+        raise InvalidRequest(field, f"must be {expected}, got {shown(value)}")
     if not isinstance(value, kinds):
-        raise InvalidRequest(field, f"must be {expected}, got {type(value).__name__} {value!r}")
+        raise InvalidRequest(field, f"must be {expected}, got {type(value).__name__} {shown(value)}")
 
 
 def reject_unknown(given: Mapping[str, object], allowed: set[str], what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -209,24 +210,24 @@ class LLM:
 
     def _run(self, generations: Sequence[Generation], progress: bool) -> None:
         """Submit as the queue has room, and step until all are finished."""
-        todo = list(reversed(generations))
-        unfinished = len(todo)
-        start, prefilled, decoded = time.perf_counter(), 0, 0
+        todo = deque(generations)
+        unfinished = {generation.request.uid for generation in generations}
+        rates = {"prefill": "–", "decode": "–"}  # of the last step that did either
         try:
-            with tqdm(total=unfinished, disable=not progress, desc="requests", dynamic_ncols=True) as bar:
+            with tqdm(total=len(unfinished), disable=not progress, desc="requests", dynamic_ncols=True) as bar:
                 while unfinished:
                     while todo and self.scheduler.waiting.has_room:
-                        self.submit(todo.pop())
+                        self.submit(todo.popleft())
+                    start = time.perf_counter()
                     output = self.step()
-                    prefilled += output.prefill_tokens
-                    decoded += output.decode_tokens
-                    left = sum(not generation.finished for generation in generations) if output.finished else unfinished
-                    bar.update(unfinished - left)
-                    unfinished = left
-                    if progress:
-                        elapsed = time.perf_counter() - start
-                        rates = {"prefill": f"{prefilled / elapsed:.0f} tok/s", "decode": f"{decoded / elapsed:.0f} tok/s"}
-                        bar.set_postfix(rates, refresh=False)
+                    elapsed = time.perf_counter() - start
+                    for kind, tokens in (("prefill", output.prefill_tokens), ("decode", output.decode_tokens)):
+                        if tokens:
+                            rates[kind] = f"{tokens / elapsed:.0f} tok/s"
+                    done = unfinished & {request.uid for request in output.finished}
+                    unfinished -= done
+                    bar.set_postfix(rates, refresh=False)
+                    bar.update(len(done))
         finally:
             for generation in generations:
                 self.abort(generation)

@@ -14,10 +14,10 @@ from minisgl.server.options import add_options, given_options
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal ends it. Returns the exit code: 0 after a signal, 1 if the engine died or cannot start."""
-    parser = argparse.ArgumentParser("python -m minisgl.serve", description="Serve a model with OpenAI's API over HTTP.")
-    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on. Default: 127.0.0.1, this machine only.")
-    parser.add_argument("--port", default=1919, type=int, help="Port to listen on; 0 takes a free one. Default: 1919.")
-    add_options(parser.add_argument_group("engine"), EngineConfig)
+    parser = argparse.ArgumentParser("python -m minisgl.serve", description="Serve a model over HTTP, as OpenAI's API.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on. Default: 127.0.0.1, loopback only.")
+    parser.add_argument("--port", default=1919, type=int, help="port to listen on; 0 takes a free one. Default: 1919.")
+    add_options(parser, EngineConfig)
     arguments = parser.parse_args(argv)
     try:
         config = EngineConfig(**given_options(arguments, EngineConfig))

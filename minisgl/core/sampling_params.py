@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minisgl.errors import InvalidRequest, check_type, reject_unknown
+from minisgl.errors import InvalidRequest, check_type, reject_unknown, shown
 
 _MAX_SEED = 2**63 - 1
+_MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _integer("max_tokens", self.max_tokens, 1, _MAX_COUNT)
+        _integer("min_tokens", self.min_tokens, 0, _MAX_COUNT if self.max_tokens is None else self.max_tokens)
         _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0, None)
+        _integer("top_k", self.top_k, 0, _MAX_COUNT)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -89,20 +89,20 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def _integer(field: str, value: object, low: int, high: int | None) -> None:
-    limit = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+def _integer(field: str, value: object, low: int, high: int) -> None:
+    limit = f"an integer from {low} to {high}"
     check_type(field, value, int, limit)
     assert isinstance(value, int)
-    if value < low or (high is not None and value > high):
-        raise InvalidRequest(field, f"must be {limit}, got {value}")
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
 
 
 def _number(field: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     limit = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     check_type(field, value, (int, float), limit)
     assert isinstance(value, (int, float))
-    if math.isnan(value) or value < low or value > high or (open_low and value == low):
-        raise InvalidRequest(field, f"must be {limit}, got {value}")
+    if not low <= value <= high or (open_low and value == low):
+        raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
 
 
 def _strings(value: object) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
     assert isinstance(value, Iterable)
     result = tuple(value)
     for item in result:
-        _integer("stop_token_ids", item, 0, None)
+        _integer("stop_token_ids", item, 0, _MAX_COUNT)
     return result
 
 
@@ -132,6 +132,6 @@ def _bias(value: object) -> dict[int, float] | None:
     check_type("logit_bias", value, Mapping, "a mapping from token id to a number")
     assert isinstance(value, Mapping)
     for token, bias in value.items():
-        _integer("logit_bias", token, 0, None)
+        _integer("logit_bias", token, 0, _MAX_COUNT)
         _number("logit_bias", bias, -100.0, 100.0)
     return {int(token): float(bias) for token, bias in value.items()}

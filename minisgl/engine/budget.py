@@ -11,6 +11,7 @@ from minisgl.core.context import ForwardContext, forward_context
 from minisgl.engine.inputs import batch_arrays, device_batch
 from minisgl.engine.peak import measure_peak
 from minisgl.engine.staging import to_device
+from minisgl.errors import ConfigError
 from minisgl.kvcache.sizing import free_memory, pages_from_free_memory, pages_from_peak, total_memory
 from minisgl.layers import DenseAttention
 
@@ -50,6 +51,19 @@ def pages_that_fit(
         return pages
     # What exceeds all slots at full length serves the prefix cache only; leave main memory to others then.
     return min(pages, config.max_running_requests * -(-max_seq_len // config.page_size))
+
+
+def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: torch.device) -> None:
+    """Refuse a pool that the device cannot hold, or whose positions an int32 cannot index.
+
+    Raises:
+        ConfigError: naming the limit.
+    """
+    limit = min(total_memory(device) // page_bytes, (2**31 - 1) // page_size - 1)
+    if num_pages > limit:
+        raise ConfigError(
+            f"num_pages: {num_pages} pages of {page_bytes} bytes do not fit; this device can hold at most {limit}"
+        )
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from minisgl.core.attention import AttentionBackend
 from minisgl.core.batch import Batch, DeviceBatch, StepResult
 from minisgl.core.config import EngineConfig
 from minisgl.core.context import ForwardContext, forward_context
-from minisgl.engine.budget import pages_that_fit
+from minisgl.engine.budget import check_num_pages, pages_that_fit
 from minisgl.engine.device_state import DeviceState
 from minisgl.engine.inputs import batch_arrays, device_batch
 from minisgl.engine.logprobs import Logprobs, token_logprobs
@@ -71,7 +71,7 @@ class Engine:
         make_attention: builds the backend over the KV cache.
 
     Raises:
-        ConfigError: the device is missing, or no KV page fits.
+        ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
         ModelLoadError: the checkpoint is not usable.
     """
 
@@ -86,7 +86,8 @@ class Engine:
         self.model_config = model_config
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        self.max_seq_len = min(config.max_seq_len or model_config.max_position_embeddings, _longest(config))
+        self.max_seq_len = _longest_sequence(config, model_config.max_position_embeddings)
+        make_sampler = SAMPLERS.get(config.sampler)
         free_before = free_memory(self.device)
 
         self.model = load_model(path, model_config, self.dtype, self.device, config.load_format, config.seed)
@@ -97,13 +98,14 @@ class Engine:
         self.num_pages = config.num_pages or pages_that_fit(
             config, self.model, self.model_bytes, free_before, self.max_seq_len, self.page_bytes, self.device
         )
+        check_num_pages(self.num_pages, config.page_size, self.page_bytes, self.device)
         self.kv_cache = KVCache(*shape, self.num_pages, config.page_size, self.dtype, self.device)
         self.state = DeviceState(
             config.max_running_requests, self.max_seq_len, config.page_size, self.num_pages, self.device
         )
         self.attention = make_attention(self.kv_cache)
         self.sampling = SamplingTable(config.max_running_requests)
-        self.sampler = SAMPLERS.get(config.sampler)()
+        self.sampler = make_sampler()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
@@ -157,15 +159,20 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _longest(config: EngineConfig) -> int:
-    """Longest row for which every entry of the token table still has an int32 index."""
-    longest = (_INT32_LIMIT - 1) // (config.max_running_requests + 1)
-    if config.max_seq_len is not None and config.max_seq_len > longest:
+def _longest_sequence(config: EngineConfig, model_limit: int) -> int:
+    """``max_seq_len``, or what the model's positions and the int32 indices of the token table allow."""
+    indexable = (_INT32_LIMIT - 1) // (config.max_running_requests + 1)
+    wanted = config.max_seq_len
+    if wanted is None:
+        return min(model_limit, indexable)
+    if wanted > model_limit:
+        raise ConfigError(f"max_seq_len: the model has {model_limit} positions, got {wanted}; lower it")
+    if wanted > indexable:
         raise ConfigError(
-            f"max_seq_len: {config.max_seq_len} tokens for {config.max_running_requests} max_running_requests are more "
-            f"than an int32 can index; lower one of them (at most {longest} tokens)"
+            f"max_seq_len: {wanted} tokens for {config.max_running_requests} max_running_requests are more than an "
+            f"int32 can index; lower one of them (at most {indexable} tokens)"
         )
-    return longest
+    return wanted
 
 
 def resolve_device(name: str) -> torch.device:

@@ -22,7 +22,7 @@ class AsyncEngine:
     """Takes jobs from one event loop, runs them in the engine's thread, and brings the answers back.
 
     Args:
-        llm: the engine. It belongs to the engine's thread from `start` on; ``tokenizer.token_text`` alone, which changes
+        llm: the engine. It belongs to the engine's thread from `start` on; only ``tokenizer.token_text``, which changes
             nothing, is called from elsewhere.
     """
 

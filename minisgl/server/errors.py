@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from minisgl.errors import EngineDead, InvalidRequest, QueueFull
+from minisgl.errors import EngineDead, InvalidRequest, MiniSGLError, QueueFull
 
 RETRY_AFTER = 1
 """Seconds after which a client whose request found the queue full may try again."""
@@ -38,6 +38,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        """The error as an answer of its own."""
         headers = {"Retry-After": str(RETRY_AFTER)} if self.code == "queue_full" else None
         return Response(to_json(self.body()), self.status, headers, media_type="application/json")
 
@@ -57,6 +58,8 @@ def as_api_error(error: Exception) -> ApiError:
             return _malformed(error)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail))
+        case MiniSGLError():
+            return ApiError(500, str(error))
         case _:
             return ApiError(500, f"{type(error).__name__}: {error}")
 

@@ -109,6 +109,7 @@ class ChatFormat(Format):
     id_prefix = "chatcmpl"
 
     def opening(self, num_choices: int) -> list[Json]:
+        """One chunk a choice that says whose turn it is."""
         delta = {"role": "assistant", "content": ""}
         return [
             self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})

@@ -33,6 +33,7 @@ class Server(uvicorn.Server):
         self.engine = engine
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say where."""
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
@@ -40,9 +41,11 @@ class Server(uvicorn.Server):
             print(f"serving {self.engine.model} on http://{where}/v1", file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is time to stop."""
         return await super().on_tick(counter) or self.engine.died
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all answers, then close the connections."""
         await self.engine.stop()
         await super().shutdown(sockets)
 

@@ -61,15 +61,21 @@ def _is_prompt(value: Any) -> bool:
 
 
 class StreamOptions(_Object):
+    """What a stream has beside the text."""
+
     include_usage: StrictBool = False
 
 
 class TextPart(_Object):
+    """A piece of a message. Other kinds of parts are not supported."""
+
     type: Literal["text"]
     text: StrictStr
 
 
 class ChatMessage(_Object):
+    """A message of a conversation; a text is the same as one part."""
+
     role: StrictStr
     content: Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
 
@@ -145,17 +151,20 @@ class ChatRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Conversation]:
+        """One conversation, each message's parts joined."""
         messages = [{"role": m.role, "content": "".join(part.text for part in m.content)} for m in self.messages]
         return [Conversation(messages)]
 
     @property
     def num_logprobs(self) -> int | None:
+        """The count is in ``top_logprobs``."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "is only allowed with logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
+        """By its new name or its old one; neither means the rest of the context."""
         if self.max_completion_tokens is None:
             return self.max_tokens
         if self.max_tokens is not None:
@@ -163,6 +172,7 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens
 
     def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
+        """Messages are the engine's prompt, and two more fields have other names."""
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -182,14 +192,17 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """As given."""
         return self.prompt
 
     @property
     def num_logprobs(self) -> int | None:
+        """The count itself."""
         return self.logprobs
 
     @property
     def limit(self) -> int | None:
+        """As given, 16 by default."""
         return self.max_tokens
 
 

@@ -57,6 +57,7 @@ class EventStream(StreamingResponse):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream (ASGI)."""
         try:
             await until_disconnect(receive, self.stream_response(send))
         finally:

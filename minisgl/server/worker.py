@@ -42,13 +42,14 @@ class EngineWorker:
         self._send = send
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
-        self._jobs: dict[int, list[Generation]] = {}
-        """Generations of the jobs that are not finished."""
+        self._jobs: dict[int, set[Generation]] = {}
+        """What is unfinished of each job."""
         self._choices: dict[int, _Choice] = {}
         """Unfinished generations by the uid of their request."""
         self._thread = threading.Thread(target=self._run, name="minisgl-engine", daemon=True)
 
     def start(self) -> None:
+        """Start the thread, once."""
         self._thread.start()
 
     def put(self, message: Submit | Abort) -> None:
@@ -97,7 +98,7 @@ class EngineWorker:
             for generation in generations:
                 self._llm.abort(generation)
             return Rejected(message.job, error)
-        self._jobs[message.job] = generations
+        self._jobs[message.job] = set(generations)
         for number, generation in enumerate(generations):
             self._choices[generation.request.uid] = _Choice(message.job, number, generation)
         return Accepted(message.job, prompt_lens)
@@ -144,7 +145,9 @@ class EngineWorker:
 
     def _forget(self, uid: int, choice: _Choice) -> None:
         del self._choices[uid]
-        if all(generation.finished for generation in self._jobs[choice.job]):
+        unfinished = self._jobs[choice.job]
+        unfinished.remove(choice.generation)
+        if not unfinished:
             del self._jobs[choice.job]
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-
-import numpy as np
-
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
@@ -18,39 +13,32 @@ class UncheckedCache(RadixCache):
 
 
 class LosesLocksOnSplit(UncheckedCache):
-    """The upper half of a split edge starts without the locks of the lower."""
+    """The upper half of a split edge starts without the locks that went through the whole."""
 
     def _split(self, node: Node, count: int) -> Node:
         upper = super()._split(node, count)
-        if upper.lock_count > 0:
-            self.num_evictable += len(upper.pages)
         upper.lock_count = 0
         return upper
 
-    def _path(self, node: Node) -> Iterator[Node]:
-        return (step for step in super()._path(node) if step.lock_count > 0 or not step.children)
-
 
 class ClaimsDuplicates(UncheckedCache):
-    """Tells the owner of duplicate pages that the cache has taken them, as if its readers need not be re-pointed."""
+    """Answers that it took the offered pages where it kept others: the owner will not re-point its readers."""
 
     def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
-        result = super().insert(tokens, pages)
-        return Insert(np.array(pages, dtype=np.int32), result.handle)
+        return Insert(pages.copy(), super().insert(tokens, pages).handle)
 
 
 class EvictsLocked(UncheckedCache):
-    """Evicts the least recently used leaf whether or not it is locked."""
+    """Looks at no lock when it evicts. All its counters are right."""
 
-    def _queue_if_evictable(self, node: Node) -> None:
-        locks, node.lock_count = node.lock_count, 0
-        super()._queue_if_evictable(node)
-        node.lock_count = locks
-
-    def _pop_least_recent_leaf(self) -> Node:
-        leaves = [entry for entry in self._heap if not entry[2].children]
-        oldest = min(leaves, key=lambda entry: entry[2].last_access)
-        self._heap.remove(oldest)
-        heapq.heapify(self._heap)
-        oldest[2].queued = False
-        return oldest[2]
+    def evict(self, count: int) -> Int32Array:
+        locks = {node: node.lock_count for node in self.nodes()}
+        for node in locks:
+            node.lock_count = 0
+            self._queue_if_evictable(node)
+        self.num_evictable = self.num_pages
+        pages = super().evict(count)
+        for node in self.nodes():
+            node.lock_count = locks[node]
+        self.num_evictable = sum(len(node.pages) for node in self.nodes() if node.lock_count == 0)
+        return pages

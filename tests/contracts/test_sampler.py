@@ -12,12 +12,7 @@ from minisgl.engine.sampler import SAMPLERS, Sampler
 from tests.sampling import Row, fits, prepare, sample, sample_with_logprobs
 
 VOCAB = 50
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    impl = metafunc.config.getoption("--impl", default=None)
-    names = [impl] if impl and hasattr(SAMPLERS.get(impl), "sample") else SAMPLERS.names()
-    metafunc.parametrize("sampler", names, indirect=True)
+CONTRACTS = {"sampler": (SAMPLERS, Sampler)}
 
 
 @pytest.fixture

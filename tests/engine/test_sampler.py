@@ -172,6 +172,12 @@ def test_blocks_of_the_vocabulary_are_searched_like_one_line() -> None:
     assert draw(weights, uniform).tolist() == [200, 400, 600, 999, 999]
 
 
+def test_a_block_sum_that_was_rounded_up_does_not_lead_past_the_block() -> None:
+    weights = torch.zeros(1, 256)
+    weights[0, 3], weights[0, 5] = 1.0, 1.5 * 2.0**-24  # 1 + 2**-23 in float32
+    assert draw(weights, torch.tensor([BELOW_ONE], dtype=torch.float64)).tolist() == [5]
+
+
 def test_rare_tokens_of_a_large_vocabulary_keep_their_shares() -> None:
     # One token has all but 1.5e-4 of the mass. A float32 running sum starts at 1 and never sees a weight of 1e-9.
     vocab = 150_000

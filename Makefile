@@ -1,0 +1,121 @@
+# Needs Python 3.11 or newer with pip and venv, git and make. Everything else is installed into .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+READY_FOR_ALL := $(VENV)/ready-for-all
+EVERYTHING := .[book,dev]
+NOTEBOOK := notebooks/00-the-life-of-a-token.ipynb
+SECONDS_PER_NOTEBOOK := 900
+
+.PHONY: help
+help: ## list the targets
+	@echo "make TARGET, where TARGET is one of"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "The first one that needs it installs into $(VENV); PYTHON=python3.12 chooses another interpreter."
+
+# -- to use it -------------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: $(READY) ## answer eight chat prompts in one continuous batch
+	@$(BIN)/python -m minisgl.demo
+
+.PHONY: serve
+serve: $(READY) ## start the server: an OpenAI-compatible API on port 1919
+	@$(BIN)/python -m minisgl.serve --model default --port 1919
+
+.PHONY: lab
+lab: $(READY_FOR_ALL) ## open the book's first notebook in JupyterLab
+	@$(BIN)/jupyter lab $(NOTEBOOK)
+
+.PHONY: bench
+bench: $(READY_FOR_ALL) ## measure the engine on this machine's CPU; results land in benchmarks/results
+	@$(BIN)/python -m minisgl.bench cpu
+	@$(BIN)/python -m minisgl.bench host
+
+# -- to work on it ---------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: lint unit check-pairs notebooks book ## run everything that CI runs
+
+.PHONY: lint
+lint: $(READY_FOR_ALL) ## check style, format, types and the layers of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: model
+model: $(READY) ## fetch the default model, unless it is in the cache
+	@$(BIN)/python -c "from minisgl.models.hub import resolve_model; print('default model:', resolve_model('default'))"
+
+.PHONY: unit
+unit: $(READY_FOR_ALL) model ## run the tests of the package
+	$(BIN)/pytest
+
+.PHONY: check-pairs
+check-pairs: $(READY_FOR_ALL) ## check that every notebook is the one its chapter generates
+	@rm -rf build/pairs && mkdir -p build/pairs
+	@diff <(cd chapters && ls [0-9]*.md | sed 's/md$$/ipynb/') <(cd notebooks && ls *.ipynb) \
+		|| { echo "chapters/ (<) and notebooks/ (>) do not pair up: run make pairs" >&2; exit 1; }
+	@for chapter in chapters/[0-9]*.md; do \
+		notebook=notebooks/$$(basename $$chapter .md).ipynb; \
+		cp $$notebook build/pairs/; \
+		$(BIN)/jupytext --quiet --to ipynb --update --output build/$${notebook/notebooks/pairs} $$chapter; \
+		diff -u $$notebook build/$${notebook/notebooks/pairs} \
+			|| { echo "$$notebook is not what $$chapter generates: run make pairs" >&2; exit 1; }; \
+		echo "$$chapter and $$notebook are a pair"; \
+	done
+
+.PHONY: pairs
+pairs: $(READY_FOR_ALL) ## generate the notebooks from the chapters and run them, to keep their outputs
+	@for chapter in chapters/[0-9]*.md; do \
+		notebook=notebooks/$$(basename $$chapter .md).ipynb; \
+		$(BIN)/jupytext --to ipynb --update --output $$notebook $$chapter; \
+	done
+	$(BIN)/pytest --nbmake --overwrite --nbmake-timeout=$(SECONDS_PER_NOTEBOOK) --timeout=$(SECONDS_PER_NOTEBOOK) notebooks
+	$(BIN)/nbstripout --keep-output --keep-count --keep-id notebooks/*.ipynb
+
+.PHONY: notebooks
+notebooks: $(READY_FOR_ALL) model ## run every notebook; the assertions in it are the test
+	$(BIN)/pytest --nbmake --nbmake-timeout=$(SECONDS_PER_NOTEBOOK) --timeout=$(SECONDS_PER_NOTEBOOK) notebooks
+
+.PHONY: book
+book: $(READY_FOR_ALL) ## build the book as HTML into book/
+	PATH="$(CURDIR)/$(BIN):$$PATH" mdbook build
+
+.PHONY: clean
+clean: ## remove .venv and everything that is generated
+	rm -rf $(VENV) book build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- installing ------------------------------------------------------------------------------------------------------
+
+# $(call install,WHAT) is one pip call, so that the pinned torch is in place before anything can ask for a newer one.
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "minisgl needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1)." >&2; \
+		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Installing minisgl into $(VENV), once. This takes minutes; the details are in $(VENV)/install.log"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt -e '$(1)' 2>&1 \
+		| tee $(VENV)/install.log \
+		| awk '/^ *(Downloading|Processing) / && !/\.metadata/ { n = split($$2, path, "/"); print "  " path[n], $$3, $$4; fflush() } \
+			/^Installing collected/ { print "  installing " NF - 3 " packages"; fflush() }' \
+		|| { grep -v ^WARNING $(VENV)/install.log | tail -n 20 >&2; exit 1; }
+	@touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,.)
+
+$(READY_FOR_ALL): pyproject.toml constraints.txt
+	$(call install,$(EVERYTHING))
+	@touch $(READY)

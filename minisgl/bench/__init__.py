@@ -1,0 +1,1 @@
+"""Measurements that print ratios and write them to JSON: ``python -m minisgl.bench``."""

@@ -1,0 +1,92 @@
+"""Small drawings in SVG that read well on light and dark pages, and without seeing colours.
+
+A drawing brings its own card as background, so it is legible wherever it lands: in JupyterLab, on GitHub, in the
+book. The book's style sheet may change the card through the custom properties ``--viz-*``. Colour is never the only
+sign: what a colour says is also written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 760
+"""Width of every drawing in CSS pixels: the text column of a notebook or of the book."""
+
+_STYLE = """
+.viz-card{fill:var(--viz-card,#fbfaf7);stroke:var(--viz-line,#b9b6ae)}
+.viz-empty{fill:none;stroke:var(--viz-line,#b9b6ae)}
+.viz-shared{fill:var(--viz-shared,#d9d7d0);stroke:var(--viz-ink,#24231f)}
+.viz-text{fill:var(--viz-ink,#24231f)}
+.viz-muted{fill:var(--viz-muted,#66645d)}
+.viz text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;font-size:14px}
+.viz .viz-small{font-size:12px}
+.viz .viz-strong{font-weight:600}
+.viz .viz-mono{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace;font-size:13px}
+""".replace("\n", "")
+
+# Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
+_PALETTE = (
+    ("#0072b2", "#ffffff"),
+    ("#e69f00", "#000000"),
+    ("#009e73", "#000000"),
+    ("#cc79a7", "#000000"),
+    ("#56b4e9", "#000000"),
+    ("#d55e00", "#000000"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing for a notebook to show.
+
+    Args:
+        svg: the drawing.
+        text: what it says, in words: for screen readers, and wherever only text is shown.
+    """
+
+    svg: str
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+def request_colors(number: int) -> tuple[str, str]:
+    """Fill and text colour of a request, by its ``uid``; they repeat after six."""
+    return _PALETTE[number % len(_PALETTE)]
+
+
+class Canvas:
+    """Collects shapes and text, and makes a `Picture` of them. All lengths are CSS pixels."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str = "empty", fill: str = "") -> None:
+        """A rectangle: of a style-sheet ``kind`` (``empty``, ``shared``), or in the colour ``fill``."""
+        look = f'fill="{fill}"' if fill else f'class="viz-{kind}"'
+        self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" {look}/>')
+
+    def text(
+        self, x: float, y: float, text: object, kind: str = "text", anchor: str = "middle", fill: str = ""
+    ) -> None:
+        """One line of text with its baseline at ``y``; ``kind`` names style-sheet classes without their prefix."""
+        classes = " ".join(f"viz-{name}" for name in kind.split())
+        style = f' style="fill:{fill}"' if fill else ""
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{escape(str(text))}</text>'
+        )
+
+    def picture(self, height: float, text: str) -> Picture:
+        """Everything drawn so far on a card of ``height``. ``text`` says the same in words."""
+        label = escape(text, quote=True).replace("\n", " ")
+        card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6" class="viz-card"/>'
+        svg = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="viz" role="img" aria-label="{label}" width="{WIDTH}" '
+            f'height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"><style>{_STYLE}</style>{card}{"".join(self._parts)}</svg>'
+        )
+        return Picture(svg, text)

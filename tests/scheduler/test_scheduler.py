@@ -1,0 +1,289 @@
+"""The life of a request: states, chunks, sharing, aborts, failures and deadlines. No model, see `ShadowExecutor`."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from minisgl.core import FinishReason, RequestState, SamplingParams
+from minisgl.errors import InvariantError
+from minisgl.scheduler import scheduler as scheduler_module
+from tests.fake_executor import expected_output
+from tests.scheduler.harness import Harness
+
+CACHES = ["radix", "block-hash", "none"]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 7 + i * i + i // 3) % 5 for i in range(length)]
+
+
+# -- states and chunks ---------------------------------------------------------------------------------------------
+
+
+def test_a_request_passes_through_its_states() -> None:
+    harness = Harness(max_prefill_tokens=4)
+    request = harness.add(prompt_of(10), max_tokens=3)
+    states = [request.state]
+    while harness.scheduler.has_work:
+        harness.step()
+        states.append(request.state)
+    waiting, prefill, decode, finished = (
+        RequestState.WAITING,
+        RequestState.PREFILL,
+        RequestState.DECODE,
+        RequestState.FINISHED,
+    )
+    assert states == [waiting, prefill, prefill, decode, decode, finished]
+    times = request.times
+    assert 0.0 < times.arrived <= times.admitted <= times.first_token <= times.finished
+    harness.assert_output(request)
+    harness.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_only_the_last_chunk_samples(delay: int) -> None:
+    harness = Harness(max_prefill_tokens=7, delay=delay, prefix_cache="none")
+    request = harness.add(prompt_of(20), max_tokens=2)
+    harness.run()
+    assert [batch.num_tokens for batch in harness.batches] == [7, 7, 6, 1]
+    assert [batch.sample_rows.tolist() for batch in harness.batches] == [[], [], [0], [0]]
+    assert [batch.output_index.tolist() for batch in harness.batches] == [[], [], [0], [1]]
+    harness.assert_output(request)
+
+
+def test_a_step_never_feeds_more_prompt_tokens_than_the_limit() -> None:
+    for composition in ("prefill-first", "mixed", "static"):
+        harness = Harness(max_prefill_tokens=7, policy=composition, num_pages=256)
+        requests = [harness.add(prompt_of(3 + 5 * i, seed=i), max_tokens=6) for i in range(12)]
+        harness.run()
+        prefill_tokens = [batch.num_tokens - batch.num_decode for batch in harness.batches]
+        assert max(prefill_tokens) == 7
+        for request in requests:
+            harness.assert_output(request)
+
+
+def test_one_step_takes_several_short_prompts() -> None:
+    harness = Harness(max_prefill_tokens=16)
+    for i in range(4):
+        harness.add(prompt_of(5, seed=i), max_tokens=2)
+    harness.step()
+    assert harness.batches[0].q_lens.tolist() == [5, 5, 5, 1]
+    assert harness.batches[0].sample_rows.tolist() == [0, 1, 2]
+
+
+def test_a_stop_token_ends_a_request_and_nothing_follows() -> None:
+    harness = Harness(vocab=4)
+    prompt = prompt_of(6)
+    unstopped = expected_output(prompt, 20, 4)
+    stop = unstopped[4]
+    request = harness.add(prompt, max_tokens=20, stop_ids=(99, stop))
+    harness.run()
+    assert request.finish_reason is FinishReason.STOP
+    assert request.output == unstopped[: unstopped.index(stop) + 1]
+
+
+def test_a_single_token_needs_no_decode_step() -> None:
+    harness = Harness()
+    request = harness.add(prompt_of(6), max_tokens=1)
+    harness.run()
+    assert len(harness.batches) == 1
+    assert request.finish_reason is FinishReason.LENGTH
+    harness.assert_output(request)
+
+
+def test_a_row_whose_last_token_is_in_flight_is_not_scheduled_again() -> None:
+    harness = Harness(delay=1)
+    request = harness.add(prompt_of(6), max_tokens=2)
+    harness.run()
+    assert len(harness.batches) == 2
+    harness.assert_output(request)
+
+
+def test_only_watched_requests_report_tokens_and_all_report_their_end_once() -> None:
+    harness = Harness()
+    watched = harness.add(prompt_of(5), max_tokens=4, watched=True)
+    other = harness.add(prompt_of(5, seed=1), max_tokens=4)
+    tokens, finished = [], []
+    while harness.scheduler.has_work:
+        output = harness.step()
+        assert all(event.request is watched for event in output.events)
+        tokens += [event.token_id for event in output.events]
+        finished += output.finished
+    assert tokens == watched.output
+    assert finished == [watched, other]
+
+
+# -- sharing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_uncached_prefix_is_computed_once_a_batch(cache: str, delay: int) -> None:
+    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=1000, num_pages=256, delay=delay)
+    prompt = prompt_of(32)
+    requests = [harness.add(prompt, max_tokens=1) for _ in range(6)]
+    harness.run()
+    # The last token is always computed, and its page with it: 28 of 32 tokens can be shared.
+    assert harness.executor.fed_tokens == (6 * 32 if cache == "none" else 32 + 5 * 4)
+    assert len(harness.batches) == 1
+    assert [r.cached_tokens for r in requests] == ([0] * 6 if cache == "none" else [0] + [28] * 5)
+    for request in requests:
+        harness.assert_output(request)
+
+
+@pytest.mark.parametrize("cache", ["radix", "block-hash"])
+def test_a_prefix_in_chunks_is_computed_once(cache: str) -> None:
+    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=6, num_pages=256, policy="mixed")
+    requests = [harness.add(prompt_of(30) + [i % 3], max_tokens=3) for i in range(5)]
+    harness.run()
+    prefilled = sum(batch.num_tokens - batch.num_decode for batch in harness.batches)
+    assert prefilled <= 31 + 4 * (31 - 28)
+    for request in requests:
+        harness.assert_output(request)
+
+
+@pytest.mark.parametrize("cache", ["radix", "block-hash"])
+def test_answers_are_cached_for_the_next_turn(cache: str) -> None:
+    harness = Harness(prefix_cache=cache, page_size=4)
+    first = harness.add(prompt_of(9), max_tokens=8)
+    harness.run()
+    second = harness.add([*prompt_of(9), *first.output, 1, 2], max_tokens=2)
+    harness.run()
+    assert second.cached_tokens == 16  # of 9 + 8 tokens the last was never fed
+    harness.assert_output(second)
+
+
+# -- aborts and deadlines ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("steps", range(9))
+def test_an_abort_in_every_state(steps: int, cache: str, delay: int) -> None:
+    harness = Harness(max_prefill_tokens=4, delay=delay, prefix_cache=cache)
+    victim = harness.add(prompt_of(11), max_tokens=5)
+    other = harness.add(prompt_of(11), max_tokens=5)
+    for _ in range(steps):
+        harness.step()
+    finished = victim.state is RequestState.FINISHED
+    harness.abort(victim)
+    harness.abort(victim)
+    assert victim.finish_reason is (FinishReason.LENGTH if finished else FinishReason.ABORT)
+    harness.run()
+    assert other.finish_reason is FinishReason.LENGTH
+    harness.assert_output(victim)
+    harness.assert_output(other)
+    harness.assert_idle_and_clean()
+
+
+def test_an_abort_while_preempted_and_in_flight() -> None:
+    """The rarest state: the pages are gone, the row waits for a launched step, and the request is in no queue."""
+    harness = Harness(num_pages=6, page_size=2, max_prefill_tokens=8, delay=1)
+    first, last = harness.add(prompt_of(4), max_tokens=8), harness.add(prompt_of(4, seed=1), max_tokens=8)
+    while not (last.state is RequestState.PREEMPTED and last.slot >= 0):
+        batch = harness.scheduler.schedule()
+        assert batch is not None
+        harness.launched.append((batch, harness.executor.launch(batch)))
+        if last.state is not RequestState.PREEMPTED and len(harness.launched) > 1:
+            done, pending = harness.launched.popleft()
+            harness.scheduler.process(done, pending.wait())
+    assert last not in list(harness.scheduler.waiting)
+    harness.abort(last)
+    harness.run()
+    assert last.finish_reason is FinishReason.ABORT
+    harness.assert_output(last)
+    harness.assert_output(first)
+    harness.assert_idle_and_clean()
+
+
+def test_a_deadline_ends_waiting_and_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.perf_counter()
+    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now)
+    harness = Harness(max_running=1, max_prefill_tokens=4)
+    running = harness.add(prompt_of(6), max_tokens=20, deadline=now + 2)
+    waiting = harness.add(prompt_of(6), max_tokens=20, deadline=now + 1)
+    patient = harness.add(prompt_of(6), max_tokens=20)
+    for _ in range(4):
+        harness.step()
+    now += 1
+    harness.step()
+    assert waiting.finish_reason is FinishReason.ERROR
+    assert "time limit" in (waiting.error or "")
+    assert running.state is RequestState.DECODE
+    now += 1
+    harness.run()
+    assert running.finish_reason is FinishReason.ERROR
+    assert patient.finish_reason is FinishReason.LENGTH
+    for request in (running, waiting, patient):
+        harness.assert_output(request)
+    harness.assert_idle_and_clean()
+
+
+# -- steps that fail -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("steps", range(7))
+def test_a_failed_step_ends_its_requests_and_leaves_nothing_in_the_cache(steps: int, cache: str) -> None:
+    harness = Harness(prefix_cache=cache, max_prefill_tokens=6, policy="mixed")
+    failed = [harness.add(prompt_of(11), max_tokens=6) for _ in range(3)]
+    for _ in range(steps):
+        harness.step()
+    batch = harness.scheduler.schedule()
+    assert batch is not None
+    in_step = [harness.table.request(slot) for slot in batch.slots.tolist()]
+    harness.executor.kv[:] = -1  # the step wrote nothing, and what was there before is lost as well
+    harness.scheduler.fail(batch, "the step failed: no reason")
+    harness.check()
+    for request in in_step:
+        assert request.finish_reason is FinishReason.ERROR
+        assert request.error == "the step failed: no reason"
+    for request in failed:
+        harness.abort(request)
+    assert harness.memory.cache.num_pages == 0
+    again = harness.add(prompt_of(11), max_tokens=6)
+    harness.run()
+    assert again.cached_tokens == 0
+    assert again.finish_reason is FinishReason.LENGTH
+    harness.assert_output(again)
+    harness.assert_idle_and_clean()
+
+
+def test_requests_outside_of_a_failed_step_go_on() -> None:
+    harness = Harness(max_prefill_tokens=64)
+    decoding = harness.add(prompt_of(9), max_tokens=8)
+    harness.step()
+    harness.step()
+    prefilling = harness.add(prompt_of(9), max_tokens=8)
+    batch = harness.scheduler.schedule()
+    assert batch is not None
+    assert batch.num_decode == 0
+    harness.scheduler.fail(batch, "out of luck")
+    harness.run()
+    assert prefilling.finish_reason is FinishReason.ERROR
+    assert decoding.finish_reason is FinishReason.LENGTH
+    harness.assert_output(decoding)
+    harness.assert_idle_and_clean()
+
+
+# -- the check itself ----------------------------------------------------------------------------------------------
+
+
+def test_check_notices_a_lost_request() -> None:
+    harness = Harness()
+    request = harness.add(prompt_of(5))
+    harness.scheduler.waiting.remove(request)
+    with pytest.raises(InvariantError, match="neither waiting nor running"):
+        harness.scheduler.check()
+
+
+def test_the_seed_and_parameters_travel_with_the_admission() -> None:
+    harness = Harness()
+    request = harness.add(prompt_of(5), max_tokens=4, stop_ids=(9,), seed=77)
+    harness.step()
+    (admission,) = harness.batches[0].admissions
+    assert admission.tokens.tolist() == prompt_of(5)
+    assert (admission.slot, admission.prompt_len, admission.stop_ids, admission.seed) == (request.slot, 5, (9,), 77)
+    assert admission.params == SamplingParams(max_tokens=4)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl import LLM
+from tests.server.harness import RunningServer, chat_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_checkpoint(tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> LLM:
+    """The same model, offline."""
+    return LLM(str(checkpoint), page_size=4, num_pages=256, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path) -> Iterator[RunningServer]:
+    """A server that all tests share, which must be idle again after each of them."""
+    with RunningServer(checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def own_server(checkpoint: Path) -> Iterator[RunningServer]:
+    """A server for one test alone, with a queue of two requests and one that runs."""
+    with RunningServer(checkpoint, max_queued_requests=2, max_running_requests=1) as running:
+        yield running

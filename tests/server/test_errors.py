@@ -1,0 +1,125 @@
+"""Every mistake gets a status, a message and the field's name, in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.harness import MESSAGES, RunningServer
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"seed": -1}, "seed"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [300]}, "stop_token_ids"),
+        ({"logit_bias": {"cat": 1}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"chunks": 1}}, "stream_options.chunks"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1000}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 1000}, "max_completion_tokens"),
+        ({"max_tokens": 250}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [*MESSAGES, {"role": "robot", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "hi", "name": "me"}]}, "messages[1].name"),
+        ({"messages": [{"role": "tool", "content": "the template refuses this"}]}, "messages"),
+        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
+        (user("dog " * 300), "messages"),
+        (user("dog " * 1000), "messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_malformed_chat_is_refused_by_name(
+    server: RunningServer, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    if stream and "stream" not in fields and "stream_options" not in fields:
+        fields = {**fields, "stream": True}
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 4, **fields}
+    reply = server.http.post("/v1/chat/completions", json=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert error["message"].startswith(f"{param}: ")
+    assert server.idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["text", 1]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [[1, 2], [1, -1]]}, "prompt"),
+        ({"prompt": [5] * 257}, "prompt"),
+        ({"prompt": "half a \ud800"}, "prompt"),
+        ({"max_tokens": 1000}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"messages": MESSAGES}, "messages"),
+    ],
+)
+def test_a_malformed_completion_is_refused_by_name(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    body = json.dumps({"model": server.model, "prompt": "the fox", **fields})
+    reply = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert server.idle()
+
+
+def test_a_bad_prompt_in_a_list_refuses_all_of_them(server: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="KV cache of 256 tokens"):
+        server.complete(prompt=[[5, 6, 7], [5] * 257], max_tokens=1)
+    assert server.idle()
+
+
+@pytest.mark.parametrize("fields", [{"model": None}, {"prompt": None}])
+def test_missing_fields_are_named(server: RunningServer, fields: dict[str, Any]) -> None:
+    reply = server.http.post("/v1/completions", json={"model": server.model, "prompt": "the fox", **fields})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b'"text"', b"\xff", b"[" * 100_000, b'{"odd \\ud800 name": 1}']
+)
+def test_a_body_that_is_no_json_object(server: RunningServer, body: bytes) -> None:
+    reply = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_models_routes_and_methods(server: RunningServer) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.chat(model="gpt-5")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    for method, path, status in (("GET", "/v2", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)):
+        reply = server.http.request(method, path)
+        assert reply.status_code == status
+        assert reply.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,141 @@
+"""Clients that leave, full queues, failing steps, dying engines: everybody gets an answer or is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import openai
+import pytest
+
+from minisgl.core.request import TokenLogprobs
+from minisgl.server.answer import Answer, GenerationFailed
+from minisgl.server.messages import Update
+from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
+
+
+def send(server: RunningServer, **fields: Any) -> socket.socket:
+    """Post a chat on a raw connection and return it, unread."""
+    body = json.dumps({"model": server.model, "messages": MESSAGES, "max_tokens": 100, "ignore_eos": True, **fields})
+    headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection = socket.create_connection(server.address)
+    connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n{body}".encode())
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_client_that_leaves_frees_its_pages(own_server: RunningServer, stream: bool, steps: int) -> None:
+    scheduler = own_server.llm.scheduler
+    own_server.gate.allowed = steps
+    connection = send(own_server, stream=stream, n=2)
+    wait_until(lambda: len(scheduler.requests) == 2 and own_server.gate.allowed == 0)
+    if stream:
+        assert b"200 OK" in connection.recv(1000)
+    assert len(scheduler.table) == (1 if steps else 0)
+    connection.close()
+    wait_until(own_server.idle)
+    scheduler.check()
+    own_server.gate.allowed = None
+    assert own_server.chat().choices[0].finish_reason == "length"
+
+
+def test_a_full_queue_is_a_503_with_retry_after(own_server: RunningServer) -> None:
+    own_server.gate.allowed = 0
+    first = in_background(lambda: own_server.chat(n=2).choices[1].finish_reason)
+    wait_until(lambda: len(own_server.llm.scheduler.requests) == 2)
+    for fields in ({}, {"stream": True}):
+        with pytest.raises(openai.InternalServerError) as caught:
+            own_server.chat(**fields)
+        assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
+        assert int(caught.value.response.headers["Retry-After"]) > 0
+    own_server.gate.allowed = None
+    assert first() == "length"
+    with pytest.raises(openai.InternalServerError, match="max_queued_requests"):
+        own_server.chat(n=3)
+    assert own_server.idle(), "a job is enqueued as a whole or not at all"
+
+
+def test_a_step_that_fails_fails_its_requests_alone(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(batch: object) -> object:
+        raise RuntimeError("no luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own_server.llm.engine, "launch", launch)
+        with pytest.raises(openai.InternalServerError, match="no luck") as caught:
+            own_server.chat()
+        assert caught.value.status_code == 500
+        with pytest.raises(openai.APIError, match="no luck"):
+            list(own_server.chat(stream=True))
+    assert own_server.chat().choices[0].finish_reason == "length"
+    assert own_server.http.get("/health").status_code == 200
+
+
+def test_everybody_hears_of_the_engines_death(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(own_server.server), "on_tick", lambda server, counter: asyncio.sleep(0, False))
+    own_server.gate.allowed = 0
+    waiting = [in_background(own_server.chat), in_background(lambda: list(own_server.chat(stream=True)))]
+    wait_until(lambda: len(own_server.llm.scheduler.requests) == 2)
+    own_server.gate.error = RuntimeError("struck by lightning")
+    for result in waiting:
+        error = result()
+        assert isinstance(error, openai.APIError)
+        assert "struck by lightning" in str(error)
+    with pytest.raises(openai.InternalServerError, match="struck by lightning") as caught:
+        own_server.chat()
+    assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+    assert own_server.http.get("/health").status_code == 503
+    monkeypatch.undo()
+
+
+def test_a_server_whose_engine_dies_stops(own_server: RunningServer) -> None:
+    own_server.gate.error = RuntimeError("struck by lightning")
+    with pytest.raises(openai.InternalServerError):
+        own_server.chat()
+    wait_until(lambda: not own_server.server.servers[0].is_serving())
+    assert own_server.engine.died
+
+
+def test_stopping_ends_what_is_running(own_server: RunningServer) -> None:
+    own_server.gate.allowed = 3
+    waiting = in_background(lambda: list(own_server.chat(stream=True)))
+    wait_until(lambda: own_server.gate.allowed == 0)
+    own_server.server.should_exit = True
+    assert "shutting down" in str(waiting())
+    assert not own_server.engine.died
+
+
+def test_a_slow_reader_finds_one_update_a_choice() -> None:
+    async def scenario() -> None:
+        answer = Answer(0, 2, abort=lambda answer: None)
+        for number in range(1000):
+            entry = TokenLogprobs(number, -1.0)
+            answer.put(Update(0, number % 2, "ab"[number % 2], [number], [entry]))
+        answer.put(Update(0, 0, "!", [], finish_reason="stop", cached_tokens=3))
+        answer.put(Update(0, 1, "!", [], finish_reason="length"))
+        assert len(answer._pending) == 2
+        assert answer.finished
+        first, second = [update async for update in answer.updates()]
+        assert (first.text, second.text) == ("a" * 500 + "!", "b" * 500 + "!")
+        assert first.token_ids == [entry.token_id for entry in first.logprobs] == list(range(0, 1000, 2))
+        assert (first.finish_reason, first.cached_tokens, second.finish_reason) == ("stop", 3, "length")
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_wakes_its_reader_and_ends_with_an_error() -> None:
+    async def scenario() -> None:
+        answer = Answer(0, 1, abort=lambda answer: None)
+        updates = answer.updates()
+        reading = asyncio.ensure_future(anext(updates))
+        await asyncio.sleep(0)
+        assert not reading.done()
+        answer.put(Update(0, 0, "text"))
+        assert (await reading).text == "text"
+        answer.put(Update(0, 0, error="no luck", finish_reason="error"))
+        with pytest.raises(GenerationFailed, match="no luck"):
+            await anext(updates)
+
+    asyncio.run(scenario())

@@ -1,0 +1,135 @@
+"""``python -m minisgl.serve`` as a process of its own, and its flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import openai
+import pytest
+
+from minisgl import LLM
+from minisgl.core.config import EngineConfig
+from minisgl.serve import main
+from minisgl.server.options import add_options, given_options
+from tests.server.harness import MESSAGES, in_background, wait_until
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts back the signal handlers that a server in this process installs."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def flags(checkpoint: Path, port: int) -> list[str]:
+    options = {"model": checkpoint, "port": port, "num-pages": 64, "max-running-requests": 8, "device": "cpu"}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def client_of(port: int) -> openai.OpenAI:
+    """A client of the server on ``port``, once it listens."""
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+    def listens() -> bool:
+        try:
+            return bool(client.models.list().data)
+        except openai.APIConnectionError:
+            return False
+
+    wait_until(listens, timeout=60)
+    return client
+
+
+def test_a_process_starts_answers_and_ends_with_sigterm(checkpoint: Path) -> None:
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "minisgl.serve", *flags(checkpoint, port)], env=environment)
+    try:
+        with client_of(port) as client:
+            ask = {"model": str(checkpoint), "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
+            answer = client.chat.completions.create(**ask, max_tokens=5)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 5
+            next(iter(client.chat.completions.create(**ask, stream=True)))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("handlers")
+def test_both_signals_end_the_server_cleanly(checkpoint: Path, number: signal.Signals) -> None:
+    port = free_port()
+
+    def stop() -> None:
+        client_of(port).close()
+        os.kill(os.getpid(), number)
+
+    result = in_background(stop)
+    with pytest.raises(SystemExit) as caught:
+        main(flags(checkpoint, port))
+    assert caught.value.code == 0
+    assert result() is None
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_dead_engine_ends_the_server_with_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(llm: LLM) -> None:
+        raise RuntimeError("struck by lightning")
+
+    monkeypatch.setattr(LLM, "step", step)
+    port = free_port()
+
+    def ask() -> None:
+        with client_of(port) as client:
+            client.chat.completions.create(model=str(checkpoint), messages=MESSAGES)
+
+    result = in_background(ask)
+    assert main(flags(checkpoint, port)) == 1
+    assert "struck by lightning" in str(result())
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_port_that_is_taken(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(flags(checkpoint, port)) == 1
+    assert f"port: {port} is taken on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_bad_options_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, name in ((["--page-size", "3"], "page_size"), (["--batch-size", "3"], "--batch-size")):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        assert name in capsys.readouterr().err
+
+
+def test_every_option_of_the_engine_is_a_flag_with_a_help_text() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig)
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    assert set(actions) == {field.name for field in fields(EngineConfig)}
+    assert all(action.help for action in actions.values())
+    assert actions["page_size"].help == "tokens a KV page, a power of two from 1 to 256. Default: 16."
+    words = ["--max-seq-len", "9", "--memory-ratio", "0.5", "--prefix-cache", "none"]
+    given = given_options(parser.parse_args(words), EngineConfig)
+    assert given == {"max_seq_len": 9, "memory_ratio": 0.5, "prefix_cache": "none"}

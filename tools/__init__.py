@@ -1,0 +1,1 @@
+"""The book's machinery. Run from the root of the repository; nothing in `minisgl` imports it."""
