@@ -33,7 +33,8 @@ serve: $(READY) ## start the server: an OpenAI-compatible API on port 1919
 
 .PHONY: lab
 lab: $(READY_FOR_ALL) ## open the book's first notebook in JupyterLab
-	@$(BIN)/jupyter lab $(NOTEBOOK)
+	@$(BIN)/jupyter trust notebooks/*.ipynb  # else JupyterLab leaves the pictures out until a cell is run
+	@$(BIN)/jupyter lab --ServerApp.root_dir=. $(NOTEBOOK)
 
 .PHONY: bench
 bench: $(READY_FOR_ALL) ## measure the engine on this machine's CPU; results land in benchmarks/results
@@ -62,34 +63,19 @@ unit: $(READY_FOR_ALL) model ## run the tests of the package
 
 .PHONY: check-pairs
 check-pairs: $(READY_FOR_ALL) ## check that every notebook is the one its chapter generates
-	@rm -rf build/pairs && mkdir -p build/pairs
-	@diff <(cd chapters && ls [0-9]*.md | sed 's/md$$/ipynb/') <(cd notebooks && ls *.ipynb) \
-		|| { echo "chapters/ (<) and notebooks/ (>) do not pair up: run make pairs" >&2; exit 1; }
-	@for chapter in chapters/[0-9]*.md; do \
-		notebook=notebooks/$$(basename $$chapter .md).ipynb; \
-		cp $$notebook build/pairs/; \
-		$(BIN)/jupytext --quiet --to ipynb --update --output build/$${notebook/notebooks/pairs} $$chapter; \
-		diff -u $$notebook build/$${notebook/notebooks/pairs} \
-			|| { echo "$$notebook is not what $$chapter generates: run make pairs" >&2; exit 1; }; \
-		echo "$$chapter and $$notebook are a pair"; \
-	done
+	@$(BIN)/python -m tools.notebooks check
 
 .PHONY: pairs
 pairs: $(READY_FOR_ALL) ## generate the notebooks from the chapters and run them, to keep their outputs
-	@for chapter in chapters/[0-9]*.md; do \
-		notebook=notebooks/$$(basename $$chapter .md).ipynb; \
-		$(BIN)/jupytext --to ipynb --update --output $$notebook $$chapter; \
-	done
-	$(BIN)/pytest --nbmake --overwrite --nbmake-timeout=$(SECONDS_PER_NOTEBOOK) --timeout=$(SECONDS_PER_NOTEBOOK) notebooks
-	$(BIN)/nbstripout --keep-output --keep-count --keep-id notebooks/*.ipynb
+	@$(BIN)/python -m tools.notebooks run
 
 .PHONY: notebooks
-notebooks: $(READY_FOR_ALL) model ## run every notebook; the assertions in it are the test
+notebooks: $(READY_FOR_ALL) ## run every notebook; the assertions in it are the test
 	$(BIN)/pytest --nbmake --nbmake-timeout=$(SECONDS_PER_NOTEBOOK) --timeout=$(SECONDS_PER_NOTEBOOK) notebooks
 
 .PHONY: book
 book: $(READY_FOR_ALL) ## build the book as HTML into book/
-	PATH="$(CURDIR)/$(BIN):$$PATH" mdbook build
+	@$(BIN)/python -m tools.mdbook
 
 .PHONY: clean
 clean: ## remove .venv and everything that is generated

@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -89,13 +89,13 @@ class LLM:
             InvalidRequest: a prompt or its parameters are malformed. Nothing has been computed then.
         """
         check_type("prompts", prompts, (Sequence, np.ndarray), "text, token ids, or a list of either")
-        prompts = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
+        each_prompt = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or SamplingParams()] * len(each_prompt)
         check_type("params", params, Sequence, "SamplingParams or a list of them")
-        if len(params) != len(prompts):
-            raise InvalidRequest("params", f"{len(params)} for {len(prompts)} prompts; give one for all or one each")
-        groups = [self.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        if len(params) != len(each_prompt):
+            raise InvalidRequest("params", f"{len(params)} for {len(each_prompt)} prompts; give one for all or one each")
+        groups = [self.prepare(prompt, each) for prompt, each in zip(each_prompt, params, strict=True)]
         self._run([generation for group in groups for generation in group], progress)
         return [_output(group) for group in groups]
 
@@ -114,9 +114,10 @@ class LLM:
         Returns:
             One output for one conversation, a list for a list.
         """
-        if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
-            return self.generate([self.tokenizer.encode_chat(each) for each in messages], params, progress)  # type: ignore[arg-type]
-        return self.generate([self.tokenizer.encode_chat(messages)], params, progress)[0]  # type: ignore[arg-type]
+        is_list = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
+        outputs = self.generate([self.tokenizer.encode_chat(each) for each in conversations], params, progress)
+        return outputs if is_list else outputs[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Generate for one prompt and yield text as it comes. Closing the iterator aborts the request.
@@ -240,9 +241,10 @@ _keywords = [parameter for name, parameter in _options.parameters.items() if nam
 LLM.__signature__ = _options.replace(parameters=_positional + _keywords, return_annotation=LLM)  # type: ignore[attr-defined]
 
 
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """True for one text or one list of token ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text, or one list of token ids, is a list of one prompt."""
+    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+    return [cast(Prompt, prompts)] if is_single else list(cast(Sequence[Prompt], prompts))
 
 
 def _output(group: Sequence[Generation]) -> RequestOutput:

@@ -1,6 +1,6 @@
 """Chapters and their notebooks: generated in one direction, and compared.
 
-``python -m tools.notebooks run [NAME ...]`` executes chapters (all, or those whose names begin so) and writes notebooks.
+``python -m tools.notebooks run [NAME ...]`` executes chapters (all, or those whose names begin so) into notebooks.
 ``python -m tools.notebooks check`` fails unless every chapter has a notebook with the same cells and sound outputs.
 """
 
@@ -20,11 +20,11 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 CHAPTER_FILES = "[0-9][0-9]-*.md"
-CELL_TIMEOUT = 300
-"""Seconds that one cell may run."""
+CELL_TIMEOUT = 900
+"""Seconds that one cell may run: the first one fetches the default model, which takes minutes on a slow line."""
 
 _METADATA = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
 _MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\S+")

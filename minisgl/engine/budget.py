@@ -15,6 +15,8 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.sizing import free_memory, pages_from_free_memory, pages_from_peak, total_memory
 from minisgl.layers import DenseAttention
 
+_INT32_LIMIT = 2**31 - 1
+"""A position in the KV memory, page id × page size + offset, must be an int32; only toy models come near."""
 _DEFAULT_RATIO = {"cuda": 0.9, "cpu": 0.25}
 
 
@@ -47,6 +49,7 @@ def pages_that_fit(
         pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
     else:
         pages = pages_from_free_memory(free_before, model_bytes, ratio, page_bytes)
+    pages = min(pages, _INT32_LIMIT // config.page_size - 1)
     if device.type == "cuda":
         return pages
     # What exceeds all slots at full length serves the prefix cache only; leave main memory to others then.

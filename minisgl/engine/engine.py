@@ -25,7 +25,7 @@ from minisgl.engine.staging import to_device
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes
-from minisgl.models import ModelConfig, load_model
+from minisgl.models import ModelConfig, block_weights, load_model
 
 _INT32_LIMIT = 2**31
 
@@ -91,6 +91,8 @@ class Engine:
         free_before = free_memory(self.device)
 
         self.model = load_model(path, model_config, self.dtype, self.device, config.load_format, config.seed)
+        if self.device.type == "cpu":
+            block_weights(self.model)
         self.model_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
 
         shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)

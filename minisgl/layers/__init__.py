@@ -5,6 +5,7 @@ Every layer takes plain sizes, never a config, so that a tensor-parallel rank ca
 
 from minisgl.layers.activation import silu_and_mul
 from minisgl.layers.attention import Attention
+from minisgl.layers.blocked import blocked, linear
 from minisgl.layers.dense_attention import DenseAttention
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import Linear, PackedLinear
@@ -32,8 +33,10 @@ __all__ = [
     "Rotary",
     "Rotation",
     "WeightPart",
+    "blocked",
     "causal_mask",
     "grouped_query_attention",
+    "linear",
     "rotate",
     "silu_and_mul",
     "weight",

@@ -3,7 +3,8 @@
 from minisgl.models import architectures as architectures
 from minisgl.models.config import ModelConfig, MoEConfig
 from minisgl.models.decoder import CausalLM, Decoder, DecoderLayer, attention_spec
-from minisgl.models.loader import LoadFormat, load_model
+from minisgl.models.layout import block_weights
+from minisgl.models.loader import load_model
 from minisgl.models.registry import MODELS, Architecture
 
 __all__ = [
@@ -12,9 +13,9 @@ __all__ = [
     "CausalLM",
     "Decoder",
     "DecoderLayer",
-    "LoadFormat",
     "MoEConfig",
     "ModelConfig",
     "attention_spec",
+    "block_weights",
     "load_model",
 ]

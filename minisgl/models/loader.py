@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -22,8 +21,6 @@ from minisgl.layers import PackedWeights, RMSNorm
 from minisgl.models.checkpoint import TensorHeader, read_headers
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import MODELS
-
-LoadFormat = Literal["auto", "dummy"]
 
 _DUMMY_STD = 0.02
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -55,7 +52,7 @@ def load_model(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: LoadFormat = "auto",
+    load_format: str = "auto",
     seed: int = 0,
 ) -> nn.Module:
     """Build the model of ``config`` and fill in its weights.

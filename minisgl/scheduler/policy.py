@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from minisgl.core.registry import Registry
 from minisgl.core.request import Request
@@ -194,24 +194,24 @@ class Policy:
         Raises:
             ConfigError: a name is unknown, or two of one kind are given.
         """
-        parts: dict[str, object] = {}
+        parts: dict[str, Any] = {}
         for name in filter(None, (name.strip() for name in spec.split(","))):
             kind, part = _make(name)
             if kind in parts:
                 raise ConfigError(f"policy: {spec!r} names two policies for the {kind}; give one of each kind")
             parts[kind] = part
         parts = {"order": FirstComeFirstServed(), "composition": PrefillFirst(), "admission": Optimistic(), **parts}
-        return cls(**parts)  # type: ignore[arg-type]
+        return cls(**parts)
 
 
-_KINDS: dict[str, tuple[Registry[Callable[[], Order]] | Registry[Callable[[], Composition]] | Registry[Callable[[], Admission]], str]] = {
+_KINDS: dict[str, tuple[Registry[Any], str]] = {
     "order": (ORDERS, "arrange"),
     "composition": (COMPOSITIONS, "plan"),
     "admission": (ADMISSIONS, "admits"),
 }
 
 
-def _make(name: str) -> tuple[str, object]:
+def _make(name: str) -> tuple[str, Any]:
     for kind, (registry, method) in _KINDS.items():
         if name in registry.names() or (":" in name and hasattr(registry.get(name), method)):
             return kind, registry.get(name)()

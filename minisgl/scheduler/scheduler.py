@@ -266,7 +266,7 @@ class Scheduler:
         full = known + 1 >= table.max_len[slots]
 
         self._stamp_first_tokens(slots[known == table.prompt_len[slots]])
-        self._report(slots, tokens, live, result)
+        self._report(slots, tokens, live.tolist(), result)
         for i in np.flatnonzero(stopped | full).tolist():
             reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
             self.finish(table.request(int(slots[i])).uid, reason)
@@ -288,7 +288,7 @@ class Scheduler:
             for slot in slots.tolist():
                 self.table.request(slot).times.first_token = now
 
-    def _report(self, slots: Int32Array, tokens: Int32Array, live: Int32Array, result: StepResult) -> None:
+    def _report(self, slots: Int32Array, tokens: Int32Array, live: list[int], result: StepResult) -> None:
         for i in np.flatnonzero(self.table.watched[slots]).tolist():
             request = self.table.request(int(slots[i]))
             logprobs = result.logprobs[live[i]] if result.logprobs is not None else None

@@ -1,4 +1,4 @@
-"""The reader's tools: pictures of live objects, listings of live source, tables. They read the engine, never change it."""
+"""The reader's tools: pictures of live objects, listings of live source, tables. They only read the engine."""
 
 from minisgl.viz.chapters import chapter_map
 from minisgl.viz.markdown import Markdown, table

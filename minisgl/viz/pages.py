@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from minisgl.core import Request
@@ -14,91 +12,88 @@ _COLUMNS = 16
 _MARGIN = 14
 _CELL = (WIDTH - 2 * _MARGIN) / _COLUMNS
 _LINE = 44
+_LEGEND = "grey: cached (3× = read by 3 running requests, idle = by none)  ·  colour: private to one  ·  outline: free"
 
 
 def page_map(memory: KVMemory) -> Picture:
     """Which pages are free, private to one request, or cached; and what the page table maps to them.
 
     A private page has the colour and the name of its request (``r3`` has ``uid`` 3), a cached page is grey and says
-    how many running requests read it. In a row of the table, the last page says how many of its positions are taken.
+    how many running requests read it. In the rows of the page table, a page says how many of its positions are taken.
 
     Args:
         memory: of a live scheduler, ``llm.scheduler.memory``.
     """
-    owner, readers = _owners(memory)
-    private = sum(request is not None for request in owner)
-    counts = f"{memory.pool.num_free} free, {private} private, {int(memory.is_cached.sum())} cached"
-    canvas = Canvas()
-    canvas.text(
-        _MARGIN, 26, f"Page pool: {memory.num_pages} pages of {memory.page_size} tokens", "text strong", "start"
-    )
-    canvas.text(WIDTH - _MARGIN, 26, counts, anchor="end")
-    y = 38
-    for page in range(memory.num_pages):
-        label = "free" if memory.pool.is_free[page] else f"{readers[page]}×" if readers[page] else "idle"
-        top = y + page // _COLUMNS * _LINE
-        _draw_page(canvas, page % _COLUMNS, top, page, label, owner[page], bool(memory.is_cached[page]))
-    y += -(-memory.num_pages // _COLUMNS) * _LINE + 4
-    y = _draw_legend(canvas, y)
-    says = [f"{memory.num_pages} pages of {memory.page_size} tokens: {counts}."]
-    for slot, request in _running(memory):
-        y = _draw_row(canvas, y, memory, slot, request, owner)
-        says.append(f"Request r{request.uid} reads pages {memory.row(slot).tolist()}.")
-    return canvas.picture(y + 8, "\n".join(says))
+    return _PageMap(memory).draw()
 
 
-def _running(memory: KVMemory) -> Iterator[tuple[int, Request]]:
-    """Slots and requests that have pages, in order of arrival."""
-    for slot in memory.table.slots.tolist():
-        yield slot, memory.table.request(slot)
+class _PageMap:
+    """One drawing: ``y`` is how far it has come.
 
+    Args:
+        memory: what is drawn.
+    """
 
-def _owners(memory: KVMemory) -> tuple[list[Request | None], list[int]]:
-    """For each page: the request that it is private to, and the number of running requests that read it."""
-    owner: list[Request | None] = [None] * memory.num_pages
-    readers = np.zeros(memory.num_pages, dtype=np.int64)
-    for slot, request in _running(memory):
-        row = memory.row(slot)
-        readers[row] += 1
-        for page in row[~memory.is_cached[row]].tolist():
-            owner[page] = request
-    return owner, readers.tolist()
+    def __init__(self, memory: KVMemory) -> None:
+        self.memory = memory
+        self.canvas = Canvas()
+        self.y = 0.0
+        self.running: list[tuple[int, Request]] = [
+            (slot, memory.table.request(slot)) for slot in memory.table.slots.tolist()
+        ]
+        self.readers = np.zeros(memory.num_pages, dtype=np.int64)
+        self.owner: dict[int, Request] = {}
+        for slot, request in self.running:
+            row = memory.row(slot)
+            self.readers[row] += 1
+            self.owner.update(dict.fromkeys(row[~memory.is_cached[row]].tolist(), request))
 
+    def draw(self) -> Picture:
+        memory = self.memory
+        size = f"{memory.num_pages} pages of {memory.page_size} tokens"
+        counts = f"{memory.pool.num_free} free, {len(self.owner)} private, {int(memory.is_cached.sum())} cached"
+        self._title(f"Page pool: {size}")
+        self.canvas.text(WIDTH - _MARGIN, self.y - 12, counts, anchor="end")
+        self._pages(range(memory.num_pages), [self._state(page) for page in range(memory.num_pages)])
+        self.canvas.text(_MARGIN, self.y + 14, _LEGEND, "muted small", "start")
+        self.y += 24
+        says = [f"{size}: {counts}."]
+        for slot, request in self.running:
+            row, kv_len = memory.row(slot).tolist(), int(memory.table.kv_len[slot])
+            self._title(f"Page table, request r{request.uid}: {kv_len} positions in {len(row)} pages")
+            self._pages(row, [self._taken(kv_len, index) for index in range(len(row))])
+            says.append(f"Request r{request.uid} reads pages {row}.")
+        return self.canvas.picture(self.y + 8, "\n".join(says))
 
-def _draw_page(
-    canvas: Canvas, column: int, y: float, page: int, label: str, owner: Request | None, cached: bool
-) -> None:
-    x = _MARGIN + column * _CELL
-    middle = x + _CELL / 2
-    width, height = _CELL - 4, _LINE - 4
-    if owner is not None:
-        fill, ink = request_colors(owner.uid)
-        canvas.box(x + 2, y, width, height, fill=fill)
-        canvas.text(middle, y + 18, page, "strong", fill=ink)
-        canvas.text(middle, y + 34, label if cached or "/" in label else f"r{owner.uid}", "small", fill=ink)
-        return
-    canvas.box(x + 2, y, width, height, "shared" if cached else "empty")
-    canvas.text(middle, y + 18, page, "text strong" if cached else "muted")
-    canvas.text(middle, y + 34, label, "text small" if cached else "muted small")
+    def _state(self, page: int) -> str:
+        if self.memory.pool.is_free[page]:
+            return "free"
+        if page in self.owner:
+            return f"r{self.owner[page].uid}"
+        return f"{self.readers[page]}×" if self.readers[page] else "idle"
 
+    def _taken(self, kv_len: int, index: int) -> str:
+        """How many positions of a row's page number ``index`` are in use."""
+        size = self.memory.page_size
+        return f"{min(max(kv_len - index * size, 0), size)}/{size}"
 
-def _draw_legend(canvas: Canvas, y: float) -> float:
-    legend = "grey = cached (n× = read by n running requests, idle = by none) · colour = private to a request · outline = free"
-    canvas.text(_MARGIN, y + 12, legend, "muted small", "start")
-    return y + 24
+    def _title(self, text: str) -> None:
+        self.canvas.text(_MARGIN, self.y + 26, text, "text strong", "start")
+        self.y += 38
 
+    def _pages(self, pages: range | list[int], labels: list[str]) -> None:
+        for index, (page, label) in enumerate(zip(pages, labels, strict=True)):
+            x = _MARGIN + index % _COLUMNS * _CELL
+            self._page(x, self.y + index // _COLUMNS * _LINE, page, label)
+        self.y += -(-len(pages) // _COLUMNS) * _LINE
 
-def _draw_row(
-    canvas: Canvas, y: float, memory: KVMemory, slot: int, request: Request, owner: list[Request | None]
-) -> float:
-    row = memory.row(slot).tolist()
-    kv_len = int(memory.table.kv_len[slot])
-    title = f"Page table, request r{request.uid}: {kv_len} positions in {len(row)} pages"
-    canvas.text(_MARGIN, y + 18, title, "text strong", "start")
-    y += 26
-    for index, page in enumerate(row):
-        taken = min(max(kv_len - index * memory.page_size, 0), memory.page_size)
-        top = y + index // _COLUMNS * _LINE
-        label = f"{taken}/{memory.page_size}"
-        _draw_page(canvas, index % _COLUMNS, top, page, label, owner[page], bool(memory.is_cached[page]))
-    return y + -(-len(row) // _COLUMNS) * _LINE + 2
+    def _page(self, x: float, y: float, page: int, label: str) -> None:
+        kind, fill, ink = "shared", "", ""
+        if page in self.owner:
+            fill, ink = request_colors(self.owner[page].uid)
+        elif self.memory.pool.is_free[page]:
+            kind = "empty"
+        text = "muted" if kind == "empty" else "text"
+        self.canvas.box(x + 2, y, _CELL - 4, _LINE - 4, kind, fill)
+        self.canvas.text(x + _CELL / 2, y + 18, page, text if kind == "empty" else "text strong", fill=ink)
+        self.canvas.text(x + _CELL / 2, y + 34, label, f"{text} small", fill=ink)

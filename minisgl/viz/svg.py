@@ -86,7 +86,8 @@ class Canvas:
         label = escape(text, quote=True).replace("\n", " ")
         card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6" class="viz-card"/>'
         svg = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="viz" role="img" aria-label="{label}" width="{WIDTH}" '
-            f'height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"><style>{_STYLE}</style>{card}{"".join(self._parts)}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="viz" role="img" aria-label="{label}" '
+            f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}">'
+            f"<style>{_STYLE}</style>{card}{''.join(self._parts)}</svg>"
         )
         return Picture(svg, text)

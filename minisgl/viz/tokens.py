@@ -38,11 +38,8 @@ def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:
             for token in members:
                 position, place = int(batch.positions[token]), int(batch.out_locs[token])
                 _draw_token(canvas, _MARGIN + (token - start) * _CELL, y, texts[token], position, place)
-            first = members[0]
-            says.append(
-                f"Page {page}, place {batch.out_locs[first]} and on: the tokens from position {batch.positions[first]} on, "
-                + " ".join(repr(texts[token]) for token in members)
-            )
+            first, words = members[0], " ".join(repr(texts[token]) for token in members)
+            says.append(f"Page {page}, place {batch.out_locs[first]}: from position {batch.positions[first]}, {words}")
     lines = -(-batch.num_tokens // _COLUMNS)
     return canvas.picture(40 + lines * _LINE + 6, "\n".join(says))
 

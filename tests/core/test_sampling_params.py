@@ -16,7 +16,7 @@ GOOD: dict[str, list[Any]] = {
     "max_tokens": [1, 128, 10**9, None],
     "min_tokens": [0, 1, 128],
     "temperature": [0, 0.0, 1e-9, 1, 0.7, 100.0],
-    "top_k": [0, 1, 50, 10**12],
+    "top_k": [0, 1, 50, 2**31 - 1],
     "top_p": [1e-300, 0.5, 1, 1.0],
     "min_p": [0, 0.0, 0.3, 1.0],
     "presence_penalty": [-2, -2.0, 0, 2.0],

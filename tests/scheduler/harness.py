@@ -28,7 +28,7 @@ class Harness:
         num_pages: int = 64,
         max_running: int = 8,
         max_seq_len: int = 128,
-        policy: str = "",
+        policy: str | Policy = "",
         max_prefill_tokens: int = 64,
         max_queued: int = 10_000,
         vocab: int = 3,
@@ -36,7 +36,8 @@ class Harness:
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
         self.memory = KVMemory(num_pages, self.table, PREFIX_CACHES.get(prefix_cache)(page_size))
-        self.scheduler = Scheduler(self.table, self.memory, Policy.parse(policy), max_prefill_tokens, max_queued)
+        policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        self.scheduler = Scheduler(self.table, self.memory, policy, max_prefill_tokens, max_queued)
         width = self.memory.page_table.rows.shape[1]
         self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
         self.vocab = vocab

@@ -64,10 +64,16 @@ class Gate:
         self.allowed: int | None = None
         self.error: Exception | None = None
         """Raised in place of the next step, outside of what a scheduler could contain."""
+        self.lock = threading.Lock()
+        """Held by a test, it makes the engine's thread stand still in the middle of a step."""
         self._step = llm.loop.step
         llm.loop.step = self.step
 
     def step(self) -> StepOutput:
+        with self.lock:
+            return self._pass()
+
+    def _pass(self) -> StepOutput:
         if self.error is not None:
             raise self.error
         if self.allowed == 0:

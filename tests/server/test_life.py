@@ -27,7 +27,9 @@ def send(server: RunningServer, **fields: Any) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_client_that_leaves_frees_its_pages(own_server: RunningServer, stream: bool, steps: int) -> None:
+def test_a_client_that_leaves_frees_its_pages(
+    own_server: RunningServer, stream: bool, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler = own_server.llm.scheduler
     own_server.gate.allowed = steps
     connection = send(own_server, stream=stream, n=2)
@@ -38,8 +40,25 @@ def test_a_client_that_leaves_frees_its_pages(own_server: RunningServer, stream:
     connection.close()
     wait_until(own_server.idle)
     scheduler.check()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     own_server.gate.allowed = None
     assert own_server.chat().choices[0].finish_reason == "length"
+
+
+def test_a_client_may_leave_before_the_engine_has_seen_its_request(own_server: RunningServer) -> None:
+    scheduler, inbox = own_server.llm.scheduler, own_server.engine._worker._inbox
+    own_server.gate.allowed = 0
+    with send(own_server):
+        wait_until(lambda: len(scheduler.requests) == 1)
+        with own_server.gate.lock:
+            connection = send(own_server)
+            wait_until(lambda: inbox.qsize() == 1)
+            connection.close()
+            wait_until(lambda: inbox.qsize() == 2)
+        wait_until(inbox.empty)
+        own_server.gate.allowed = 1
+        wait_until(lambda: own_server.gate.allowed == 0)
+        assert len(scheduler.requests) == 1
 
 
 def test_a_full_queue_is_a_503_with_retry_after(own_server: RunningServer) -> None:

@@ -92,11 +92,12 @@ def test_a_list_of_tokens_at_once() -> None:
     assert detokenizer.feed(ids[:4]) + detokenizer.feed(ids[4:]) + detokenizer.finish() == "the 🦊 dog"
 
 
-def test_special_tokens_do_not_eat_the_space_after_them() -> None:
-    """A sentence's first space is no text; that of a word after 50 end-of-sequence tokens is."""
+@pytest.mark.parametrize("silent", [[1] * 50, [999] * 20], ids=["special", "padding"])
+def test_tokens_without_text_do_not_eat_the_space_after_them(silent: list[int]) -> None:
+    """A sentence's first space is no text, that of a later word is: whatever stands between them."""
     tokenizer = tiny_tokenizer("byte-fallback")
     the = tokenizer.encode("the")[-1]
-    ids = [the, *[1] * 50, the]
+    ids = [the, *silent, the]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "the the"
 
 

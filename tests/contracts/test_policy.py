@@ -1,0 +1,158 @@
+"""What every scheduling policy must fulfil, alone and inside an engine that runs out of memory.
+
+Three protocols: an order arranges the queue, a composition plans a step, an admission says who may start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+
+from minisgl.core import FinishReason, Request, SamplingParams
+from minisgl.scheduler.policy import (
+    ADMISSIONS,
+    COMPOSITIONS,
+    ORDERS,
+    Admission,
+    Composition,
+    Demand,
+    Load,
+    Order,
+    Policy,
+)
+from tests.scheduler.harness import Harness
+
+CONTRACTS = {
+    "make_order": (ORDERS, Order),
+    "make_composition": (COMPOSITIONS, Composition),
+    "make_admission": (ADMISSIONS, Admission),
+}
+
+
+@pytest.fixture
+def make_order(request: pytest.FixtureRequest) -> Callable[[], Order]:
+    return ORDERS.get(request.param)
+
+
+@pytest.fixture
+def make_composition(request: pytest.FixtureRequest) -> Callable[[], Composition]:
+    return COMPOSITIONS.get(request.param)
+
+
+@pytest.fixture
+def make_admission(request: pytest.FixtureRequest) -> Callable[[], Admission]:
+    return ADMISSIONS.get(request.param)
+
+
+def requests(count: int) -> list[Request]:
+    rng = np.random.default_rng(count)
+    return [
+        Request(
+            uid=uid, prompt=rng.integers(0, 9, 1 + uid % 7, dtype=np.int32), params=SamplingParams(), max_len=16
+        )
+        for uid in range(count)
+    ]
+
+
+def serve(order: Order, composition: Composition, admission: Admission) -> None:
+    """Run 30 requests through a small pool; every invariant is checked after every step."""
+    policy = Policy(order, composition, admission)
+    harness = Harness(page_size=2, num_pages=12, max_running=5, max_prefill_tokens=5, policy=policy)
+    added = [harness.add([i % 3] * (1 + i % 8), max_tokens=1 + i % 9) for i in range(30)]
+    harness.run(limit=2000)
+    for request in added:
+        assert request.finish_reason is FinishReason.LENGTH, request.error
+        harness.assert_output(request)
+    harness.assert_idle_and_clean()
+
+
+# -- order ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 50, 200])
+@pytest.mark.parametrize("cached", ["nothing", "all the same", "different"])
+def test_an_order_is_a_permutation(make_order: Callable[[], Order], count: int, cached: str) -> None:
+    waiting = requests(count)
+    before = list(waiting)
+    lengths = {"nothing": lambda uid: 0, "all the same": lambda uid: 8, "different": lambda uid: uid * 37 % 11}
+    arranged = list(make_order().arrange(waiting, lambda request: lengths[cached](request.uid)))
+    assert sorted(request.uid for request in arranged) == list(range(count))
+    assert waiting == before, "the queue itself is not touched"
+
+
+def test_an_order_depends_on_its_arguments_alone(make_order: Callable[[], Order]) -> None:
+    """Every rank of a group must come to the same order."""
+    order = make_order()
+
+    def cached_len(request: Request) -> int:
+        return request.uid * 37 % 11
+
+    first = [request.uid for request in order.arrange(requests(40), cached_len)]
+    assert [request.uid for request in order.arrange(requests(40), cached_len)] == first
+    assert [request.uid for request in make_order().arrange(requests(40), cached_len)] == first
+
+
+def test_an_order_serves_everybody(make_order: Callable[[], Order]) -> None:
+    for name in COMPOSITIONS.names():
+        serve(make_order(), COMPOSITIONS.get(name)(), ADMISSIONS.get("optimistic")())
+
+
+# -- composition ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_stays_within_the_limit(make_composition: Callable[[], Composition]) -> None:
+    composition = make_composition()
+    for decoding, prefilling, waiting, steps, limit in product((0, 1, 99), (0, 1), (0, 5), (0, 1, 8, 500), (1, 8192)):
+        plan = composition.plan(Load(decoding, prefilling, waiting, steps, limit))
+        assert 0 <= plan.prefill_tokens <= limit
+        assert isinstance(plan.decode, bool)
+
+
+def test_a_plan_gets_prompts_started(make_composition: Callable[[], Composition]) -> None:
+    """With nothing to decode, a plan without prefill would stall the engine for ever."""
+    composition = make_composition()
+    for prefilling, waiting, steps in ((1, 0, 0), (0, 1, 0), (3, 9, 1), (0, 9, 500)):
+        assert composition.plan(Load(0, prefilling, waiting, steps, 64)).prefill_tokens > 0
+
+
+def test_a_composition_serves_everybody(make_composition: Callable[[], Composition]) -> None:
+    for order, admission in product(ORDERS.names(), ADMISSIONS.names()):
+        serve(ORDERS.get(order)(), make_composition(), ADMISSIONS.get(admission)())
+
+
+@pytest.mark.not_for("static")
+def test_a_composition_lets_decodes_run(make_composition: Callable[[], Composition]) -> None:
+    """A stream of prompts that never ends does not keep a running request from its next token for ever.
+
+    (Static batching fills its batch first, however long that takes: one of the reasons why nobody uses it.)
+    """
+    policy = Policy(ORDERS.get("fcfs")(), make_composition(), ADMISSIONS.get("optimistic")())
+    harness = Harness(num_pages=256, max_running=64, max_prefill_tokens=4, prefix_cache="none", policy=policy)
+    first = harness.add([1] * 4, max_tokens=4)
+    for _ in range(100):
+        harness.add([2] * 4, max_tokens=1)
+        harness.step()
+        if first.finish_reason is not None:
+            break
+    harness.assert_output(first)
+    assert first.finish_reason is FinishReason.LENGTH
+
+
+# -- admission -----------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_admits_what_fits(make_admission: Callable[[], Admission]) -> None:
+    admission = make_admission()
+    for available, at_most in product((1, 2, 64, 4096), (1, 2, 64, 4096)):
+        if at_most <= available:
+            for now in {1, at_most}:
+                demand = Demand(now=now, at_most=at_most, available=available, promised=0, running=0)
+                assert admission.admits(demand) is True
+
+
+def test_an_admission_serves_everybody(make_admission: Callable[[], Admission]) -> None:
+    for order, composition in product(ORDERS.names(), COMPOSITIONS.names()):
+        serve(ORDERS.get(order)(), COMPOSITIONS.get(composition)(), make_admission())

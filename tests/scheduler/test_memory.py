@@ -1,0 +1,364 @@
+"""The ledger of pages: sharing, growth, re-pointing, retirement, and a check that notices every kind of damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from minisgl.core import Request, RunningTable, SamplingParams
+from minisgl.errors import InvariantError
+from minisgl.kvcache import block_hash, radix
+from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.scheduler import KVMemory
+
+assert radix and block_hash  # imported for their registration
+
+CACHING = ["radix", "block-hash"]
+
+
+class Rows:
+    """A memory of 4-token pages and the requests in its rows, moved by hand."""
+
+    def __init__(self, cache: str = "radix", num_pages: int = 16) -> None:
+        self.table = RunningTable(4, 64)
+        self.memory = KVMemory(num_pages, self.table, PREFIX_CACHES.get(cache)(4))
+        self._next_uid = 0
+
+    def admit(self, tokens: list[int]) -> int:
+        """A new row; returns its slot."""
+        prompt = np.array(tokens, dtype=np.int32)
+        request = Request(uid=self._next_uid, prompt=prompt, params=SamplingParams(), max_len=64)
+        self._next_uid += 1
+        lease = self.memory.lease(prompt)
+        slot = self.table.admit(request, lease.cached_len)
+        self.memory.attach(slot, lease)
+        return slot
+
+    def prefill(self, slot: int, upto: int | None = None) -> None:
+        """A chunk of the row, up to a position or to the end of its tokens."""
+        before = int(self.table.kv_len[slot])
+        self.table.kv_len[slot] = self.table.token_len[slot] if upto is None else upto
+        self.memory.publish(slot, before)
+
+    def decode(self, slot: int, *tokens: int) -> None:
+        """The sampled tokens, one a step; all but the last are fed."""
+        table = self.table
+        for i, token in enumerate(tokens):
+            if i > 0:
+                self.memory.grow(self.memory.rows_to_grow(np.array([slot], dtype=np.int32)))
+                table.kv_len[slot] += 1
+            table.tokens[slot, table.token_len[slot]] = token
+            table.token_len[slot] += 1
+            table.known_len[slot] += 1
+
+    def retire(self, slot: int) -> None:
+        self.memory.retire(slot)
+        self.table.deactivate(slot)
+        self.table.release(slot)
+
+    def pages(self, slot: int) -> list[int]:
+        pages: list[int] = self.memory.row(slot).tolist()
+        return pages
+
+
+# -- admission -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (64, 16)])
+def test_pages_for(tokens: int, pages: int) -> None:
+    assert Rows().memory.pages_for(tokens) == pages
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_row_begins_with_the_cached_pages(cache: str) -> None:
+    rows = Rows(cache)
+    first = rows.admit([1] * 10)
+    rows.prefill(first)
+    second = rows.admit([1] * 9 + [2] * 4)
+    assert rows.pages(second)[:2] == rows.pages(first)[:2]
+    assert set(rows.pages(second)[2:]).isdisjoint(rows.pages(first))
+    assert len(rows.pages(second)) == 4
+    assert rows.table.kv_len[second] == 8
+    rows.memory.check()
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_the_last_token_is_never_leased(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 9)
+    rows.prefill(slot)
+    rows.retire(slot)
+    cached = [rows.memory.lease(np.full(n, 1, dtype=np.int32)).cached_len for n in (1, 4, 5, 8, 9, 12)]
+    assert cached == [0, 0, 4, 4, 8, 8]
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_lease_protects_its_pages_until_it_is_dropped(cache: str) -> None:
+    rows = Rows(cache, num_pages=4)
+    slot = rows.admit([1] * 9)
+    rows.prefill(slot)
+    rows.retire(slot)
+    assert rows.memory.available == 4
+    lease = rows.memory.lease(np.full(9, 1, dtype=np.int32))
+    assert rows.memory.available == 2
+    with pytest.raises(InvariantError):
+        rows.memory.alloc(3)
+    rows.memory.drop(lease)
+    assert rows.memory.available == 4
+    rows.memory.check()
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_allocation_evicts_no_more_than_is_missing(cache: str) -> None:
+    rows = Rows(cache, num_pages=6)
+    slot = rows.admit([1] * 17)
+    rows.prefill(slot)
+    rows.retire(slot)
+    assert (rows.memory.pool.num_free, rows.memory.cache.num_evictable) == (2, 4)
+    pages = rows.memory.alloc(3)
+    assert rows.memory.cache.num_pages == 3
+    assert not rows.memory.is_cached[pages].any()
+    rows.memory.pool.free(pages)
+    rows.memory.check()
+
+
+# -- growth --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_grows_exactly_when_its_pages_are_full() -> None:
+    rows = Rows()
+    slot = rows.admit([1] * 6)
+    needs = []
+    for kv_len in (6, 7, 8, 9):
+        rows.table.kv_len[slot] = kv_len
+        needs.append(rows.memory.rows_to_grow(np.array([slot], dtype=np.int32)).tolist() == [slot])
+    assert needs == [False, False, True, True]
+
+
+def test_growth_gives_one_page_to_each_row() -> None:
+    rows = Rows()
+    slots = [rows.admit([i] * (3 + 4 * i)) for i in range(3)]
+    before = [rows.pages(slot) for slot in slots]
+    rows.memory.grow(np.array(slots[1:], dtype=np.int32))
+    after = [rows.pages(slot) for slot in slots]
+    assert [len(new) - len(old) for old, new in zip(before, after, strict=True)] == [0, 1, 1]
+    assert all(new[: len(old)] == old for old, new in zip(before, after, strict=True))
+    assert len({page for row in after for page in row}) == 1 + 3 + 4
+    rows.memory.check()
+
+
+# -- sharing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHING)
+@pytest.mark.parametrize(("length", "published"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
+def test_the_page_of_the_last_token_stays_private(cache: str, length: int, published: int) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * length)
+    rows.prefill(slot)
+    assert rows.memory.cache.num_pages == published
+    assert rows.memory.is_cached[rows.pages(slot)].tolist() == [i < published for i in range(len(rows.pages(slot)))]
+    assert rows.memory.cache.num_evictable == 0, "the running request holds them"
+    rows.memory.check()
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_chunk_publishes_what_it_completes(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 14)
+    published = []
+    for upto in (3, 7, 8, 14):
+        rows.prefill(slot, upto)
+        published.append(rows.memory.cache.num_pages)
+        rows.memory.check()
+    assert published == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_row_is_repointed_before_its_duplicates_are_freed(cache: str) -> None:
+    rows = Rows(cache)
+    early, late = rows.admit([1] * 14), rows.admit([1] * 14)
+    own = rows.pages(early)
+    rows.table.kv_len[early] = 8  # computed, but somebody else is first to publish
+    rows.prefill(late)
+    rows.table.kv_len[early] = 14
+    rows.memory.publish(early, kv_len_before=8)
+    assert rows.pages(early)[:2] == rows.pages(late)[:2]
+    assert rows.memory.pool.is_free[own[:2]].all()
+    assert not rows.memory.pool.is_free[rows.pages(early)].any()
+    # The third page is being written by this very step: it stays, although it is a duplicate.
+    assert rows.pages(early)[2:] == own[2:]
+    index, value = rows.memory.page_table.take_changes()
+    changes = dict(zip(index.tolist(), value.tolist(), strict=True))
+    width = rows.memory.page_table.rows.shape[1]
+    assert [changes[early * width + i] for i in range(4)] == rows.pages(early)
+    rows.memory.check()
+    rows.retire(early)
+    rows.retire(late)
+    rows.memory.check()
+    assert rows.memory.available == rows.memory.num_pages
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_prefill_skips_what_others_have_published_since(cache: str) -> None:
+    rows = Rows(cache)
+    slow, fast = rows.admit([1] * 14), rows.admit([1] * 14)
+    rows.prefill(slow, 2)
+    own = rows.pages(slow)
+    rows.prefill(fast)
+    rows.memory.look_again(slow)
+    assert rows.table.kv_len[slow] == 12
+    assert rows.pages(slow)[:3] == rows.pages(fast)[:3]
+    assert rows.memory.pool.is_free[own[:3]].all()
+    assert rows.pages(slow)[3:] == own[3:]
+    rows.memory.check()
+    rows.retire(fast)
+    assert rows.memory.cache.num_evictable == 0, "the slow one holds the shared pages now"
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_looking_again_never_goes_back(cache: str) -> None:
+    rows = Rows(cache)
+    first = rows.admit([1] * 6)
+    rows.prefill(first)
+    second = rows.admit([1] * 14)
+    rows.table.kv_len[second] = 10
+    before = rows.pages(second)
+    rows.memory.look_again(second)
+    assert rows.table.kv_len[second] == 10
+    assert rows.pages(second) == before
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_retirement_caches_full_pages_of_known_tokens(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 6)
+    rows.prefill(slot)
+    rows.decode(slot, 2, 3, 4, 5)  # nine positions are computed, of ten tokens
+    rows.retire(slot)
+    assert rows.memory.cache.num_evictable == 2
+    assert rows.memory.pool.num_free == 14
+    tokens = np.array([1] * 6 + [2, 3, 4, 5], dtype=np.int32)
+    assert len(rows.memory.cache.match(tokens).pages) == 2
+    rows.memory.check()
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_token_that_is_still_being_sampled_is_not_cached(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 7)
+    rows.prefill(slot)
+    rows.table.token_len[slot] = 9
+    rows.table.kv_len[slot] = 8  # position 7 is being computed for a token that the host does not know yet
+    rows.retire(slot)
+    assert rows.memory.cache.num_pages == 1
+    rows.memory.check()
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_retiring_a_duplicate_frees_its_own_pages(cache: str) -> None:
+    rows = Rows(cache)
+    slots = [rows.admit([1, 2]), rows.admit([1, 2])]
+    for slot in slots:
+        rows.prefill(slot)
+        rows.decode(slot, *range(3, 12))
+    for slot in slots:
+        rows.retire(slot)
+        rows.memory.check()
+    assert rows.memory.cache.num_pages == 2
+    assert rows.memory.pool.num_free == 14
+
+
+@pytest.mark.parametrize("cache", [*CACHING, "none"])
+def test_a_discarded_row_leaves_nothing_new_in_the_cache(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 6)
+    rows.prefill(slot)
+    rows.decode(slot, 2, 3, 4, 5)
+    rows.memory.discard(slot)
+    rows.memory.forget_unlocked()
+    rows.table.deactivate(slot)
+    rows.table.release(slot)
+    rows.memory.check()
+    assert rows.memory.pool.num_free == rows.memory.num_pages
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_forgetting_spares_what_a_request_holds(cache: str) -> None:
+    rows = Rows(cache)
+    kept, gone = rows.admit([1] * 9), rows.admit([2] * 9)
+    rows.prefill(kept)
+    rows.prefill(gone)
+    rows.retire(gone)
+    rows.memory.forget_unlocked()
+    assert sorted(rows.memory.cache.held_pages().tolist()) == sorted(rows.pages(kept)[:2])
+    rows.memory.check()
+
+
+def test_without_a_prefix_cache_everything_is_freed() -> None:
+    rows = Rows("none")
+    slot = rows.admit([1] * 9)
+    rows.prefill(slot)
+    rows.retire(slot)
+    assert rows.memory.pool.num_free == rows.memory.num_pages
+    assert rows.memory.lease(np.full(9, 1, dtype=np.int32)).cached_len == 0
+
+
+# -- the check itself ----------------------------------------------------------------------------------------------
+
+
+def _free_a_mapped_page(rows: Rows) -> None:
+    rows.memory.pool.free(rows.memory.row(0)[-1:].copy())
+
+
+def _map_a_private_page_twice(rows: Rows) -> None:
+    rows.memory.row(1)[-1] = rows.memory.row(0)[-1]
+
+
+def _repeat_a_page(rows: Rows) -> None:
+    rows.memory.row(0)[-1] = rows.memory.row(0)[0]
+
+
+def _leak_a_page(rows: Rows) -> None:
+    rows.memory.pool.alloc(1)
+
+
+def _run_past_the_pages(rows: Rows) -> None:
+    rows.table.kv_len[0] = 4 * rows.table.num_pages[0] + 1
+
+
+def _forget_that_a_page_is_cached(rows: Rows) -> None:
+    rows.memory.is_cached[rows.memory.row(0)[0]] = False
+
+
+def _evict_behind_the_ledger(rows: Rows) -> None:
+    rows.memory.cache.evict(1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_free_a_mapped_page, "free page"),
+        (_map_a_private_page_twice, "two requests map one private page"),
+        (_repeat_a_page, "maps a page twice"),
+        (_leak_a_page, "leaked"),
+        (_run_past_the_pages, "beyond its pages"),
+        (_forget_that_a_page_is_cached, "disagree"),
+        (_evict_behind_the_ledger, "disagree"),
+    ],
+)
+def test_check_notices(damage: Callable[[Rows], None], message: str) -> None:
+    rows = Rows()
+    for seed in (1, 2, 3):
+        slot = rows.admit([seed] * 9)
+        rows.prefill(slot)
+    rows.retire(slot)
+    rows.memory.check()
+    damage(rows)
+    with pytest.raises(InvariantError, match=message):
+        rows.memory.check()

@@ -1,0 +1,260 @@
+"""The offline API on a tiny checkpoint: what goes in, what comes out, in which order, and several at a time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl import LLM, Delta, SamplingParams
+from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+TEXTS = ["the quick brown fox", "the cat", "the cat and the dog", "naïve café", "12 of them"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_checkpoint(tmp_path_factory.mktemp("llm"))
+
+
+def make(path: Path, **options: Any) -> LLM:
+    return LLM(path, **{"page_size": 4, "num_pages": 256, "dtype": "float64", "device": "cpu", **options})
+
+
+@pytest.fixture(scope="module")
+def shared_llm(path: Path) -> LLM:
+    return make(path)
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> LLM:
+    """The same engine for all tests, which leave it idle and clean."""
+    assert_idle_and_clean(shared_llm)
+    return shared_llm
+
+
+# -- prompts and parameters ----------------------------------------------------------------------------------------
+
+
+def test_a_single_text_or_list_of_ids_is_one_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("the cat")
+    for prompt in ("the cat", ids, tuple(ids), np.array(ids), np.array(ids, dtype=np.uint16)):
+        outputs = llm.generate(prompt, GREEDY)
+        assert len(outputs) == 1
+        assert outputs[0].prompt_token_ids == ids
+    assert outputs[0].token_ids == llm.generate("the cat", GREEDY)[0].token_ids
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [*TEXTS, [7, 8, 9], np.array([5])]
+    params = [SamplingParams(temperature=0.0, max_tokens=20 - 3 * i, ignore_eos=True) for i in range(len(prompts))]
+    together = llm.generate(prompts, params)
+    alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    assert [len(output.token_ids) for output in together] == [20, 17, 14, 11, 8, 5, 2]
+    assert all(output.finish_reason == "length" for output in together)
+    assert len({tuple(output.token_ids[:2]) for output in together}) == len(prompts)
+
+
+def test_one_set_of_parameters_serves_all_prompts(llm: LLM) -> None:
+    outputs = llm.generate(TEXTS, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    assert [len(output.token_ids) for output in outputs] == [3] * len(TEXTS)
+    assert all(1 <= len(output.token_ids) <= 128 for output in llm.generate(TEXTS))
+
+
+def test_no_prompts_are_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_text_is_the_decoded_tokens(llm: LLM) -> None:
+    for output in llm.generate(TEXTS, GREEDY):
+        assert output.text == llm.tokenizer.decode(output.token_ids)
+        assert output.text
+
+
+def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in TEXTS[:2]]
+    one = llm.chat(conversations[0], GREEDY)
+    many = llm.chat(conversations, GREEDY)
+    assert isinstance(many, list)
+    assert not isinstance(one, list)
+    assert one.prompt_token_ids == llm.tokenizer.encode_chat(conversations[0])
+    assert [output.token_ids for output in many] == [one.token_ids, llm.chat(conversations[1], GREEDY).token_ids]  # type: ignore[union-attr]
+
+
+def test_more_prompts_than_the_queue_holds(path: Path) -> None:
+    llm = make(path, max_queued_requests=2, max_running_requests=3)
+    prompts = [[i, i + 1, 3] for i in range(20)]
+    assert [o.prompt_token_ids for o in llm.generate(prompts, GREEDY)] == prompts
+    assert_idle_and_clean(llm)
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(path: Path, llm: LLM) -> None:
+    first = llm.generate([[11] * 9], GREEDY)[0]
+    second = llm.generate([[*first.prompt_token_ids, *first.token_ids, 7]], GREEDY)[0]
+    assert second.cached_tokens == 20  # of 9 + 12 tokens, the last was never fed
+    assert second.token_ids == make(path, prefix_cache="none").generate([second.prompt_token_ids], GREEDY)[0].token_ids
+
+
+# -- sampling ------------------------------------------------------------------------------------------------------
+
+
+def test_n_completions_are_those_of_consecutive_seeds(llm: LLM) -> None:
+    output = llm.generate("the cat", SamplingParams(max_tokens=10, seed=40, n=3, ignore_eos=True))[0]
+    assert len(output.completions) == 3
+    single = [SamplingParams(max_tokens=10, seed=40 + i, ignore_eos=True) for i in range(3)]
+    expected = [o.token_ids for o in llm.generate(["the cat"] * 3, single)]
+    assert [completion.token_ids for completion in output.completions] == expected
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    assert output.token_ids == expected[0]
+
+
+def test_a_seed_decides_whatever_else_runs(llm: LLM) -> None:
+    seeded = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
+    alone = llm.generate("the cat", seeded)[0].token_ids
+    crowd = llm.generate([*TEXTS, "the cat", *TEXTS], [SamplingParams()] * 5 + [seeded] + [SamplingParams()] * 5)
+    assert crowd[5].token_ids == alone
+    assert llm.generate("the cat", SamplingParams(max_tokens=10, seed=6, ignore_eos=True))[0].token_ids != alone
+
+
+def test_the_engines_seed_decides_for_requests_without_one(path: Path) -> None:
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    drawn = [[o.token_ids for o in make(path, seed=seed).generate(["the cat"] * 3, params)] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, ignore_eos=True)
+    plain, asked, sampled_only = llm.generate(
+        ["the cat"] * 3, [GREEDY, params, SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)]
+    )
+    assert plain.logprobs is None
+    assert asked.logprobs is not None
+    assert sampled_only.logprobs is not None
+    assert [entry.token_id for entry in asked.logprobs] == asked.token_ids == plain.token_ids[:6]
+    for entry in asked.logprobs:
+        assert len(entry.top) == 3
+        assert entry.top[0] == (entry.token_id, entry.logprob)
+        values = [value for _, value in entry.top]
+        assert values == sorted(values, reverse=True)
+        assert 0 > values[0]
+        assert sum(np.exp(values)) < 1
+    assert [entry.token_id for entry in sampled_only.logprobs] == sampled_only.token_ids
+    assert all(entry.top == () and entry.logprob < 0 for entry in sampled_only.logprobs)
+
+
+def test_every_end_token_of_the_generation_config_counts(path: Path, tmp_path: Path, llm: LLM) -> None:
+    tokens = llm.generate("the cat", GREEDY)[0].token_ids
+    assert tokens.index(tokens[4]) == 4
+    several = make(text_checkpoint(tmp_path, eos=[299, tokens[4], tokens[8]]))
+    stopped, ignored = several.generate(
+        ["the cat"] * 2, [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=ignore) for ignore in (False, True)]
+    )
+    assert (stopped.token_ids, stopped.finish_reason) == (tokens[:5], "stop")
+    assert (ignored.token_ids, ignored.finish_reason) == (tokens, "length")
+    own = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=[tokens[8]])
+    assert several.generate("the cat", own)[0].token_ids == tokens[: tokens.index(tokens[8]) + 1]
+
+
+def test_min_tokens_keeps_end_tokens_away(path: Path, tmp_path: Path, llm: LLM) -> None:
+    tokens = llm.generate("the cat", GREEDY)[0].token_ids
+    ends_early = make(text_checkpoint(tmp_path, eos=[tokens[2]]))
+    output = ends_early.generate("the cat", SamplingParams(temperature=0.0, max_tokens=12, min_tokens=6))[0]
+    assert len(output.token_ids) > 6
+    assert tokens[2] not in output.token_ids[:6]
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+def collect(deltas: list[Delta], index: int = 0) -> tuple[str, list[int], str | None]:
+    mine = [delta for delta in deltas if delta.index == index]
+    assert [delta.finish_reason for delta in mine[:-1]] == [None] * (len(mine) - 1)
+    return "".join(d.text for d in mine), [t for d in mine for t in d.token_ids], mine[-1].finish_reason
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, text: str) -> None:
+    deltas = list(llm.stream(text, GREEDY))
+    output = llm.generate(text, GREEDY)[0]
+    assert collect(deltas) == (output.text, output.token_ids, "length")
+    assert len(deltas) >= len(output.token_ids)
+
+
+def test_a_stream_of_several_completions(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=7, seed=3, n=3, logprobs=1, ignore_eos=True)
+    deltas = list(llm.stream("the cat", params))
+    output = llm.generate("the cat", params)[0]
+    for index, completion in enumerate(output.completions):
+        assert collect(deltas, index) == (completion.text, completion.token_ids, "length")
+        assert [e for d in deltas if d.index == index for e in d.logprobs or []] == completion.logprobs
+
+
+def test_interleaved_streams_and_calls(llm: LLM) -> None:
+    expected = [(o.text, o.token_ids, "length") for o in llm.generate(TEXTS[:3], GREEDY)]
+    streams = [llm.stream(text, GREEDY) for text in TEXTS[:3]]
+    deltas: list[list[Delta]] = [[next(stream)] for stream in streams]
+    assert llm.generate(TEXTS[1], GREEDY)[0].token_ids == expected[1][1]
+    for i in (2, 0, 1):
+        deltas[i].append(next(streams[i]))
+    for got, stream in zip(deltas, streams, strict=True):
+        got += stream
+    assert [collect(got) for got in deltas] == expected
+    assert_idle_and_clean(llm)
+
+
+def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=200, ignore_eos=True)
+    stream, other = llm.stream("the cat", long), llm.stream("the dog", GREEDY)
+    next(stream)
+    next(other)
+    assert len(llm.scheduler.requests) == 2
+    stream.close()  # type: ignore[attr-defined]
+    assert len(llm.scheduler.requests) == 1
+    assert len(list(other)) >= 11
+    assert_idle_and_clean(llm)
+
+
+# -- several engines, metrics --------------------------------------------------------------------------------------
+
+
+def test_several_engines_side_by_side(path: Path, llm: LLM) -> None:
+    expected = [llm.generate(text, GREEDY)[0].token_ids for text in TEXTS]
+    others = [make(path, prefix_cache="none", page_size=1), make(path, policy="mixed", max_prefill_tokens=2)]
+    streams = [other.stream(text, GREEDY) for other in (*others, llm) for text in TEXTS]
+    got: list[list[int]] = [[] for _ in streams]
+    alive = list(range(len(streams)))
+    while alive:
+        for i in list(alive):
+            delta = next(streams[i], None)
+            if delta is None:
+                alive.remove(i)
+            else:
+                got[i] += delta.token_ids
+    assert got == expected * 3
+
+
+def test_metrics_are_in_order(llm: LLM) -> None:
+    start = time.perf_counter()
+    outputs = llm.generate(TEXTS, GREEDY)
+    elapsed = time.perf_counter() - start
+    for output in outputs:
+        metrics = output.metrics
+        assert 0 <= metrics.queue_time <= metrics.ttft <= metrics.latency <= elapsed
+        assert metrics.latency == pytest.approx(metrics.ttft + 11 * metrics.tpot)
+        assert metrics.preemptions == 0
+
+
+def test_a_progress_bar_counts_requests_and_shows_throughput(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(TEXTS, GREEDY, progress=True)
+    shown = capsys.readouterr().err
+    assert "5/5" in shown
+    assert "prefill=" in shown
+    assert "decode=" in shown
+    llm.generate(TEXTS, GREEDY)
+    assert not capsys.readouterr().err

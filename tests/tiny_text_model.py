@@ -1,0 +1,76 @@
+"""A tiny random Llama with a real tokenizer and chat template, and executors that misbehave or speak by rote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minisgl import LLM
+from minisgl.core.batch import Batch, Executor, PendingStep, StepResult
+from tests.model_zoo import tiny_checkpoint
+from tests.tokenizer.tiny import byte_level, save
+
+
+def text_checkpoint(directory: Path, eos: Sequence[int] = (), **overrides: Any) -> Path:
+    """Write a checkpoint of 300 tokens that ends at the ids ``eos`` (its tokenizer's own is ``</s>``, id 1)."""
+    raw = byte_level()
+    path, _ = tiny_checkpoint(directory, "LlamaForCausalLM", vocab_size=raw.get_vocab_size(), **overrides)
+    save(raw, path)
+    generation_config = path / "generation_config.json"
+    fields = json.loads(generation_config.read_text())
+    generation_config.write_text(json.dumps({**fields, "eos_token_id": list(eos) or [1]}))
+    return path
+
+
+class Done:
+    """A step that is done already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class Scripted:
+    """An executor that answers every request with the same tokens, so that a test decides what the model says.
+
+    Args:
+        tokens: of the answer; what follows is the last one again.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = np.asarray(tokens, dtype=np.int32)
+
+    def launch(self, batch: Batch) -> Done:
+        return Done(StepResult(self.tokens[np.minimum(batch.output_index, len(self.tokens) - 1)]))
+
+
+class Failing:
+    """An executor that raises ``error`` at its ``at``-th step, counted from 0, and is fine before and after."""
+
+    def __init__(self, executor: Executor, at: int, error: BaseException) -> None:
+        self.executor = executor
+        self.at = at
+        self.error = error
+        self.steps = 0
+
+    def launch(self, batch: Batch) -> PendingStep:
+        self.steps += 1
+        if self.steps == self.at + 1:
+            raise self.error
+        return self.executor.launch(batch)
+
+
+def assert_idle_and_clean(llm: LLM) -> None:
+    """No request is left, and all pages are free or can be evicted."""
+    llm.scheduler.check()
+    memory = llm.scheduler.memory
+    assert not llm.scheduler.has_work
+    assert len(llm.scheduler.table) == 0
+    assert memory.available == memory.num_pages
+    assert not llm._generations
