@@ -17,7 +17,7 @@ class ConfigError(MiniSGLError, ValueError):
 
 
 class ModelLoadError(MiniSGLError):
-    """A checkpoint cannot be turned into a model: unknown architecture, missing or wrongly shaped tensors, bad files."""
+    """A checkpoint cannot be turned into a model: unknown architecture, wrong or missing tensors, bad files."""
 
 
 class InvalidRequest(MiniSGLError, ValueError):

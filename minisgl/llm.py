@@ -94,7 +94,8 @@ class LLM:
             params = [params or SamplingParams()] * len(each_prompt)
         check_type("params", params, Sequence, "SamplingParams or a list of them")
         if len(params) != len(each_prompt):
-            raise InvalidRequest("params", f"{len(params)} for {len(each_prompt)} prompts; give one for all or one each")
+            message = f"{len(params)} for {len(each_prompt)} prompts; give one for all or one each"
+            raise InvalidRequest("params", message)
         groups = [self.prepare(prompt, each) for prompt, each in zip(each_prompt, params, strict=True)]
         self._run([generation for group in groups for generation in group], progress)
         return [_output(group) for group in groups]

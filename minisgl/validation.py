@@ -48,7 +48,7 @@ def check_lengths(prompt_len: int, max_tokens: int | None, min_tokens: int, max_
     if max_tokens > room:
         raise InvalidRequest(
             "max_tokens",
-            f"{max_tokens} with a prompt of {prompt_len} tokens exceed max_seq_len of {max_seq_len}; at most {room} fit",
+            f"{max_tokens} with a prompt of {prompt_len} tokens exceed max_seq_len of {max_seq_len}; {room} fit",
         )
     if min_tokens > max_tokens:
         raise InvalidRequest("min_tokens", f"{min_tokens} exceed the {max_tokens} tokens that may be generated")

@@ -1,8 +1,8 @@
 """An executor without a model that knows what every KV position should hold, and notices when it does not.
 
 "KV" is one integer a position: a hash of all tokens up to and including it. A step writes the hashes of the tokens that
-it is fed and then reads, through the page table that the batches described, every position of every row. A page that was
-freed too early, shared wrongly, or overwritten shows up at once. The next token is a function of the hash, so the
+it is fed and then reads, through the page table that the batches described, every position of every row. A page that
+was freed too early, shared wrongly, or overwritten shows up at once. The next token is a function of the hash, so the
 tokens of a request depend on its prompt and on nothing else.
 """
 
@@ -46,7 +46,9 @@ class Launched:
 class ShadowExecutor:
     """Fulfils `Executor`; ``vocab`` bounds the tokens that it produces."""
 
-    def __init__(self, max_running: int, max_seq_len: int, width: int, num_pages: int, page_size: int, vocab: int) -> None:
+    def __init__(
+        self, max_running: int, max_seq_len: int, width: int, num_pages: int, page_size: int, vocab: int
+    ) -> None:
         self.page_size = page_size
         self.vocab = vocab
         self.tokens = np.zeros((max_running + 1, max_seq_len), dtype=np.int64)
@@ -60,7 +62,8 @@ class ShadowExecutor:
             self.tokens[admission.slot, : len(admission.tokens)] = admission.tokens
         self.page_table.reshape(-1)[batch.page_index] = batch.page_value
         assert len(np.unique(batch.out_locs)) == batch.num_tokens, "two tokens of one step are written to one place"
-        hashes = [self._hashes(int(slot), int(length)) for slot, length in zip(batch.slots, batch.seq_lens, strict=True)]
+        rows = zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
+        hashes = [self._hashes(slot, length) for slot, length in rows]
         for row, q_len in enumerate(batch.q_lens.tolist()):
             start = int(batch.cu_seqlens_q[row])
             self.kv[batch.out_locs[start : start + q_len]] = hashes[row][len(hashes[row]) - q_len :]

@@ -46,7 +46,8 @@ def test_bfloat16_generates_with_every_sampling_feature(tmp_path: Path) -> None:
     ]
     outputs = llm.generate([[1, 2, 3]] * len(params), params)
     assert all(1 <= len(output.token_ids) <= 8 for output in outputs)
-    assert outputs[0].logprobs is not None and len(outputs[0].logprobs[0].top) == 3
+    assert outputs[0].logprobs is not None
+    assert len(outputs[0].logprobs[0].top) == 3
     assert len(outputs[3].token_ids) >= 5
 
 

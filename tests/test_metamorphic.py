@@ -108,9 +108,12 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
     return {name: make_oracle(tmp_path_factory.mktemp(name), name) for name in MODELS}
 
 
-def run(oracle: Oracle, cache: str, page_size: int, composition: str, memory: str, chunk: int) -> list[RequestOutput]:
+def run(
+    oracle: Oracle, cache: str, page_size: int, composition: str, memory: str, chunk: int, device: str = "cpu"
+) -> list[RequestOutput]:
     llm = CheckedLLM(
         oracle.path,
+        device=device,
         dtype="float64",
         prefix_cache=cache,
         page_size=page_size,

@@ -20,8 +20,8 @@ class EngineConfig:
         max_seq_len: most tokens a request may have, prompt and output; None takes the model's own limit.
         max_running_requests: most requests that run at the same time (rows of a decode batch).
         max_queued_requests: most requests that wait; one more is refused with `QueueFull`.
-        max_prefill_tokens: most prompt tokens that one step feeds; a longer prompt is prefilled in chunks. Decode rows of
-            a mixed step come on top.
+        max_prefill_tokens: most prompt tokens that one step feeds; a longer prompt is prefilled in chunks. Decode rows
+            of a mixed step come on top.
         page_size: tokens a KV page, a power of two from 1 to 256.
         num_pages: KV pages to allocate; None sizes the pool from memory.
         memory_ratio: share of memory to use, in (0, 1]; None is 0.9 on CUDA and 0.25 on the CPU, where other programs
@@ -32,9 +32,11 @@ class EngineConfig:
         prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name.
         attention_backend: ``"torch"`` or another registered name; ``"auto"`` chooses by device.
         policy: names of an order (``fcfs``, ``lpm``), a composition (``prefill-first``, ``mixed``, ``static``) and an
-            admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is the default.
+            admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is its
+            default.
         sampler: ``"default"`` or another registered name.
-        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs ``config.json`` only.
+        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than
+            ``config.json``.
         seed: seed of dummy weights, and of requests that bring none of their own.
         request_timeout: seconds after which an unfinished request is ended with an error; None is never.
     """

@@ -74,6 +74,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is taken, or the address is not one of this machine.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port: must be from 0 to 65535, got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -60,6 +60,8 @@ class EventStream(StreamingResponse):
         """Send the stream (ASGI)."""
         try:
             await until_disconnect(receive, self.stream_response(send))
+        except ClientDisconnect:
+            pass  # the response has begun, so there is nobody left to tell and nothing to log
         finally:
             self._answer.abort()
 

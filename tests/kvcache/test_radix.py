@@ -76,6 +76,13 @@ def test_a_split_keeps_the_identity_of_the_lower_half_and_the_locks_of_both(cach
     cache.check()
 
 
+def test_a_split_alone_leaves_a_sound_tree(cache: RadixCache) -> None:
+    below = cache.insert(array(1, 2, 3), array(10, 11, 12)).handle
+    upper = cache._split(below, 2)
+    assert (upper.last_access, below.last_access) == (1, 1)
+    cache.check()
+
+
 def test_eviction_cascades_from_leaves_to_bared_parents(cache: RadixCache) -> None:
     cache.insert(array(1, 2), array(10, 11))
     cache.insert(array(1, 3), array(20, 21))

@@ -17,7 +17,9 @@ import pytest
 
 from minisgl import LLM
 from minisgl.core.config import EngineConfig
+from minisgl.errors import ConfigError
 from minisgl.serve import main
+from minisgl.server.launch import bind
 from minisgl.server.options import add_options, given_options
 from tests.server.harness import MESSAGES, in_background, wait_until
 
@@ -113,6 +115,12 @@ def test_a_port_that_is_taken(checkpoint: Path, capsys: pytest.CaptureFixture[st
         port = taken.getsockname()[1]
         assert main(flags(checkpoint, port)) == 1
     assert f"port: {port} is taken on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("host", "port", "name"), [("127.0.0.1", 70000, "port"), ("no such host", 0, "host")])
+def test_an_address_that_cannot_be(host: str, port: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        bind(host, port)
 
 
 def test_bad_options_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
