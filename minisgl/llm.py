@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -46,7 +47,7 @@ class LLM:
         ModelLoadError: the checkpoint cannot be found or used.
     """
 
-    def __init__(self, model: str = "default", **options: Any) -> None:
+    def __init__(self, model: str | Path = "default", **options: Any) -> None:
         config = EngineConfig.from_options(str(model), options)
         policy = Policy.parse(config.policy)
         make_cache = PREFIX_CACHES.get(config.prefix_cache)

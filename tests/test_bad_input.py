@@ -164,7 +164,11 @@ PARAMS_OF_A_MODEL: list[tuple[str, Any, str]] = [
     ("more at least than the context holds", SamplingParams(max_tokens=None, min_tokens=MAX_SEQ_LEN), "min_tokens"),
     ("stop id out of vocabulary", SamplingParams(max_tokens=4, stop_token_ids=[VOCAB]), "stop_token_ids"),
     ("too many stop ids", SamplingParams(max_tokens=4, stop_token_ids=range(65)), "stop_token_ids"),
-    ("too many together with the model's own", SamplingParams(max_tokens=4, stop_token_ids=range(2, 66)), "stop_token_ids"),
+    (
+        "too many together with the model's own",
+        SamplingParams(max_tokens=4, stop_token_ids=range(2, 66)),
+        "stop_token_ids",
+    ),
     ("biased id out of vocabulary", SamplingParams(max_tokens=4, logit_bias={VOCAB: 1.0}), "logit_bias"),
     ("a dict", {"max_tokens": 3}, "params"),
     ("a number", 5, "params"),
@@ -175,9 +179,7 @@ PARAMS_OF_A_MODEL: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("params", "field"), [p[1:] for p in PARAMS_OF_A_MODEL], ids=[p[0] for p in PARAMS_OF_A_MODEL]
-)
+@pytest.mark.parametrize(("params", "field"), [p[1:] for p in PARAMS_OF_A_MODEL], ids=[p[0] for p in PARAMS_OF_A_MODEL])
 def test_parameters_that_this_model_cannot_fulfil(llm: LLM, params: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.generate([[1, 2]], params)

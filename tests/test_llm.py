@@ -142,7 +142,7 @@ def test_logprobs(llm: LLM) -> None:
         assert entry.top[0] == (entry.token_id, entry.logprob)
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)
-        assert 0 > values[0]
+        assert values[0] < 0
         assert sum(np.exp(values)) < 1
     assert [entry.token_id for entry in sampled_only.logprobs] == sampled_only.token_ids
     assert all(entry.top == () and entry.logprob < 0 for entry in sampled_only.logprobs)

@@ -25,9 +25,7 @@ def make(path: Path, **options: Any) -> LLM:
 
 def test_dummy_weights_need_a_config_and_nothing_else(path: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    answers = [
-        make(tmp_path, load_format="dummy", seed=seed).generate([[1, 2, 3]], GREEDY)[0] for seed in (0, 0, 1)
-    ]
+    answers = [make(tmp_path, load_format="dummy", seed=seed).generate([[1, 2, 3]], GREEDY)[0] for seed in (0, 0, 1)]
     assert answers[0].token_ids == answers[1].token_ids != answers[2].token_ids
     assert answers[0].text == ""
     llm = make(tmp_path, load_format="dummy")
@@ -60,7 +58,7 @@ def test_auto_is_float32_on_the_cpu(path: Path) -> None:
 def test_the_pool_is_sized_by_either_formula(
     path: Path, formula: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free: 0.9 of 1 MB + the model, less the model. Peak: 0.9 of 1 MB, less 400 kB that are in use, and the warm-up."""
+    """Free: 0.9 of 1 MB + the model, less the model. Peak: 0.9 of 1 MB, less 400 kB in use, and the warm-up."""
     model_bytes = make(path).engine.model_bytes
     scale = 1_000_000
     free_before = (scale + model_bytes / 0.9) if formula == "free" else scale - 400_000
@@ -92,7 +90,7 @@ def test_the_real_memory_has_room_for_pages(path: Path, formula: str) -> None:
 
 def test_memory_for_not_even_one_page_is_a_config_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl.engine.engine.free_memory", lambda device: 1000)
-    with pytest.raises(ConfigError, match="not one .*page fits"):
+    with pytest.raises(ConfigError, match=r"not one .*page fits"):
         make(path, num_pages=None)
 
 

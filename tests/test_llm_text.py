@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from minisgl import LLM, SamplingParams
@@ -100,7 +98,11 @@ def test_several_requests_stop_on_their_own(llm: LLM) -> None:
     params = [greedy(stop="fox"), greedy(), greedy(stop="lazy"), greedy(max_tokens=3), greedy(stop="the")]
     outputs = llm.generate(["Hello"] * 5, params)
     assert [output.finish_reason for output in outputs] == ["stop", "stop", "stop", "length", "stop"]
-    assert [output.text for output in outputs[:3]] == ["the quick brown ", ANSWER, "the quick brown fox jumps over the "]
+    assert [output.text for output in outputs[:3]] == [
+        "the quick brown ",
+        ANSWER,
+        "the quick brown fox jumps over the ",
+    ]
     assert outputs[4].text == ""
 
 

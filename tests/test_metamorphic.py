@@ -33,9 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
 SCARCE_PAGES = {1: 160, 16: 9, 64: 3}
 """Pages of a scarce run, by page size: the longest request fits, and few run at a time."""
 
-MATRIX = list(
-    product(["radix", "block-hash", "none"], [1, 16, 64], ["prefill-first", "mixed"], ["ample", "scarce"], [7, 64, 4096])
-)
+CACHES = ["radix", "block-hash", "none"]
+MATRIX = list(product(CACHES, [1, 16, 64], ["prefill-first", "mixed"], ["ample", "scarce"], [7, 64, 4096]))
 OTHER_MODELS = [
     ("radix", 1, "mixed", "scarce", 7),
     ("block-hash", 16, "prefill-first", "scarce", 64),
@@ -81,7 +80,8 @@ def make_params() -> list[SamplingParams]:
         )
         for i in range(NUM_GREEDY)
     ]
-    return greedy + [SamplingParams(temperature=1.0, top_p=0.95, max_tokens=10, seed=100 + i) for i in range(NUM_SAMPLED)]
+    sampled = [SamplingParams(temperature=1.0, top_p=0.95, max_tokens=10, seed=100 + i) for i in range(NUM_SAMPLED)]
+    return greedy + sampled
 
 
 def greedy_reference(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> list[int]:

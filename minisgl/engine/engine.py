@@ -127,9 +127,7 @@ class Engine:
             },
             self.device,
         )
-        self.state.update(
-            staged["token_index"], staged["token_value"], staged["page_index"], staged["page_value"]
-        )
+        self.state.update(staged["token_index"], staged["token_value"], staged["page_index"], staged["page_value"])
         input_ids = self.state.input_ids(staged["token_slots"], staged["positions"])
         inputs = device_batch(staged, input_ids, self.state.page_table)
         logits = self.forward(batch, inputs)

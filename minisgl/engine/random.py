@@ -1,6 +1,6 @@
-"""Random choice without a generator's state: a hash gives each draw its uniform number, which picks one token.
+"""Random choice without a generator's state: a hash gives every token its own noise, and the luckiest token wins.
 
-Both halves are pure functions. What a request draws depends on its seed and on how many tokens it has generated, never
+All of it is pure functions. What a request draws depends on its seed and on how many tokens it has generated, never
 on the slot it is in, on the other rows of the batch, or on whether it was preempted and computed again.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from minisgl.core.request import Int32Array
 
 UInt64Array = npt.NDArray[np.uint64]
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_BLOCK = 128  # tokens; divides the vocabulary of most models
+_GOLDEN_INT32 = 0x9E3779B1 - 2**32  # as int32; odd, so that multiplying by it loses nothing
+_MIX_1, _MIX_2 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 
 
 def splitmix64(state: UInt64Array) -> UInt64Array:
@@ -34,8 +34,8 @@ def splitmix64(state: UInt64Array) -> UInt64Array:
     return z ^ (z >> np.uint64(31))
 
 
-def uniforms(keys: UInt64Array, output_index: Int32Array) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each row, a multiple of 2**-53.
+def draw_keys(keys: UInt64Array, output_index: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """The key of one draw for each row, 64 bits as two int32[S], low half first.
 
     SplitMix64 is a counter with a good hash behind it, so its n-th number is reached in one step: this is number
     ``output_index`` of the stream that starts at ``key``. Seeds that differ by one would start streams close
@@ -46,43 +46,57 @@ def uniforms(keys: UInt64Array, output_index: Int32Array) -> npt.NDArray[np.floa
         output_index: int32[S], how many tokens each row has generated before this one.
     """
     bits = splitmix64(keys + output_index.astype(np.uint64) * _GOLDEN_GAMMA)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return bits.astype(np.uint32).view(np.int32), (bits >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
-def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row by inverting the cumulative distribution.
+def token_hash(key_low: torch.Tensor, key_high: torch.Tensor, vocab: int) -> torch.Tensor:
+    """A hash of every token under each row's key, int32[S, vocab], the same on every device.
 
-    One uniform number a row is enough: lay the weights end to end on a line of length ``total``, and the token under
-    the point ``uniform × total`` is drawn with a probability of exactly its share.
-
-    A running float32 sum over 150,000 tokens would lose every token whose share is under 2**-24 of what was summed
-    before it. So the line is searched in two steps: float32 sums over blocks of 128 tokens (relative error about
-    1e-6) are accumulated in float64 to find the block, and the block's own weights in float64 to find the token.
-
-    A token of weight 0 is never drawn: both searches look for the first cumulative sum *above* the target, which is a
-    place where the sum grows, and both targets are below the last sum. For the first, ``uniform`` is at most
-    1 − 2**-53, so its float64 product with the total rounds to less than the total. The second is limited to the
-    number before the block's total, which can differ from the float32 sum by rounding.
+    Two rounds of MurmurHash3's finaliser (Appleby 2011), each after one half of the key. Every step can be undone, so
+    no two tokens of a row have the same hash.
 
     Args:
-        weights: [S, vocab] float32 or float64, not negative, need not add up to 1.
-        uniform: [S] float64 in [0, 1).
+        key_low, key_high: int32[S].
+        vocab: number of tokens.
+    """
+    tokens = torch.arange(vocab, dtype=torch.int32, device=key_low.device) * _GOLDEN_INT32
+    mixed = _mix_(tokens + key_low.unsqueeze(-1))
+    return _mix_(mixed.bitwise_xor_(key_high.unsqueeze(-1)))
+
+
+def _mix_(bits: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finaliser, in place. ``>>`` keeps the sign in PyTorch, so the bits that it fills in are masked."""
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_1)
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_MIX_2)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+
+
+def exponentials(hashes: torch.Tensor) -> torch.Tensor:
+    """Exponentially distributed numbers from 31 bits of each hash, float32, between 2**-32 and 17.
+
+    ``−log(1 − v)`` for v uniform in (0, 1). Small results decide a draw, and there float32 is precise.
+    """
+    v = (hashes & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_()
+
+
+def draw(weights: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row, each with a probability of its share of the row's weights.
+
+    A race: token t arrives after a time that is exponentially distributed with rate ``weights[t]``, and the first one
+    wins, which is t with exactly its share (the Gumbel-max trick without the logarithms; Maddison et al. 2014). The
+    other way, one uniform number on the line of cumulative weights, needs less noise and is fragile: the place of
+    every boundary depends on all weights before it, so that rounding errors in the logits, which differ with the shape
+    of the batch, move some boundary across the number once in a few hundred draws. Here they matter only if the first
+    two arrive within the rounding error of each other.
+
+    Args:
+        weights: [S, vocab] float32 or float64, not negative, need not add up to 1; the largest of a row is not tiny.
+        key_low, key_high: int32[S] from `draw_keys`.
 
     Returns:
-        [S] int64. A row with no positive weight, or with a NaN, gives an unspecified token of the vocabulary.
+        [S] int64. A token of weight 0 is never drawn while there is another; a row with a NaN, or without a positive
+        weight, gives an unspecified token of the vocabulary.
     """
-    vocab = weights.shape[-1]
-    if vocab % _BLOCK:
-        weights = F.pad(weights, (0, _BLOCK - vocab % _BLOCK))
-    blocks = weights.reshape(len(weights), -1, _BLOCK)
-    bounds = F.pad(blocks.sum(-1).double().cumsum(-1), (1, 0))  # block b covers bounds[b] … bounds[b + 1]
-    target = uniform.unsqueeze(-1) * bounds[:, -1:]
-    block = (torch.searchsorted(bounds, target, right=True) - 1).clamp(0, blocks.shape[1] - 1)
-    inside = target - bounds.gather(-1, block)
-
-    chosen = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
-    sums = chosen.double().cumsum(-1)
-    last = sums[:, -1:]
-    inside = torch.minimum(inside, torch.nextafter(last, torch.zeros_like(last)))
-    offset = torch.searchsorted(sums, inside, right=True)
-    return (block * _BLOCK + offset).squeeze(-1).clamp(max=vocab - 1)
+    times = exponentials(token_hash(key_low, key_high, weights.shape[-1]))
+    return (weights / times).argmax(-1)

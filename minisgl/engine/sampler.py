@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
     Tie and edge cases: among equal logits the lower token id counts as likelier; top-p and min-p leave at least the
     likeliest token; a token whose logit is −inf is never chosen while another is finite. A row's token depends on
-    the row's own logits, parameters and uniform number alone.
+    the row's own logits, parameters and key alone.
     """
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
@@ -101,4 +101,4 @@ class DefaultSampler:
             weights = keep_top(weights, logits, inputs.top)
         if inputs.min_p is not None:
             weights = keep_min_p(weights, inputs.min_p)
-        return draw(weights, random.uniform)
+        return draw(weights, random.key_low, random.key_high)

@@ -19,11 +19,7 @@ from minisgl.core.request import Int32Array
 A = TypeVar("A")
 """An array: ``np.ndarray`` on the host, ``torch.Tensor`` on the device."""
 
-_TORCH_DTYPE = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
+_TORCH_DTYPE = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class RandomStage(NamedTuple, Generic[A]):
@@ -31,11 +27,12 @@ class RandomStage(NamedTuple, Generic[A]):
 
     Args:
         temperature: [S] float32, 0 for a greedy row, otherwise at least `MIN_TEMPERATURE`.
-        uniform: [S] float64 in [0, 1), see `minisgl.engine.random`.
+        key_low, key_high: [S] int32, the key of the row's draw, see `minisgl.engine.random`.
     """
 
     temperature: A
-    uniform: A
+    key_low: A
+    key_high: A
 
 
 class TopStage(NamedTuple, Generic[A]):
@@ -183,19 +180,13 @@ class SamplingRows(SamplingStages[npt.NDArray[Any]]):
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
     def unpack(self, words: torch.Tensor) -> SamplingInputs:
-        """Cut the tensors out of ``words`` (int32[words], contiguous), a copy of what `pack` returned.
-
-        int32 and float32 tensors are views. A float64 must lie at a multiple of 8 bytes, which a slice of a shared
-        buffer need not do, so those few numbers are copied on the device.
-        """
+        """The tensors as views of ``words`` (int32[words], contiguous), a copy of what `pack` returned."""
         taken = 0
 
         def take(array: npt.NDArray[Any]) -> torch.Tensor:
             nonlocal taken
-            part = words[taken : taken + array.nbytes // 4]
+            part = words[taken : taken + len(array)]
             taken += len(part)
-            if array.itemsize == 8:
-                part = part.clone()
             return part.view(_TORCH_DTYPE[array.dtype])
 
         return SamplingInputs(**self._map(take))

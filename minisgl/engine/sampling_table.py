@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from minisgl.core.batch import Admission
 from minisgl.core.request import Int32Array
-from minisgl.engine.random import splitmix64, uniforms
+from minisgl.engine.random import draw_keys, splitmix64
 from minisgl.engine.sampling_stages import (
     BiasStage,
     LogprobStage,
@@ -53,7 +53,7 @@ class SamplingTable:
         self._needs = np.zeros(max_running, dtype=np.uint8)
         self.temperature = np.zeros(max_running, dtype=np.float32)
         self.key = np.zeros(max_running, dtype=np.uint64)
-        """Hash of the seed, see `uniforms`."""
+        """Hash of the seed, see `draw_keys`."""
         self.top_k = np.full(max_running, _NO_LIMIT, dtype=np.int32)
         self.top_p = np.ones(max_running, dtype=np.float32)
         self.min_p = np.zeros(max_running, dtype=np.float32)
@@ -76,14 +76,14 @@ class SamplingTable:
         greedy = params.greedy
         self.temperature[slot] = 0.0 if greedy else max(params.temperature, MIN_TEMPERATURE)
         self.key[slot] = splitmix64(np.array([admission.seed], dtype=np.uint64))[0]
-        self.top_k[slot] = min(params.top_k, _NO_LIMIT) or _NO_LIMIT
+        self.top_k[slot] = params.top_k or _NO_LIMIT
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.min_tokens[slot] = min(params.min_tokens, _NO_LIMIT)
+        self.min_tokens[slot] = params.min_tokens
         self.prompt_len[slot] = admission.prompt_len
 
         self._bias.pop(slot, None)
@@ -141,7 +141,7 @@ class SamplingTable:
         )
 
     def _random(self, slots: Int32Array, output_index: Int32Array) -> RandomStage[npt.NDArray[np.generic]]:
-        return RandomStage(self.temperature[slots], uniforms(self.key[slots], output_index))
+        return RandomStage(self.temperature[slots], *draw_keys(self.key[slots], output_index))
 
     def _top(self, slots: Int32Array, rows: Int32Array) -> TopStage[npt.NDArray[np.generic]]:
         of = slots[rows]

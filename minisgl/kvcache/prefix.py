@@ -72,7 +72,7 @@ class PrefixCache(Protocol):
         ...
 
     def unlock(self, handle: Handle) -> None:
-        """Undo one `lock`."""
+        """Undo one `lock`. Whether this counts as a use of the prefix is up to the cache."""
         ...
 
     def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:

@@ -50,9 +50,7 @@ def make_admission(request: pytest.FixtureRequest) -> Callable[[], Admission]:
 def requests(count: int) -> list[Request]:
     rng = np.random.default_rng(count)
     return [
-        Request(
-            uid=uid, prompt=rng.integers(0, 9, 1 + uid % 7, dtype=np.int32), params=SamplingParams(), max_len=16
-        )
+        Request(uid=uid, prompt=rng.integers(0, 9, 1 + uid % 7, dtype=np.int32), params=SamplingParams(), max_len=16)
         for uid in range(count)
     ]
 

@@ -62,7 +62,7 @@ def test_random_rows_follow_the_softmax(sampler: Sampler, logits: torch.Tensor, 
     assert not fits(drawn, (logits / (temperature * 1.5)).softmax(-1))
 
 
-@pytest.mark.parametrize("k", [1, 2, 10, VOCAB, 10 * VOCAB, 2**40])
+@pytest.mark.parametrize("k", [1, 2, 10, VOCAB, 10 * VOCAB, 2**31 - 1])
 def test_top_k(sampler: Sampler, logits: torch.Tensor, k: int) -> None:
     probabilities = logits.softmax(-1)
     probabilities[logits.argsort(descending=True)[k:]] = 0

@@ -9,7 +9,7 @@ import torch
 from minisgl.core import SamplingParams
 from minisgl.core.batch import Admission
 from minisgl.core.request import Int32Array
-from minisgl.engine.random import splitmix64, uniforms
+from minisgl.engine.random import draw_keys, splitmix64
 from minisgl.engine.sampling_stages import SamplingRows
 from minisgl.engine.sampling_table import SamplingTable
 
@@ -152,8 +152,9 @@ def test_preemption_changes_nothing_but_the_slot() -> None:
     assert np.array_equal(first.pack(), again.pack())
 
 
-def test_values_too_large_for_the_arrays_are_no_limit() -> None:
-    rows = table(SamplingParams(top_k=2**60, max_tokens=None, min_tokens=2**60)).rows(ints(0), ints(5))
+def test_the_largest_values_fit_the_arrays() -> None:
+    largest = 2**31 - 1
+    rows = table(SamplingParams(top_k=largest, max_tokens=None, min_tokens=largest)).rows(ints(0), ints(5))
     assert rows.top is not None
     assert rows.top.top_k.tolist() == [2**31 - 1]
     assert rows.mask is not None
@@ -204,14 +205,15 @@ def test_splitmix64_gives_the_published_numbers() -> None:
     ]
 
 
-def test_uniforms_are_the_stream_of_their_key() -> None:
+def test_keys_are_the_stream_of_the_hash_of_the_seed() -> None:
     gamma = 0x9E3779B97F4A7C15
     for seed in (0, 7, 2**63 - 1, 2**64 - 1):
         key = int(splitmix64(np.array([seed], dtype=np.uint64))[0])
         index = np.array([0, 1, 1000, 2**31 - 1], dtype=np.int32)
         states = np.array([(key + i * gamma) % 2**64 for i in index.tolist()], dtype=np.uint64)
-        expected = [bits / 2**53 for bits in (splitmix64(states) >> np.uint64(11)).tolist()]
-        assert uniforms(np.full(4, key, dtype=np.uint64), index).tolist() == expected
+        low, high = draw_keys(np.full(4, key, dtype=np.uint64), index)
+        joined = [int(h) % 2**32 * 2**32 + int(lo) % 2**32 for lo, h in zip(low, high, strict=True)]
+        assert joined == splitmix64(states).tolist()
 
 
 def test_the_stream_of_a_request_starts_at_the_hash_of_its_seed() -> None:
@@ -220,19 +222,6 @@ def test_the_stream_of_a_request_starts_at_the_hash_of_its_seed() -> None:
         seeds.admit(admission(slot, SamplingParams(), seed=seed))
     random = seeds.rows(ints(1, 0), ints(8, 9)).random
     assert random is not None
-    keys = splitmix64(np.array([2**63 + 126, 5], dtype=np.uint64))
-    assert random.uniform.tolist() == uniforms(keys, ints(8, 9)).tolist()
-
-
-def test_uniforms_are_uniform_over_seeds_and_positions() -> None:
-    keys = splitmix64(np.arange(400, dtype=np.uint64))
-    grid = np.stack([uniforms(keys, np.full(400, index, dtype=np.int32)) for index in range(100)])
-    assert grid.min() >= 0.0
-    assert grid.max() < 1.0
-    assert len(np.unique(grid)) == grid.size
-    counts = np.bincount((grid * 100).astype(int).ravel(), minlength=100)
-    assert ((counts - 400) ** 2 / 400).sum() < 148.2, "chi-square, 99 degrees of freedom, level 0.001"
-    neighbours = np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]
-    steps = np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]
-    assert abs(neighbours) < 0.02, "seeds that differ by one"
-    assert abs(steps) < 0.02, "positions that differ by one"
+    low, high = draw_keys(splitmix64(np.array([2**63 + 126, 5], dtype=np.uint64)), ints(8, 9))
+    assert random.key_low.tolist() == low.tolist()
+    assert random.key_high.tolist() == high.tolist()

@@ -7,14 +7,12 @@ from collections import deque
 import numpy as np
 
 from minisgl.core import Batch, FinishReason, Request, RunningTable, SamplingParams
-
 from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.prefix import PREFIX_CACHES
 from minisgl.scheduler import KVMemory, Policy, Scheduler, StepOutput
 from tests.fake_executor import Launched, ShadowExecutor, expected_output
 
 assert radix and block_hash  # imported for their registration
-
 
 
 class Harness:

@@ -13,7 +13,8 @@ from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.prefix import PREFIX_CACHES
 from minisgl.scheduler import KVMemory
 
-assert radix and block_hash  # imported for their registration
+assert radix  # imported, as the next one, for their registration
+assert block_hash
 
 CACHING = ["radix", "block-hash"]
 

@@ -1,4 +1,4 @@
-"""Names to policies, and what each of ours decides. What every policy must fulfil: ``tests/contracts/test_policy.py``."""
+"""Names to policies, and what each of ours decides. What all must fulfil: ``tests/contracts/test_policy.py``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import pytest
 
 from minisgl.core import FinishReason, RequestState, SamplingParams
 from minisgl.errors import InvariantError
-from minisgl.scheduler import scheduler as scheduler_module
 from tests.fake_executor import expected_output
 from tests.scheduler.harness import Harness
 
@@ -136,7 +135,7 @@ def test_an_uncached_prefix_is_computed_once_a_batch(cache: str, delay: int) -> 
 @pytest.mark.parametrize("cache", ["radix", "block-hash"])
 def test_a_prefix_in_chunks_is_computed_once(cache: str) -> None:
     harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=6, num_pages=256, policy="mixed")
-    requests = [harness.add(prompt_of(30) + [i % 3], max_tokens=3) for i in range(5)]
+    requests = [harness.add([*prompt_of(30), i % 3], max_tokens=3) for i in range(5)]
     harness.run()
     prefilled = sum(batch.num_tokens - batch.num_decode for batch in harness.batches)
     assert prefilled <= 31 + 4 * (31 - 28)
@@ -200,7 +199,7 @@ def test_an_abort_while_preempted_and_in_flight() -> None:
 
 def test_a_deadline_ends_waiting_and_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.perf_counter()
-    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     harness = Harness(max_running=1, max_prefill_tokens=4)
     running = harness.add(prompt_of(6), max_tokens=20, deadline=now + 2)
     waiting = harness.add(prompt_of(6), max_tokens=20, deadline=now + 1)

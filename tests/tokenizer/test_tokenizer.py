@@ -114,3 +114,11 @@ def test_default_model_chat(default_model_dir: Path) -> None:
     assert [words[token_id] for token_id in tokenizer.eos_ids] == ["<|im_end|>"]
     assert [words[token_id] for token_id in tokenizer.encode("x   2026")] == ["x", "ĠĠĠ", "2", "0", "2", "6"]
     assert tokenizer.vocab_size == 49_152
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_one_token_names_special_ones(kind: str) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    assert [tokenizer.token_text(token_id) for token_id in (0, 1, 3)] == ["<s>", "</s>", "<|im_end|>"]
+    word, half = tokenizer.encode("the")[-1], tokenizer.encode("€")[-1]
+    assert (tokenizer.token_text(word), tokenizer.token_text(half)) == ("the", "\ufffd")

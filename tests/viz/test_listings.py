@@ -44,12 +44,15 @@ def test_chapter_map_reads_the_first_lines_of_docstrings(tmp_path: Path) -> None
     (package / "early.py").write_text(
         '"""Chapter 2, second half: one thing. Chapter 3: another.\n\nChapter 5: not this."""'
     )
+    for chapter in range(11, 20):
+        (package / f"m{30 - chapter}.py").write_text(f'"""Chapter {chapter}: thing."""')
     (package / "none.py").write_text('"""Of no chapter."""')
     (package / "empty.py").write_text("")
     assert chapter_map(package).text.splitlines()[2:] == [
         "| 2 | one thing | `pack.early` |",
         "| 3 | another | `pack.early` |",
         "| 8, 9 and 10 | later things, e.g. these | `pack.late` |",
+        *(f"| {chapter} | thing | `pack.m{30 - chapter}` |" for chapter in range(11, 20)),
     ]
 
 
