@@ -202,14 +202,17 @@ class LLM:
         return output
 
     def _deliver(self, output: StepOutput) -> None:
+        """Pass on news. Requests that were added to the scheduler by hand have no generation to tell."""
         for event in output.events:
-            generation = self._generations[event.request.uid]
-            if generation.on_token(event.token_id, event.logprobs):
+            generation = self._generations.get(event.request.uid)
+            if generation is not None and generation.on_token(event.token_id, event.logprobs):
                 self.scheduler.finish(event.request.uid, FinishReason.STOP)
         # Stop strings that were just found have ended requests, too.
         output.finished += self.scheduler.take_output().finished
         for request in output.finished:
-            self._generations.pop(request.uid).on_finish()
+            generation = self._generations.pop(request.uid, None)
+            if generation is not None:
+                generation.on_finish()
 
     def _run(self, generations: Sequence[Generation], progress: bool) -> None:
         """Submit as the queue has room, and step until all are finished."""

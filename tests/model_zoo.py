@@ -13,9 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from minisgl.core import (
     AttentionBackend,
-    AttentionSpec,
-    Batch,
-    DeviceBatch,
     ForwardContext,
     build_batch,
     forward_context,
@@ -24,6 +21,7 @@ from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.torch_attention import TorchAttention
 from minisgl.layers import DenseAttention
 from minisgl.models import ModelConfig
+from tests.attention import device_batch
 
 VOCAB_SIZE = 211
 
@@ -173,20 +171,6 @@ def hf_logits(model: PreTrainedModel, tokens: Sequence[int] | np.ndarray[Any, An
     return logits
 
 
-def device_batch(batch: Batch, input_ids: np.ndarray[Any, Any], page_table: np.ndarray[Any, Any]) -> DeviceBatch:
-    """The CPU tensors of ``batch``, with logits of all T tokens."""
-    return DeviceBatch(
-        input_ids=torch.from_numpy(input_ids.astype(np.int32)),
-        positions=torch.from_numpy(batch.positions),
-        out_locs=torch.from_numpy(batch.out_locs),
-        slots=torch.from_numpy(batch.slots),
-        seq_lens=torch.from_numpy(batch.seq_lens),
-        cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
-        page_table=torch.from_numpy(page_table),
-        logit_rows=torch.arange(batch.num_tokens, dtype=torch.int32),
-    )
-
-
 def run_dense(model: torch.nn.Module, *sequences: np.ndarray[Any, Any]) -> list[torch.Tensor]:
     """[len, vocab] logits of each whole sequence, in one step without a KV cache."""
     cache = KVCache(1, 1, 2, 1, 1, torch.float32, torch.device("cpu"))
@@ -265,35 +249,3 @@ class PagedRunner:
         self.lengths[slots] += batch.q_lens
         by_slot = dict(zip(order, logits.split(batch.q_lens.tolist()), strict=True))
         return [by_slot[slot] for slot in fed]
-
-
-def step_of(q_lens: Sequence[int], kv_lens: Sequence[int], page_size: int = 16) -> tuple[Batch, DeviceBatch]:
-    """A step over rows of these lengths, on pages in random order. Rows that feed one token behind a prefix decode;
-    they must come first."""
-    rows, width = len(q_lens), -(-max(q + kv for q, kv in zip(q_lens, kv_lens, strict=True)) // page_size)
-    decodes = [q == 1 and kv > 0 for q, kv in zip(q_lens, kv_lens, strict=True)]
-    page_table = np.random.default_rng(2).permutation(rows * width).reshape(rows, width).astype(np.int32)
-    batch = build_batch(
-        np.arange(rows, dtype=np.int32),
-        np.array(q_lens, dtype=np.int32),
-        np.array(kv_lens, dtype=np.int32),
-        page_table,
-        page_size,
-        sample_rows=np.zeros(0, dtype=np.int32),
-        output_index=np.zeros(0, dtype=np.int32),
-        num_decode=decodes.index(False) if False in decodes else rows,
-    )
-    return batch, device_batch(batch, np.zeros(batch.num_tokens, dtype=np.int32), page_table)
-
-
-def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of one whole sequence, token by token and head by head: [len, heads, head_dim] each, in float64."""
-    out = torch.empty_like(q)
-    group = spec.num_heads // spec.num_kv_heads
-    for token in range(len(q)):
-        first = 0 if spec.sliding_window is None else max(0, token + 1 - spec.sliding_window)
-        keys = k[first : token + 1].repeat_interleave(group, dim=1).double()
-        values = v[first : token + 1].repeat_interleave(group, dim=1).double()
-        scores = torch.einsum("hd,lhd->hl", q[token].double(), keys) * spec.scale
-        out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values).to(q.dtype)
-    return out

@@ -44,5 +44,6 @@ class KVCache:
             k, v: [T, num_kv_heads, head_dim].
             out_locs: [T] int32, page id × page_size + offset of each token.
         """
-        self.k[layer].flatten(0, 1)[out_locs] = k
-        self.v[layer].flatten(0, 1)[out_locs] = v
+        locs = out_locs.long()
+        self.k[layer].flatten(0, 1).index_copy_(0, locs, k)
+        self.v[layer].flatten(0, 1).index_copy_(0, locs, v)

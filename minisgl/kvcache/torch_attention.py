@@ -16,7 +16,7 @@ _QUERY_TILE = 256
 """Most queries of a prefill row that are attended in one call: bounds the mask and the work above the diagonal."""
 
 
-_GROUP_KEYS = 2048
+_GROUP_KEYS = 4096
 """Most keys that several decode rows gather together: the copy is read while it is still in the processor's cache."""
 
 

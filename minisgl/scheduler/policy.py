@@ -14,6 +14,9 @@ from minisgl.core.registry import Registry
 from minisgl.core.request import Request
 from minisgl.errors import ConfigError
 
+MAX_BYPASS = 64
+"""How often later requests may be admitted before an earlier one; after that, all wait for it."""
+
 # -- order ---------------------------------------------------------------------------------------------------------
 
 
@@ -41,7 +44,8 @@ class FirstComeFirstServed:
 class LongestPrefixMatch:
     """Longest cached prefix first, so that it is used before it is evicted (SGLang, Zheng et al. 2024).
 
-    Matching every waiting request at every step does not scale, so a queue over ``limit`` is taken as it comes.
+    A request that was bypassed too often goes before all, or a stream of longer prefixes would starve it. Matching
+    every waiting request at every step does not scale, so a queue over ``limit`` is taken as it comes.
     """
 
     limit = 128
@@ -49,7 +53,7 @@ class LongestPrefixMatch:
     def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         if len(waiting) > self.limit:
             return waiting
-        return sorted(waiting, key=cached_len, reverse=True)
+        return sorted(waiting, key=lambda request: (request.bypassed < MAX_BYPASS, -cached_len(request)))
 
 
 # -- composition ---------------------------------------------------------------------------------------------------

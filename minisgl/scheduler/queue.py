@@ -47,6 +47,13 @@ class WaitingQueue:
         self.preempted[request.uid] = request
         self.preempted = dict(sorted(self.preempted.items()))
 
+    def note_bypass(self, admitted: Request) -> None:
+        """Count it for every new request that came before ``admitted`` and still waits."""
+        for request in self.new.values():
+            if request.uid > admitted.uid:
+                return
+            request.bypassed += 1
+
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is."""
         (self.preempted if request.uid in self.preempted else self.new).pop(request.uid)

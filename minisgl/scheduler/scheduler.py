@@ -17,12 +17,10 @@ from minisgl.core.table import RunningTable
 from minisgl.errors import InvariantError
 from minisgl.scheduler.admission import Admitter
 from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.policy import Load, Policy
+from minisgl.scheduler.policy import MAX_BYPASS, Load, Policy
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.step import StepOutput, StepRows, TokenEvent
 
-MAX_BYPASS = 64
-"""How often later requests may be admitted before one that does not fit; after that, all wait for it."""
 LOOKAHEAD = 8
 """How many requests that do not fit are passed over in one step to find one that does."""
 
@@ -223,22 +221,21 @@ class Scheduler:
     def _admit(self, rows: StepRows, budget: int) -> None:
         if budget == 0 or not len(self.waiting) or not self.table.free_slots:
             return
-        passed_over: list[Request] = []
+        passed_over = 0
         for request in self._admitter.candidates():
             if budget == 0 or not self.table.free_slots:
                 return
             if (admission := self._admitter.try_admit(request)) is not None:
                 rows.admissions.append(admission)
                 budget -= self._add_chunk(rows, request.slot, budget)
-                for earlier in passed_over:
-                    earlier.bypassed += 1
+                self.waiting.note_bypass(request)
             elif self._admitter.never_fits(request):
                 self._refuse(request)
             else:
-                passed_over.append(request)
+                passed_over += 1
                 # A preempted request was running once: nobody newer may take the pages that it waits for.
                 must_wait = request.state is RequestState.PREEMPTED or request.bypassed >= MAX_BYPASS
-                if must_wait or len(passed_over) == LOOKAHEAD:
+                if must_wait or passed_over == LOOKAHEAD:
                     return
 
     def _refuse(self, request: Request) -> None:

@@ -93,6 +93,20 @@ def test_an_order_depends_on_its_arguments_alone(make_order: Callable[[], Order]
     assert [request.uid for request in make_order().arrange(requests(40), cached_len)] == first
 
 
+def test_an_order_starves_nobody(make_order: Callable[[], Order]) -> None:
+    """One request at a time, and a stream of requests that have more of their prompt in the cache."""
+    policy = Policy(make_order(), COMPOSITIONS.get("prefill-first")(), ADMISSIONS.get("optimistic")())
+    harness = Harness(max_running=1, num_pages=64, policy=policy)
+    harness.add([1] * 17, max_tokens=1)
+    harness.run()
+    harness.add([1] * 17, max_tokens=1)
+    cold = harness.add([0] * 3, max_tokens=1)
+    for _ in range(300):
+        harness.add([1] * 17, max_tokens=1)
+        harness.step()
+    assert cold.finish_reason is FinishReason.LENGTH
+
+
 def test_an_order_serves_everybody(make_order: Callable[[], Order]) -> None:
     for name in COMPOSITIONS.names():
         serve(make_order(), COMPOSITIONS.get(name)(), ADMISSIONS.get("optimistic")())

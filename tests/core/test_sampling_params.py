@@ -119,7 +119,9 @@ def test_temperature_zero_is_greedy() -> None:
     assert not SamplingParams(temperature=1e-9).greedy
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs", "n"])
+@pytest.mark.parametrize(
+    "field", ["max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs", "n"]
+)
 def test_an_astronomical_number_is_refused_like_any_other(field: str) -> None:
     """Python neither converts 10**5000 to a float nor writes it out; the error must survive both."""
     for value in (10**400, 10**5000):

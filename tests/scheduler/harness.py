@@ -12,7 +12,8 @@ from minisgl.kvcache.prefix import PREFIX_CACHES
 from minisgl.scheduler import KVMemory, Policy, Scheduler, StepOutput
 from tests.fake_executor import Launched, ShadowExecutor, expected_output
 
-assert radix and block_hash  # imported for their registration
+assert radix  # imported, as the next one, for their registration
+assert block_hash
 
 
 class Harness:
@@ -95,7 +96,8 @@ class Harness:
 
     def assert_idle_and_clean(self) -> None:
         """After the last request: no slot, no lock and no private page is left."""
-        assert len(self.table) == 0 and not len(self.scheduler.waiting)
+        assert len(self.table) == 0
+        assert len(self.scheduler.waiting) == 0
         assert self.memory.pool.num_free + self.memory.cache.num_evictable == self.memory.num_pages
 
     def assert_output(self, request: Request) -> None:

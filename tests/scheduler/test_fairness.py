@@ -6,8 +6,8 @@ import pytest
 
 from minisgl.core import FinishReason, Request, RequestState
 from minisgl.errors import QueueFull
-from minisgl.scheduler.policy import PrefillFirst
-from minisgl.scheduler.scheduler import LOOKAHEAD, MAX_BYPASS
+from minisgl.scheduler.policy import MAX_BYPASS, PrefillFirst
+from minisgl.scheduler.scheduler import LOOKAHEAD
 from tests.scheduler.harness import Harness
 
 
@@ -135,6 +135,20 @@ def test_the_queue_is_bounded_and_preempted_requests_always_return() -> None:
     for request in running + waiting:
         assert request.finish_reason is FinishReason.LENGTH
         harness.assert_output(request)
+
+
+def test_a_stream_of_longer_prefixes_starves_nobody() -> None:
+    harness = Harness(policy="lpm", max_running=1, num_pages=64)
+    harness.add([1] * 17, max_tokens=1)
+    harness.run()
+    harness.add([1] * 17, max_tokens=1)
+    cold = harness.add([0] * 17, max_tokens=1)
+    for _ in range(MAX_BYPASS + 2):
+        assert cold.state is RequestState.WAITING
+        harness.add([1] * 17, max_tokens=1)
+        harness.step()
+    assert cold.bypassed == MAX_BYPASS
+    assert cold.finish_reason is FinishReason.LENGTH
 
 
 def test_longest_prefix_first() -> None:

@@ -8,6 +8,7 @@ import pytest
 from minisgl.core import Request, SamplingParams
 from minisgl.errors import ConfigError
 from minisgl.scheduler.policy import (
+    MAX_BYPASS,
     Demand,
     FirstComeFirstServed,
     Load,
@@ -89,6 +90,14 @@ def test_longest_prefix_first_and_by_arrival_among_equals() -> None:
     cached = [0, 16, 0, 32, 16]
     order = LongestPrefixMatch().arrange(requests(5), lambda request: cached[request.uid])
     assert [request.uid for request in order] == [3, 1, 4, 0, 2]
+
+
+def test_a_request_that_was_bypassed_too_often_goes_before_longer_prefixes() -> None:
+    waiting = requests(4)
+    waiting[2].bypassed = MAX_BYPASS
+    waiting[1].bypassed = MAX_BYPASS - 1
+    order = LongestPrefixMatch().arrange(waiting, lambda request: 16 - request.uid if request.uid != 2 else 0)
+    assert [request.uid for request in order] == [2, 0, 1, 3]
 
 
 def test_a_long_queue_is_not_matched() -> None:

@@ -45,6 +45,16 @@ def test_the_limit_counts_new_requests_only() -> None:
     assert uids(queue) == [0, 1, 2, 3]
 
 
+def test_only_earlier_requests_are_bypassed() -> None:
+    queue = WaitingQueue(10)
+    waiting = [request(uid) for uid in (1, 2, 5)]
+    for each in waiting:
+        queue.add(each)
+    queue.note_bypass(request(3))
+    queue.note_bypass(request(0))
+    assert [each.bypassed for each in waiting] == [1, 1, 0]
+
+
 def test_remove_finds_a_request_wherever_it_waits() -> None:
     queue = WaitingQueue(2)
     preempted, first, second = request(1), request(2), request(3)

@@ -1,0 +1,187 @@
+"""Steps over paged KV memory for tests of attention, and attention that is too simple to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl.core import AttentionBackend, AttentionSpec, Batch, DeviceBatch, build_batch
+from minisgl.kvcache.kv_cache import KVCache
+
+CPU = torch.device("cpu")
+
+
+def device_batch(
+    batch: Batch,
+    input_ids: np.ndarray[Any, Any],
+    page_table: np.ndarray[Any, Any],
+    device: torch.device = CPU,
+) -> DeviceBatch:
+    """The tensors of ``batch``, with logits of all T tokens."""
+    return DeviceBatch(
+        input_ids=torch.from_numpy(input_ids.astype(np.int32)).to(device),
+        positions=torch.from_numpy(batch.positions).to(device),
+        out_locs=torch.from_numpy(batch.out_locs).to(device),
+        slots=torch.from_numpy(batch.slots).to(device),
+        seq_lens=torch.from_numpy(batch.seq_lens).to(device),
+        cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q).to(device),
+        page_table=torch.from_numpy(page_table).to(device),
+        logit_rows=torch.arange(batch.num_tokens, dtype=torch.int32, device=device),
+    )
+
+
+def step_of(q_lens: Sequence[int], kv_lens: Sequence[int], page_size: int = 16) -> tuple[Batch, DeviceBatch]:
+    """A step over rows of these lengths, on pages in random order. Rows that feed one token behind a prefix decode;
+    they must come first."""
+    rows, width = len(q_lens), -(-max(q + kv for q, kv in zip(q_lens, kv_lens, strict=True)) // page_size)
+    decodes = [q == 1 and kv > 0 for q, kv in zip(q_lens, kv_lens, strict=True)]
+    page_table = np.random.default_rng(2).permutation(rows * width).reshape(rows, width).astype(np.int32)
+    batch = build_batch(
+        np.arange(rows, dtype=np.int32),
+        np.array(q_lens, dtype=np.int32),
+        np.array(kv_lens, dtype=np.int32),
+        page_table,
+        page_size,
+        sample_rows=np.zeros(0, dtype=np.int32),
+        output_index=np.zeros(0, dtype=np.int32),
+        num_decode=decodes.index(False) if False in decodes else rows,
+    )
+    return batch, device_batch(batch, np.zeros(batch.num_tokens, dtype=np.int32), page_table)
+
+
+def naive_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, cached: int = 0
+) -> torch.Tensor:
+    """Attention of the last tokens of one sequence, one by one, in float64.
+
+    Args:
+        q: [T, heads, head_dim] of the tokens after the first ``cached``.
+        k, v: [cached + T, KV heads, head_dim].
+    """
+    out = torch.empty_like(q)
+    group = spec.num_heads // spec.num_kv_heads
+    for token in range(len(q)):
+        stop = cached + token + 1
+        first = 0 if spec.sliding_window is None else max(0, stop - spec.sliding_window)
+        keys = k[first:stop].repeat_interleave(group, dim=1).double()
+        values = v[first:stop].repeat_interleave(group, dim=1).double()
+        scores = torch.einsum("hd,lhd->hl", q[token].double(), keys) * spec.scale
+        out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values).to(q.dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as a backend gets it, and what it must answer.
+
+    Args:
+        layers: q, k and v of each layer, padded rows included, and the output of the real rows, float64 on the CPU.
+    """
+
+    batch: Batch
+    inputs: DeviceBatch
+    layers: list[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
+
+
+class PagedSequences:
+    """Random sequences, row r in slot ``slots[r]``, and a backend over paged memory that is as unkind as an engine's.
+
+    What was never written is ``garbage``; pages and slots are in random order; page-table entries past the end of a
+    sequence point to a page of garbage; the table's last row points to the dummy page.
+
+    Args:
+        make_backend: the factory under test.
+        device: of the KV memory and the steps.
+        specs: the layers, layer i with ``layer_id`` i.
+        lengths: tokens of each whole sequence.
+        dtype: of q, k, v and KV memory.
+        seed: of pages and slots. The sequences do not depend on it.
+    """
+
+    def __init__(
+        self,
+        make_backend: Callable[[KVCache], AttentionBackend],
+        device: torch.device,
+        specs: Sequence[AttentionSpec],
+        lengths: Sequence[int],
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        garbage: float = torch.nan,
+        seed: int = 0,
+    ) -> None:
+        rows, width = len(lengths), -(-max(lengths) // page_size)
+        num_pages = rows * width + 1
+        num_kv_heads, head_dim = specs[0].num_kv_heads, specs[0].head_dim
+        self.specs = specs
+        self.device = device
+        self.kv_cache = KVCache(len(specs), num_kv_heads, head_dim, num_pages, page_size, dtype, device)
+        self.kv_cache.k[:, :num_pages] = garbage
+        self.kv_cache.v[:, :num_pages] = garbage
+        rng = np.random.default_rng(seed)
+        *pages, never_written = rng.permutation(num_pages)
+        self.slots = rng.permutation(rows + 2)[:rows].astype(np.int32)
+        self.page_table = np.full((rows + 3, width + 1), never_written, dtype=np.int32)
+        self.page_table[self.slots, :width] = np.reshape(pages, (rows, width))
+        for slot, length in zip(self.slots, lengths, strict=True):
+            self.page_table[slot, -(-length // page_size) :] = never_written
+        self.page_table[-1] = num_pages
+        self.kv_lens = np.zeros(rows, dtype=np.int32)
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(heads: int) -> list[torch.Tensor]:
+            return [torch.randn(length, heads, head_dim, generator=generator).to(dtype) for length in lengths]
+
+        self.sequences = [(draw(spec.num_heads), draw(num_kv_heads), draw(num_kv_heads)) for spec in specs]
+        self.backend = make_backend(self.kv_cache)
+
+    def share(self, row: int, source: int, num_pages: int) -> None:
+        """Let ``row`` begin with the first pages of ``source``, and with their keys and values."""
+        self.page_table[self.slots[row], :num_pages] = self.page_table[self.slots[source], :num_pages]
+        tokens = num_pages * self.kv_cache.page_size
+        for _, k, v in self.sequences:
+            k[row][:tokens] = k[source][:tokens]
+            v[row][:tokens] = v[source][:tokens]
+
+    def fill(self, kv_lens: Sequence[int]) -> None:
+        """Put the first ``kv_lens`` positions of each row into memory, as earlier steps would have done."""
+        page_size = self.kv_cache.page_size
+        for row, kv_len in enumerate(kv_lens):
+            positions = np.arange(kv_len)
+            locs = self.page_table[self.slots[row], positions // page_size] * page_size + positions % page_size
+            for layer, (_, k, v) in enumerate(self.sequences):
+                given = (x[row][:kv_len].to(self.device) for x in (k, v))
+                self.kv_cache.store(layer, *given, torch.from_numpy(locs).to(self.device))
+        self.kv_lens[:] = kv_lens
+
+    def step(self, feeds: Mapping[int, int], num_decode: int | None = None, padding: int = 0) -> Step:
+        """Feed the next tokens of some rows, which are in memory from then on.
+
+        Args:
+            feeds: row → number of tokens, in the order of the batch.
+            num_decode: leading decode rows; None counts the leading rows of one token behind a prefix.
+            padding: rows of one token on the dummy page that follow.
+        """
+        rows, q_lens = list(feeds), np.array(list(feeds.values()), dtype=np.int32)
+        kv_lens = self.kv_lens[rows]
+        if num_decode is None:
+            num_decode = int(np.logical_and.accumulate((q_lens == 1) & (kv_lens > 0)).sum())
+        batch = build_batch(
+            np.append(self.slots[rows], [len(self.page_table) - 1] * padding).astype(np.int32),
+            np.append(q_lens, [1] * padding).astype(np.int32),
+            np.append(kv_lens, [0] * padding).astype(np.int32),
+            self.page_table,
+            self.kv_cache.page_size,
+            sample_rows=np.zeros(0, dtype=np.int32),
+            output_index=np.zeros(0, dtype=np.int32),
+            num_decode=num_decode + padding,
+        )
+        layers = []
+        for spec, (q, k, v) in zip(self.specs, self.sequences, strict=True):
+            expected = [
+                naive_attention(*(x[row][:stop].double() for x in (q[row][start:stop], k[row], v[row])), spec, start)
+                for row, start, stop in zip(rows, kv_lens, kv_lens + q_lens, strict=True)
+            ]
