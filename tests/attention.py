@@ -167,6 +167,8 @@ class PagedSequences:
         """
         rows, q_lens = list(feeds), np.array(list(feeds.values()), dtype=np.int32)
         kv_lens = self.kv_lens[rows]
+        spans = list(zip(rows, kv_lens.tolist(), (kv_lens + q_lens).tolist(), strict=True))
+        self.kv_lens[rows] += q_lens
         if num_decode is None:
             num_decode = int(np.logical_and.accumulate((q_lens == 1) & (kv_lens > 0)).sum())
         batch = build_batch(
@@ -179,9 +181,32 @@ class PagedSequences:
             output_index=np.zeros(0, dtype=np.int32),
             num_decode=num_decode + padding,
         )
+
+        def fed(whole: list[torch.Tensor]) -> torch.Tensor:
+            parts = [whole[row][start:stop] for row, start, stop in spans]
+            return torch.cat([*parts, whole[0].new_ones(padding, *whole[0].shape[1:])]).to(self.device)
+
         layers = []
         for spec, (q, k, v) in zip(self.specs, self.sequences, strict=True):
             expected = [
-                naive_attention(*(x[row][:stop].double() for x in (q[row][start:stop], k[row], v[row])), spec, start)
-                for row, start, stop in zip(rows, kv_lens, kv_lens + q_lens, strict=True)
+                naive_attention(q[row][start:stop].double(), k[row][:stop], v[row][:stop], spec, start)
+                for row, start, stop in spans
             ]
+            layers.append(((fed(q), fed(k), fed(v)), torch.cat(expected)))
+        ids = np.zeros(batch.num_tokens, dtype=np.int32)
+        return Step(batch, device_batch(batch, ids, self.page_table.copy(), self.device), layers)
+
+    def outputs(self, step: Step) -> list[torch.Tensor]:
+        """Run a step; what the backend answers for each layer."""
+        self.backend.plan(step.batch, step.inputs)
+        return [self.backend.forward(*qkv, spec) for (qkv, _), spec in zip(step.layers, self.specs, strict=True)]
+
+    def check(self, outputs: Sequence[torch.Tensor], step: Step, tolerance: float = 2e-5) -> None:
+        """Compare the outputs of all layers with the naive ones; those of padded rows may be anything."""
+        for out, (_, expected) in zip(outputs, step.layers, strict=True):
+            torch.testing.assert_close(out[: len(expected)].double().cpu(), expected, rtol=0, atol=tolerance)
+
+    def run(self, feeds: Mapping[int, int], num_decode: int | None = None) -> None:
+        """Run and check one step."""
+        step = self.step(feeds, num_decode)
+        self.check(self.outputs(step), step)
