@@ -6,7 +6,7 @@ import inspect
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,7 +121,7 @@ class LLM:
         outputs = self.generate([self.tokenizer.encode_chat(each) for each in conversations], params, progress)
         return outputs if is_list else outputs[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Generate for one prompt and yield text as it comes. Closing the iterator aborts the request.
 
         Raises:

@@ -151,10 +151,10 @@ class PagedSequences:
         page_size = self.kv_cache.page_size
         for row, kv_len in enumerate(kv_lens):
             positions = np.arange(kv_len)
-            locs = self.page_table[self.slots[row], positions // page_size] * page_size + positions % page_size
+            pages = self.page_table[self.slots[row], positions // page_size]
+            locs = torch.from_numpy(pages * page_size + positions % page_size).to(self.device)
             for layer, (_, k, v) in enumerate(self.sequences):
-                given = (x[row][:kv_len].to(self.device) for x in (k, v))
-                self.kv_cache.store(layer, *given, torch.from_numpy(locs).to(self.device))
+                self.kv_cache.store(layer, k[row][:kv_len].to(self.device), v[row][:kv_len].to(self.device), locs)
         self.kv_lens[:] = kv_lens
 
     def step(self, feeds: Mapping[int, int], num_decode: int | None = None, padding: int = 0) -> Step:

@@ -78,12 +78,13 @@ def test_text_is_the_decoded_tokens(llm: LLM) -> None:
 
 def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
     conversations = [[{"role": "user", "content": text}] for text in TEXTS[:2]]
-    one = llm.chat(conversations[0], GREEDY)
+    one, other = (llm.chat(conversation, GREEDY) for conversation in conversations)
     many = llm.chat(conversations, GREEDY)
     assert isinstance(many, list)
     assert not isinstance(one, list)
+    assert not isinstance(other, list)
     assert one.prompt_token_ids == llm.tokenizer.encode_chat(conversations[0])
-    assert [output.token_ids for output in many] == [one.token_ids, llm.chat(conversations[1], GREEDY).token_ids]  # type: ignore[union-attr]
+    assert [output.token_ids for output in many] == [one.token_ids, other.token_ids]
 
 
 def test_more_prompts_than_the_queue_holds(path: Path) -> None:
@@ -214,7 +215,7 @@ def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
     next(stream)
     next(other)
     assert len(llm.scheduler.requests) == 2
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert len(llm.scheduler.requests) == 1
     assert len(list(other)) >= 11
     assert_idle_and_clean(llm)

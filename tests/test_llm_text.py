@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from minisgl import LLM, SamplingParams
@@ -29,8 +31,8 @@ def say(llm: LLM, text: str) -> list[int]:
     return tokens
 
 
-def greedy(**params: object) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 60, **params})  # type: ignore[arg-type]
+def greedy(**params: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 60, **params})
 
 
 def test_text_ends_before_the_end_token(llm: LLM) -> None:

@@ -81,9 +81,9 @@ def run_cpu(model: str, workload: CpuWorkload, repeat: int) -> Report:
         {"model": model, "repeat": repeat, "dtype": "float32", **asdict(workload)},
         [_throughput(batch, single, workload, repeat), _first_token(cold, warm, workload.prefix_len)],
         [
-            Target(f"{workload.requests} requests: tokens/s, × transformers", batch.ratio, 1.5, at_least=True),
-            Target("1 request: tokens/s, × transformers", single.ratio, 1.0, at_least=True),
-            Target("time to first token, cached / uncached", saved, 0.2, at_least=False),
+            Target(f"{workload.requests} requests, × transformers", batch.ratio, 1.5, at_least=True),
+            Target("1 request, × transformers", single.ratio, 1.0, at_least=True),
+            Target("first token, cached / uncached", saved, 0.2, at_least=False),
         ],
         {
             "batch_seconds": batch.ours,

@@ -59,34 +59,31 @@ class NullExecutor:
 def run_host(workload: HostWorkload) -> Report:
     """Host time of decode steps by number of running requests, and of prefill by request."""
     rows: list[list[Cell]] = []
-    samples: dict[str, list[float]] = {}
+    targets: list[Target] = []
     for kind in _KINDS:
-        for running in workload.running:
-            micros = samples[f"{kind}_{running}_us"] = _decode_micros(workload, running, kind == "watched")
-            rows.append([kind, running, statistics.median(micros), float(np.percentile(micros, 95))])
-    prefill = [_prefill_micros(workload, requests) for requests in (1, 64)]
+        steps = [_decode_micros(workload, running, kind == "watched") for running in workload.running]
+        medians = [statistics.median(micros) for micros in steps]
+        for running, median, micros in zip(workload.running, medians, steps, strict=True):
+            rows.append([kind, running, median, float(np.percentile(micros, 95))])
+        targets += _targets(kind, workload.running, medians)
+    prefill: list[list[Cell]] = [[requests, _prefill_micros(workload, requests)] for requests in (1, 64)]
+    prompt = f"{workload.prefix_len} cached tokens and {_SUFFIX_LEN} more"
     return Report(
         "host",
         asdict(workload),
         [
             Table("host time of a decode step", ["requests", "running", "median, µs", "95th percentile, µs"], rows),
-            Table(
-                f"host time of a prefill, {workload.prefix_len} cached tokens and {_SUFFIX_LEN} more",
-                ["requests at once", "µs a request"],
-                [[1, prefill[0]], [64, prefill[1]]],
-            ),
+            Table(f"host time of a prefill, {prompt}", ["requests at once", "µs a request"], prefill),
         ],
-        [target for kind in _KINDS for target in _targets(kind, workload.running, samples)],
-        samples,
+        targets,
     )
 
 
-def _targets(kind: str, running: tuple[int, ...], samples: dict[str, list[float]]) -> list[Target]:
-    few, many = running[0], running[-1]
-    fewest, most = (statistics.median(samples[f"{kind}_{number}_us"]) for number in (few, many))
+def _targets(kind: str, running: tuple[int, ...], medians: list[float]) -> list[Target]:
+    few, many, growth = running[0], running[-1], medians[-1] / medians[0]
     return [
-        Target(f"decode step of {few} {kind} requests, ms", fewest / 1e3, 1.0, at_least=False),
-        Target(f"growth from {few} to {many} {kind} requests, ×", most / fewest, many / few, at_least=False),
+        Target(f"decode step of {few} {kind} requests, ms", medians[0] / 1e3, 1.0, at_least=False),
+        Target(f"growth from {few} to {many} {kind} requests, ×", growth, many / few, at_least=False),
     ]
 
 

@@ -78,7 +78,7 @@ class Report:
         settings: what was run, so that somebody else can run it again.
         tables: results.
         targets: goals.
-        samples: the single measurements behind the medians, by name.
+        samples: the single measurements behind the medians, by name, where they are few.
     """
 
     benchmark: str

@@ -57,8 +57,8 @@ class Engine:
 
     1. device and dtype, from the options and the checkpoint;
     2. the memory that is free now, since formula A takes its share of that;
-    3. the model, built on the meta device and filled from the checkpoint: formula A subtracts its size, formula B warms
-       it up with the largest legal prefill;
+    3. the model, built on the meta device and filled from the checkpoint, on the CPU then laid out for its kernels:
+       formula A subtracts its size, formula B warms it up with the largest legal prefill;
     4. the number of KV pages, from these, and the KV tensors;
     5. token and page tables, whose padding points to the page after the last;
     6. the attention backend, which reads the KV tensors;

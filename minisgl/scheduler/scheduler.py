@@ -286,12 +286,13 @@ class Scheduler:
                 self.table.request(slot).times.first_token = now
 
     def _report(self, slots: Int32Array, tokens: Int32Array, live: list[int], result: StepResult) -> None:
-        for i in np.flatnonzero(self.table.watched[slots]).tolist():
-            request = self.table.request(int(slots[i]))
+        watched = np.flatnonzero(self.table.watched[slots])
+        for i, slot, token in zip(watched.tolist(), slots[watched].tolist(), tokens[watched].tolist(), strict=True):
+            request = self.table.request(slot)
             logprobs = result.logprobs[live[i]] if result.logprobs is not None else None
             if logprobs is not None:
                 request.logprobs.append(logprobs)
-            self._output.events.append(TokenEvent(request, int(tokens[i]), logprobs))
+            self._output.events.append(TokenEvent(request, token, logprobs))
 
     def _leave(self, slot: int) -> None:
         """Stop scheduling a row and take its pages. The slot itself is kept while a launched step writes to it."""

@@ -57,7 +57,7 @@ class StepRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """One new token of a watched request, in nats where log-probabilities were asked for."""
 

@@ -50,8 +50,7 @@ def test_host_measures_watched_and_unwatched_requests(tmp_path: Path, capsys: py
     decode, prefill = record["tables"]
     assert [row[:2] for row in decode["rows"]] == [["unwatched", 2], ["unwatched", 5], ["watched", 2], ["watched", 5]]
     assert [row[0] for row in prefill["rows"]] == [1, 64]
-    assert set(record["samples"]) == {"unwatched_2_us", "unwatched_5_us", "watched_2_us", "watched_5_us"}
-    assert all(len(samples) == 6 for samples in record["samples"].values())
+    assert all(min(row[1:]) > 0 for row in [*decode["rows"], *prefill["rows"]])
     assert len(record["targets"]) == 4
     assert "decode step of 2 watched requests" in capsys.readouterr().out
 

@@ -1,13 +1,24 @@
-"""Radix caches that are broken in one way each. They do not check themselves: the suite must notice from outside."""
+"""Implementations that are broken in one way each, for the suites to notice."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.kvcache.torch_attention import TorchAttention
+
+# -- radix caches --------------------------------------------------------------------------------------------------
 
 
 class UncheckedCache(RadixCache):
+    """Does not check itself: the suite must notice from outside."""
+
     def check(self) -> None:
         pass
 
@@ -42,3 +53,48 @@ class EvictsLocked(UncheckedCache):
             node.lock_count = locks[node]
         self.num_evictable = sum(len(node.pages) for node in self.nodes() if node.lock_count == 0)
         return pages
+
+
+# -- attention backends --------------------------------------------------------------------------------------------
+
+
+class SeesTheNextToken(TorchAttention):
+    """Off by one: a token of a prompt sees the one after it, if that is fed in the same step."""
+
+    def _causal_band(self, window: int | None) -> torch.Tensor:
+        return super()._causal_band(window).roll(1, dims=-1)
+
+
+class IgnoresTheWindow(TorchAttention):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        return super().forward(q, k, v, replace(spec, sliding_window=None))
+
+
+class AttendsBeforeItStores(TorchAttention):
+    """Takes the rows one by one: when a row attends, those after it have not stored their keys and values yet."""
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
+        self._step = batch, inputs
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        batch, inputs = self._step
+        out = torch.empty_like(q)
+        for row in range(batch.num_rows):
+            first, stop = batch.cu_seqlens_q[row : row + 2].tolist()
+            alone = replace(
+                batch,
+                slots=batch.slots[row : row + 1],
+                cu_seqlens_q=np.array([0, stop - first], dtype=np.int32),
+                seq_lens=batch.seq_lens[row : row + 1],
+                positions=batch.positions[first:stop],
+                num_decode=int(row < batch.num_decode),
+            )
+            super().plan(alone, replace(inputs, out_locs=inputs.out_locs[first:stop]))
+            out[first:stop] = super().forward(q[first:stop], k[first:stop], v[first:stop], spec)
+        return out
+
+
+class RemembersTheFirstStep(TorchAttention):
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
+        """Keeps the layouts of the step before."""
+        self._batch, self._inputs = batch, inputs

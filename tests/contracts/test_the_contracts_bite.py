@@ -1,4 +1,4 @@
-"""The suite for prefix caches passes for a right one given from outside, and fails for each of three wrong ones."""
+"""A suite passes for a right implementation given from outside, and fails for each wrong one, where it is wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).with_name("test_prefix_cache.py")
+SUITES = Path(__file__).parent
+CACHES = "test_prefix_cache.py"
+BACKENDS = "test_attention_backend.py"
 
 
 class Verdict:
@@ -24,13 +26,18 @@ class Verdict:
             self.passed.add(name)
 
 
-def grade(path: str) -> tuple[int, Verdict]:
+def grade(path: str, suite: str, *options: str) -> tuple[int, Verdict]:
     verdict = Verdict()
-    return pytest.main([str(SUITE), "--impl", path, "-q", "-p", "no:cacheprovider"], plugins=[verdict]), verdict
+    arguments = [str(SUITES / suite), "--impl", path, "-q", "-p", "no:cacheprovider", *options]
+    return pytest.main(arguments, plugins=[verdict]), verdict
 
 
-def test_the_real_cache_passes() -> None:
-    status, verdict = grade("minisgl.kvcache.radix:RadixCache")
+@pytest.mark.parametrize(
+    ("path", "suite"),
+    [("minisgl.kvcache.radix:RadixCache", CACHES), ("minisgl.kvcache.torch_attention:TorchAttention", BACKENDS)],
+)
+def test_a_right_one_passes(path: str, suite: str) -> None:
+    status, verdict = grade(path, suite)
     assert status == pytest.ExitCode.OK
     assert len(verdict.passed) > 20
     assert not verdict.failed
@@ -45,10 +52,47 @@ def test_the_real_cache_passes() -> None:
     ],
 )
 def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
-    status, verdict = grade(f"tests.contracts.mutants:{mutant}")
+    status, verdict = grade(f"tests.contracts.mutants:{mutant}", CACHES)
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed
     assert "test_starts_empty" in verdict.passed, "the suite did run"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken", "passed"),
+    [
+        ("SeesTheNextToken", "test_whole_prompts", "test_decode_rows"),
+        ("IgnoresTheWindow", "test_a_token_sees_its_window", "test_mixed_steps"),
+        (
+            "AttendsBeforeItStores",
+            "test_a_row_reads_pages_that_another_row_of_the_step_writes",
+            "test_rows_share_pages",
+        ),
+        ("RemembersTheFirstStep", "test_a_second_plan_forgets_the_first", "test_whole_prompts"),
+    ],
+)
+def test_a_broken_backend_fails(mutant: str, broken: str, passed: str) -> None:
+    status, verdict = grade(f"tests.contracts.mutants:{mutant}", BACKENDS, "--tb=no")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert broken in verdict.failed
+    assert passed in verdict.passed - verdict.failed
+
+
+@pytest.mark.parametrize(
+    ("path", "suite"),
+    [
+        ("minisgl.kvcache.torch_attention:TorchAttention", "test_attention_backend"),
+        ("minisgl.scheduler.policy:PrefillFirst", "test_policy"),
+    ],
+)
+def test_a_class_goes_to_the_suite_that_asks_for_most(
+    path: str, suite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A composition has ``plan``; so has an attention backend, and ``forward``."""
+    assert grade(path, "", "--collect-only")[0] == pytest.ExitCode.OK
+    lines = [line for line in capsys.readouterr().out.splitlines() if "::" in line]
+    assert lines
+    assert all(suite in line and path in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -61,5 +105,5 @@ def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
     ],
 )
 def test_what_cannot_be_graded_is_a_usage_error(path: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert grade(path)[0] == pytest.ExitCode.USAGE_ERROR
+    assert grade(path, CACHES)[0] == pytest.ExitCode.USAGE_ERROR
     assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ import itertools
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl import LLM, InvalidRequest, QueueFull, SamplingParams
 from minisgl.core import FinishReason, RequestState
+from minisgl.core.request import Int32Array
 from minisgl.kvcache.prefix import Insert
 from minisgl.layers.rope_types import RopeSettings
 from minisgl.layers.rotary import Rotary
-from minisgl.tokenizer import IncrementalDetokenizer
+from minisgl.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.scheduler.harness import Harness
 from tests.scheduler.test_memory import Rows
 from tests.tiny_text_model import Scripted, assert_idle_and_clean, text_checkpoint
@@ -61,13 +63,13 @@ def test_mini_sglang_1_freed_pages_stay_in_a_running_requests_page_table(cache: 
 
 @pytest.mark.parametrize("cache", CACHING)
 @pytest.mark.parametrize("delay", [0, 1])
-def test_mini_sglang_1_in_many_steps(cache: str, delay: int) -> None:
+def test_mini_sglang_1_in_many_steps(cache: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same over a thousand random steps: each reads only its own KV, and no mapped page is ever free."""
     rng = np.random.default_rng(1)
     harness = Harness(
         prefix_cache=cache, page_size=2, num_pages=28, max_running=5, max_prefill_tokens=5, vocab=2, delay=delay
     )
-    duplicates = _count_duplicates(harness)
+    duplicates = _count_duplicates(harness, monkeypatch)
     requests = []
     for _ in range(1000):
         if rng.random() < 0.3:
@@ -81,17 +83,17 @@ def test_mini_sglang_1_in_many_steps(cache: str, delay: int) -> None:
     assert sum(duplicates) > 100, "the case did occur"
 
 
-def _count_duplicates(harness: Harness) -> list[int]:
+def _count_duplicates(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     cache = harness.memory.cache
     insert = cache.insert
 
-    def counting(tokens: np.ndarray, pages: np.ndarray) -> Insert:
+    def counting(tokens: Int32Array, pages: Int32Array) -> Insert:
         result = insert(tokens, pages)
         counts.append(int((result.pages != pages[: len(result.pages)]).sum()))
         return result
 
-    cache.insert = counting  # type: ignore[method-assign]
+    monkeypatch.setattr(cache, "insert", counting)
     return counts
 
 
@@ -167,8 +169,8 @@ def test_mini_sglang_4_the_detokenizer_never_forgets(llm: LLM, monkeypatch: pyte
     made: list[weakref.ref[IncrementalDetokenizer]] = []
 
     class Recorded(IncrementalDetokenizer):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            super().__init__(tokenizer)
             made.append(weakref.ref(self))
 
     monkeypatch.setattr("minisgl.generation.IncrementalDetokenizer", Recorded)
@@ -177,7 +179,7 @@ def test_mini_sglang_4_the_detokenizer_never_forgets(llm: LLM, monkeypatch: pyte
     llm.generate(["the dog"] * 20, SamplingParams(max_tokens=2, stop="zzz", n=2))
     abandoned = llm.stream("the cat", GREEDY)
     next(abandoned)
-    abandoned.close()  # type: ignore[attr-defined]
+    abandoned.close()
     gc.collect()
     assert len(made) == 61
     assert not [ref for ref in made if ref() is not None]
@@ -358,10 +360,10 @@ def flat_llm(tmp_path: Path) -> LLM:
     ],
 )
 def test_mini_sglang_9_penalties_are_accepted_and_ignored(
-    flat_llm: LLM, params: dict[str, float], tokens: list[int]
+    flat_llm: LLM, params: dict[str, Any], tokens: list[int]
 ) -> None:
-    greedy = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logit_bias": {7: 1.0}}
-    output = flat_llm.generate([[50, 51]], SamplingParams(**{**greedy, **params}))[0]  # type: ignore[arg-type]
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "logit_bias": {7: 1.0}}
+    output = flat_llm.generate([[50, 51]], SamplingParams(**{**greedy, **params}))[0]
     assert output.token_ids == tokens
 
 
