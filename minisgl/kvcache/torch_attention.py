@@ -164,7 +164,8 @@ class TorchAttention:
             stop_key = position + tile_stop - tile_first
             # In the band, the key at the position of the tile's first query is in column `shape[-1] - _QUERY_TILE`.
             shift = band.shape[-1] - _QUERY_TILE - position
-            mask = band[:, :, : tile_stop - tile_first, first_key + shift : stop_key + shift]
+            # A copy, because CUDA kernels want masks that begin on 16-byte boundaries.
+            mask = band[:, :, : tile_stop - tile_first, first_key + shift : stop_key + shift].clone()
             tiles.append(_Tile(slice(tile_first, tile_stop), slice(first_key - start, stop_key - start), mask))
         return _Group(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
 

@@ -77,6 +77,16 @@ def test_prompts_of_very_different_lengths(paged: Paged, page_size: int) -> None
     paged(layers(None), [1, 300, 2, 70], page_size).run({0: 1, 1: 300, 2: 2, 3: 70})
 
 
+@pytest.mark.parametrize("cached", [0, 1, 2, 3])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_prompts_of_all_lengths(paged: Paged, kv_heads: int, cached: int) -> None:
+    """Among these lengths and prefixes are all the alignments of memory at which kernels take another path or fail."""
+    lengths = [cached + length for length in range(1, 34)] + [40]
+    sequences = paged(layers(None, kv_heads=kv_heads), lengths)
+    sequences.fill([cached] * len(lengths))
+    sequences.run({row: length - cached for row, length in enumerate(lengths)}, num_decode=0)
+
+
 def test_decode_rows_of_very_different_lengths(paged: Paged, page_size: int) -> None:
     sequences = paged(TWO_LAYERS, [2, 2000, 4, 41, 701, 65], page_size)
     sequences.fill([1, 1999, 3, 40, 700, 64])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.core import AttentionBackend
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @given(lengths=lengths_lists, first=windows, second=windows, group=st.sampled_from([1, 3]), data=st.data())
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
 def test_random_steps(
     make_backend: MakeBackend,
     device: torch.device,
