@@ -128,7 +128,9 @@ class LLM:
             InvalidRequest: the prompt or its parameters are malformed.
             QueueFull: too many requests are waiting.
         """
-        group = self.prepare(prompt, params or SamplingParams(), streaming=True)
+        return self._stream(self.prepare(prompt, params or SamplingParams(), streaming=True))
+
+    def _stream(self, group: Sequence[Generation]) -> Generator[Delta, None, None]:
         try:
             for generation in group:
                 self.submit(generation)

@@ -7,6 +7,8 @@ from typing import Any
 
 from minisgl.errors import ConfigError
 
+_MAX_RUNNING = 65536
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -68,9 +70,14 @@ class EngineConfig:
                 self._positive(name)
         if not _is_int(self.page_size) or not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
-        if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
+        if self.max_running_requests > _MAX_RUNNING:
+            raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
+        for name in ("model", "device", "prefix_cache", "attention_backend", "policy", "sampler"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
+        if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
-        if self.request_timeout is not None and not self.request_timeout > 0.0:
+        if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):
             raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
@@ -95,6 +102,10 @@ class EngineConfig:
     def _one_of(self, name: str, *choices: str) -> None:
         if getattr(self, name) not in choices:
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_int(value: object) -> bool:
