@@ -86,7 +86,7 @@ class Engine:
         self.model_config = model_config
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        self.max_seq_len = _longest_sequence(config, model_config.max_position_embeddings)
+        self.max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
         make_sampler = SAMPLERS.get(config.sampler)
         free_before = free_memory(self.device)
 
@@ -159,7 +159,7 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _longest_sequence(config: EngineConfig, model_limit: int) -> int:
+def longest_sequence(config: EngineConfig, model_limit: int) -> int:
     """``max_seq_len``, or what the model's positions and the int32 indices of the token table allow."""
     indexable = (_INT32_LIMIT - 1) // (config.max_running_requests + 1)
     wanted = config.max_seq_len
