@@ -47,8 +47,16 @@ def grouped_query_attention(
     Returns:
         [B, Q, num_heads, head_dim].
     """
+    if q.shape[1] == 1:
+        # A single query: the heads that share a KV head become the queries of one head, which reads its keys once.
+        group = q.squeeze(1).unflatten(1, (k.shape[2], -1))
+        return _sdpa(group, k, v, mask, scale).flatten(1, 2).unsqueeze(1)
+    return _sdpa(q.transpose(1, 2), k, v, mask, scale).transpose(1, 2)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """PyTorch's kernel. ``q`` and the result are [B, heads, Q, head_dim]; the rest as above."""
     with sdpa_kernel(_CUDA_KERNELS) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
+        return F.scaled_dot_product_attention(
+            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=q.shape[1] > k.shape[2]
         )
-    return out.transpose(1, 2)
