@@ -31,6 +31,8 @@ from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutpu
 from minisgl.tokenizer import Tokenizer
 from minisgl.validation import check_lengths, check_prompt, check_token_ids
 
+_BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
+
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -222,7 +224,7 @@ class LLM:
         unfinished = {generation.request.uid for generation in generations}
         rates = {"prefill": "–", "decode": "–"}  # of the last step that did either
         try:
-            with tqdm(total=len(unfinished), disable=not progress, desc="requests", dynamic_ncols=True) as bar:
+            with tqdm(total=len(unfinished), disable=not progress, desc="requests", bar_format=_BAR) as bar:
                 while unfinished:
                     while todo and self.scheduler.waiting.has_room:
                         self.submit(todo.popleft())
