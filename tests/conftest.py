@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+from hypothesis import settings
 
 from minisgl.core import Registry
 from minisgl.errors import ConfigError
+
+# Here, because ``--hypothesis-profile=long`` is looked up before any test module is imported.
+settings.register_profile("long", max_examples=500, stateful_step_count=60)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

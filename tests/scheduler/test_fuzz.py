@@ -12,8 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from minisgl.core import Request
 from tests.scheduler.harness import Harness
 
-settings.register_profile("long", max_examples=500, stateful_step_count=60)
-
 VOCAB = 2  # a vocabulary this small makes shared prefixes and duplicates the rule
 
 
