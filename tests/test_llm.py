@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl import LLM, Delta, SamplingParams
+from minisgl import LLM, Delta, InvalidRequest, SamplingParams
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -259,3 +259,17 @@ def test_a_progress_bar_counts_requests_and_shows_throughput(llm: LLM, capsys: p
     assert "decode=" in shown
     llm.generate(TEXTS, GREEDY)
     assert not capsys.readouterr().err
+
+
+def test_a_request_stepped_by_hand_needs_no_generation(llm: LLM) -> None:
+    """A notebook adds requests to the scheduler itself; `LLM.step` must not look for somebody to tell."""
+    request = llm.prepare(llm.tokenizer.encode("the cat"), GREEDY, streaming=True)[0].request
+    llm.scheduler.add(request)
+    while llm.scheduler.has_work:
+        llm.step()
+    assert request.output == llm.generate("the cat", GREEDY)[0].token_ids
+
+
+def test_a_stream_checks_its_arguments_when_it_is_called(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.stream([], GREEDY)

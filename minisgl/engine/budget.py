@@ -62,7 +62,7 @@ def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: tor
     Raises:
         ConfigError: naming the limit.
     """
-    limit = min(total_memory(device) // page_bytes, (2**31 - 1) // page_size - 1)
+    limit = min(total_memory(device) // page_bytes, _INT32_LIMIT // page_size - 1)
     if num_pages > limit:
         raise ConfigError(
             f"num_pages: {num_pages} pages of {page_bytes} bytes do not fit; this device can hold at most {limit}"
