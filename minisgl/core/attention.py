@@ -1,7 +1,8 @@
-"""The protocol between a model's attention layers and whatever computes attention."""
+"""The protocols between a model's attention layers and whatever computes attention."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,16 +34,22 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """Computes causal attention of a batch over the KV cache.
+    """Computes causal attention of a batch.
 
     `plan` runs once a step on the host, before the model; `forward` runs once a layer inside it.
     """
 
     capturable: bool
-    """Whether `forward` may be recorded in a CUDA graph."""
+    """Whether `forward` may be recorded in a CUDA graph: for decode steps it then launches work only, waits for
+    nothing, and reads only memory that keeps its address and that the next `plan` of as many rows refreshes."""
 
-    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
-        """Prepare for one step. ``batch`` has the lengths on the host, ``inputs`` the same batch on the device."""
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
+        """Prepare for one step. ``batch`` has the lengths on the host, ``inputs`` the same batch on the device.
+
+        Returns:
+            Names the work that `forward` will launch: two decode steps with as many rows and equal answers launch the
+            same kernels with the same arguments, so that a graph captured for one serves the other.
+        """
         ...
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

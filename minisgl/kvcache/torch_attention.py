@@ -10,6 +10,7 @@ import torch
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.paged_attention import PagedAttention
 from minisgl.layers import causal_mask, grouped_query_attention
 
 _QUERY_TILE = 256
@@ -62,33 +63,27 @@ class _Layout:
     inverse: torch.Tensor | None
 
 
-class TorchAttention:
-    """An `AttentionBackend` over paged KV: gathers each row's pages, then attends with PyTorch's own kernel.
-
-    Only positions that were written are ever read, so uninitialised pages do no harm.
+class TorchAttention(PagedAttention):
+    """Gathers each row's pages, then attends with PyTorch's own kernel.
 
     Args:
         kv_cache: where keys and values live.
     """
 
-    capturable = False
-
     def __init__(self, kv_cache: KVCache) -> None:
-        self.kv_cache = kv_cache
+        super().__init__(kv_cache)
         self._batch: Batch
-        self._inputs: DeviceBatch
         self._layouts: dict[int | None, _Layout] = {}
         # Gathered keys and values. Fresh memory for every layer would cost more than the copy itself.
         self._scratch = torch.empty((2, 0, *kv_cache.k.shape[3:]), dtype=kv_cache.k.dtype, device=kv_cache.k.device)
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
         """Start a step. Its layout is made by the first layer of each window, and shared by the others."""
-        self._batch, self._inputs = batch, inputs
+        self._batch, self.inputs = batch, inputs
         self._layouts.clear()
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """Store all rows' keys and values first: a row may read pages that another row of the step writes."""
-        self.kv_cache.store(spec.layer_id, k, v, self._inputs.out_locs)
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """See `PagedAttention.attend`."""
         layout = self._layout(spec.sliding_window)
         if layout.order is not None:
             q = q.index_select(0, layout.order)
@@ -181,7 +176,7 @@ class TorchAttention:
 
     def _locs(self, rows: list[int], starts: Int32Array, count: int) -> torch.Tensor:
         """int32[B, count] locations of the positions ``starts …`` of each row; past its end, its last one again."""
-        page_table, page_size = self._inputs.page_table, self.kv_cache.page_size
+        page_table, page_size = self.inputs.page_table, self.kv_cache.page_size
         slots = self._tensor(self._batch.slots[rows])[:, None]
         last = self._tensor(self._batch.seq_lens[rows] - 1)[:, None]
         offsets = torch.arange(count, dtype=torch.int32, device=page_table.device)

@@ -97,4 +97,4 @@ class AttendsBeforeItStores(TorchAttention):
 class RemembersTheFirstStep(TorchAttention):
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
         """Keeps the layouts of the step before."""
-        self._batch, self._inputs = batch, inputs
+        self._batch, self.inputs = batch, inputs
