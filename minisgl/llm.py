@@ -21,6 +21,7 @@ from minisgl.core.table import RunningTable
 from minisgl.engine.engine import Engine, resolve_device
 from minisgl.errors import InvalidRequest, check_type
 from minisgl.generation import Generation
+from minisgl.graphs import choose_runners
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
 from minisgl.kvcache.prefix import PREFIX_CACHES
@@ -57,7 +58,8 @@ class LLM:
         path = resolve_model(config.model)
         self.config = config
         self.tokenizer = Tokenizer(path)
-        self.engine = Engine(config, path, ModelConfig.from_dir(path), make_attention)
+        runners = choose_runners(config, resolve_device(config.device))
+        self.engine = Engine(config, path, ModelConfig.from_dir(path), make_attention, runners=runners)
         self.max_seq_len = self.engine.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
         memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size))

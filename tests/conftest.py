@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
+import torch
 from hypothesis import settings
 
 from minisgl.core import Registry
 from minisgl.errors import ConfigError
+
+# Before anything imports Triton, which decides then: without a GPU its kernels are interpreted, on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Here, because ``--hypothesis-profile=long`` is looked up before any test module is imported.
 settings.register_profile("long", max_examples=500, stateful_step_count=60)

@@ -8,9 +8,12 @@ tokens of a request depend on its prompt and on nothing else.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from minisgl.core.batch import Batch, StepResult
+from minisgl.core import RunningTable
+from minisgl.core.batch import Batch, PendingStep, StepResult
 
 _MODULUS = (1 << 61) - 1
 
@@ -86,3 +89,75 @@ class ShadowExecutor:
             state = extend_hash(state, token)
             result.append(state)
         return np.asarray(result, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with a step: ``error`` is raised by ``launch``, or else by ``wait``."""
+
+    at_launch: bool
+    error: BaseException
+
+
+class FaultyExecutor:
+    """A shadow executor that breaks the steps it is told to break, and everything that a broken step may spoil.
+
+    A broken step leaves garbage where its KV belongs. A step launched while one that will raise is in flight succeeds,
+    with garbage of its own: nothing tells the loop not to believe it.
+    """
+
+    def __init__(self, shadow: ShadowExecutor, table: RunningTable) -> None:
+        self.shadow = shadow
+        self.table = table
+        self.batches: list[Batch] = []
+        self.fault: Fault | None = None
+        """Befalls the next step."""
+        self.doomed: set[int] = set()
+        """Requests that a broken step has touched: only these may end with an error."""
+        self.violation: AssertionError | None = None
+        """What the shadow executor found; kept, because a loop takes it for one more step that failed."""
+        self._in_flight: list[set[int]] = []
+        self._broken_in_flight = False
+
+    def launch(self, batch: Batch) -> PendingStep:
+        self.batches.append(batch)
+        uids = set(self.table.arrival[batch.slots].tolist())
+        fault, self.fault = self.fault, None
+        if fault is None and not self._broken_in_flight:
+            self._in_flight.append(uids)
+            try:
+                return _InFlight(self, self.shadow.launch(batch).result)
+            except AssertionError as error:
+                self.violation = error
+                raise
+        self.doomed |= uids
+        self.shadow.kv[batch.out_locs] = -1
+        if fault is not None and fault.at_launch:
+            if not isinstance(fault.error, Exception):  # an interrupt ends what is in flight as well
+                self.reset()
+            raise fault.error
+        self._in_flight.append(uids)
+        self._broken_in_flight = True
+        return _InFlight(self, StepResult(np.full(len(batch.sample_rows), -7, dtype=np.int32)), fault)
+
+    def wait(self, step: _InFlight) -> StepResult:
+        del self._in_flight[0]
+        if step.fault is not None:
+            self.reset()
+            raise step.fault.error
+        return step.result
+
+    def reset(self) -> None:
+        self.doomed.update(*self._in_flight)
+        self._in_flight.clear()
+        self._broken_in_flight = False
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    executor: FaultyExecutor
+    result: StepResult
+    fault: Fault | None = None
+
+    def wait(self) -> StepResult:
+        return self.executor.wait(self)

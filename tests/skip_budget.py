@@ -1,11 +1,14 @@
 """pytest plugin: no test is green because it did not run.
 
 Every skip is printed with its reason, and the run fails when there are more than ``tests/skip-budget.txt`` allows.
-Tests marked ``gpu`` are left out on machines without CUDA, and counted.
+Tests marked ``gpu`` are left out on machines without CUDA, tests marked ``needs(package)`` where that optional package
+is not installed, and both are counted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,15 +35,24 @@ class SkipBudget:
         self.budget = budget
         self.skips: list[str] = []
         self.gpu_tests = 0
+        self.without_package: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the tests that need CUDA where there is none."""
-        gpu = [item for item in items if item.get_closest_marker("gpu")]
-        if not gpu or _cuda_is_available():
-            return
-        self.gpu_tests = len(gpu)
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+        """Leave out the tests that need CUDA, or a package, where there is none."""
+        kept, left_out = [], []
+        for item in items:
+            missing = _missing_package(item)
+            if item.get_closest_marker("gpu") and not _cuda_is_available():
+                self.gpu_tests += 1
+                left_out.append(item)
+            elif missing is not None:
+                self.without_package[missing] += 1
+                left_out.append(item)
+            else:
+                kept.append(item)
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = kept
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that was skipped, or that failed as expected."""
@@ -68,11 +80,18 @@ class SkipBudget:
             f"{len(self.skips)} skipped; {BUDGET_FILE} allows {self.budget}{': FAILED' if over else ''}"
         )
         terminalreporter.write_line(f"{self.gpu_tests} tests marked gpu left out for want of a CUDA device")
+        for package, count in self.without_package.items():
+            terminalreporter.write_line(f"{count} tests left out for want of {package}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hook of pytest: install the plugin for this run."""
     config.pluginmanager.register(SkipBudget(read_budget(config.rootpath / BUDGET_FILE)), "skip-budget")
+
+
+def _missing_package(item: pytest.Item) -> str | None:
+    packages = [str(name) for marker in item.iter_markers("needs") for name in marker.args]
+    return next((name for name in packages if find_spec(name) is None), None)
 
 
 def _cuda_is_available() -> bool:

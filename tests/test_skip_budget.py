@@ -18,7 +18,7 @@ SKIPS = """
 
 
 def run(pytester: pytest.Pytester, budget: str, tests: str) -> pytest.RunResult:
-    pytester.makeini("[pytest]\nmarkers = gpu")
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    needs")
     pytester.mkdir("tests").joinpath("skip-budget.txt").write_text(budget)
     pytester.makepyfile(tests)
     return pytester.runpytest_inprocess("-p", "tests.skip_budget", "-p", "no:cacheprovider")
@@ -59,3 +59,18 @@ def test_gpu_tests_are_left_out_where_there_is_no_gpu(
     result = run(pytester, "0\n", tests)
     result.assert_outcomes(passed=2 if cuda else 1, deselected=0 if cuda else 1)
     result.stdout.fnmatch_lines([f"{0 if cuda else 1} tests marked gpu left out *"])
+
+
+def test_tests_are_left_out_and_counted_where_their_package_is_missing(pytester: pytest.Pytester) -> None:
+    tests = """
+        import pytest
+
+        @pytest.mark.needs("no_such_package")
+        def test_with_package(): assert False
+
+        @pytest.mark.needs("pytest")
+        def test_plain(): pass
+    """
+    result = run(pytester, "0\n", tests)
+    result.assert_outcomes(passed=1, deselected=1)
+    result.stdout.fnmatch_lines(["1 tests left out for want of no_such_package"])

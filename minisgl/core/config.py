@@ -37,6 +37,11 @@ class EngineConfig:
             admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is its
             default.
         sampler: ``"default"`` or another registered name.
+        enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
+        max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger ones run eagerly. None
+            is ``max_running_requests``, up to 512.
+        graph_batches: numbers of rows to capture; a step is padded to the next one. None chooses them up to
+            ``max_graph_batch``.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than
             ``config.json``.
         seed: seed of dummy weights, and of requests that bring none of their own.
@@ -58,6 +63,9 @@ class EngineConfig:
     attention_backend: str = "auto"
     policy: str = "fcfs,prefill-first,optimistic"
     sampler: str = "default"
+    enforce_eager: bool = False
+    max_graph_batch: int | None = None
+    graph_batches: tuple[int, ...] | None = None
     load_format: str = "auto"
     seed: int = 0
     request_timeout: float | None = None
@@ -65,7 +73,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens"):
             self._positive(name)
-        for name in ("max_seq_len", "num_pages"):
+        for name in ("max_seq_len", "num_pages", "max_graph_batch"):
             if getattr(self, name) is not None:
                 self._positive(name)
         if not _is_int(self.page_size) or not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
@@ -77,6 +85,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
+        self._check_graph_batches()
         if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):
             raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
@@ -93,6 +102,17 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(f"{name}: unknown option; known options are {', '.join(sorted(known))}")
         return cls(model=model, **options)
+
+    def _check_graph_batches(self) -> None:
+        if self.graph_batches is None:
+            return
+        sizes = tuple(self.graph_batches)
+        if not sizes or not all(_is_int(size) and size >= 1 for size in sizes):
+            raise ConfigError(f"graph_batches: must be numbers of rows, at least 1 each, got {self.graph_batches!r}")
+        if self.max_graph_batch is not None and max(sizes) != self.max_graph_batch:
+            raise ConfigError(
+                f"graph_batches: the largest is {max(sizes)} and max_graph_batch is {self.max_graph_batch}; give one"
+            )
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)

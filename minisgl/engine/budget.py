@@ -24,6 +24,7 @@ def pages_that_fit(
     config: EngineConfig,
     model: torch.nn.Module,
     model_bytes: int,
+    runner_bytes: int,
     free_before: int,
     max_seq_len: int,
     page_bytes: int,
@@ -35,6 +36,7 @@ def pages_that_fit(
         config: options.
         model: loaded, for the warm-up of formula B.
         model_bytes: size of its parameters.
+        runner_bytes: what the runner will allocate after this, see `RunnerFactory.memory`.
         free_before: bytes that were free before it was loaded, for formula A.
         max_seq_len: longest sequence in tokens.
         page_bytes: bytes of a page over all layers.
@@ -45,10 +47,10 @@ def pages_that_fit(
         with measure_peak(device) as memory:
             warm_up(config, model, max_seq_len, device)
         total = total_memory(device)
-        used = total - free_memory(device)
+        used = total - free_memory(device) + runner_bytes
         pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
     else:
-        pages = pages_from_free_memory(free_before, model_bytes, ratio, page_bytes)
+        pages = pages_from_free_memory(free_before, model_bytes + runner_bytes, ratio, page_bytes)
     pages = min(pages, _INT32_LIMIT // config.page_size - 1)
     if device.type == "cuda":
         return pages

@@ -27,6 +27,7 @@ class DeviceState:
     def __init__(
         self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device
     ) -> None:
+        self.dummy_page = dummy_page
         self.tokens = torch.zeros((max_running + 1, max_seq_len), dtype=torch.int32, device=device)
         width = table_width(max_seq_len, page_size)
         self.page_table = torch.full((max_running + 1, width), dummy_page, dtype=torch.int32, device=device)

@@ -11,17 +11,15 @@ import numpy.typing as npt
 import torch
 
 from minisgl.core.attention import AttentionBackend
-from minisgl.core.batch import Batch, DeviceBatch, StepResult
+from minisgl.core.batch import Batch, StepResult
 from minisgl.core.config import EngineConfig
-from minisgl.core.context import ForwardContext, forward_context
 from minisgl.engine.budget import check_num_pages, pages_that_fit
 from minisgl.engine.device_state import DeviceState
-from minisgl.engine.inputs import batch_arrays, device_batch
 from minisgl.engine.logprobs import Logprobs, token_logprobs
+from minisgl.engine.runner import EagerRunners, EngineParts, RunnerFactory
 from minisgl.engine.sampler import SAMPLERS, SampledTokens
 from minisgl.engine.sampling_stages import SamplingRows
 from minisgl.engine.sampling_table import SamplingTable
-from minisgl.engine.staging import to_device
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes
@@ -62,13 +60,17 @@ class Engine:
     4. the number of KV pages, from these, and the KV tensors;
     5. token and page tables, whose padding points to the page after the last;
     6. the attention backend, which reads the KV tensors;
-    7. the sampler.
+    7. the sampler;
+    8. the runner, which may record all of these in CUDA graphs. The memory that it will need is measured before step
+       4, by a trial over a KV cache of one page.
 
     Args:
         config: options.
         path: directory of the checkpoint.
         model_config: of the model in it.
         make_attention: builds the backend over the KV cache.
+        prepare_model: called with the loaded model, in which it may exchange modules for faster ones.
+        runners: build what computes the steps.
 
     Raises:
         ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
@@ -81,6 +83,8 @@ class Engine:
         path: Path,
         model_config: ModelConfig,
         make_attention: Callable[[KVCache], AttentionBackend],
+        prepare_model: Callable[[torch.nn.Module], None] | None = None,
+        runners: RunnerFactory | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -93,56 +97,50 @@ class Engine:
         self.model = load_model(path, model_config, self.dtype, self.device, config.load_format, config.seed)
         if self.device.type == "cpu":
             block_weights(self.model)
+        if prepare_model is not None:
+            prepare_model(self.model)
         self.model_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.sampling = SamplingTable(config.max_running_requests)
+        sampler = make_sampler()
 
         shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
         self.page_bytes = page_bytes(*shape, config.page_size, self.dtype.itemsize)
+
+        def parts(num_pages: int) -> EngineParts:
+            kv_cache = KVCache(*shape, num_pages, config.page_size, self.dtype, self.device)
+            sizes = (config.max_running_requests, self.max_seq_len, config.page_size, num_pages)
+            state = DeviceState(*sizes, self.device)
+            return EngineParts(self.model, kv_cache, make_attention(kv_cache), state, sampler)
+
+        runners = runners or EagerRunners()
+        self.runner_bytes = 0
+        if config.num_pages is None:
+            self.runner_bytes = runners.memory(parts(num_pages=1))
         self.num_pages = config.num_pages or pages_that_fit(
-            config, self.model, self.model_bytes, free_before, self.max_seq_len, self.page_bytes, self.device
+            config,
+            self.model,
+            self.model_bytes,
+            self.runner_bytes,
+            free_before,
+            self.max_seq_len,
+            self.page_bytes,
+            self.device,
         )
         check_num_pages(self.num_pages, config.page_size, self.page_bytes, self.device)
-        self.kv_cache = KVCache(*shape, self.num_pages, config.page_size, self.dtype, self.device)
-        self.state = DeviceState(
-            config.max_running_requests, self.max_seq_len, config.page_size, self.num_pages, self.device
-        )
-        self.attention = make_attention(self.kv_cache)
-        self.sampling = SamplingTable(config.max_running_requests)
-        self.sampler = make_sampler()
+        self.parts = parts(self.num_pages)
+        self.runner = runners.build(self.parts)
+
+    @property
+    def kv_cache(self) -> KVCache:
+        return self.parts.kv_cache
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
-        """Start a step: one copy to the device, the model, the sampler, and an asynchronous copy back."""
+        """Start a step: the model, the sampler, and an asynchronous copy of the tokens back to the host."""
         for admission in batch.admissions:
             self.sampling.admit(admission)
         rows = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
-        token_index, token_value = self.state.token_writes(batch.admissions)
-        staged = to_device(
-            {
-                "token_index": token_index,
-                "token_value": token_value,
-                "page_index": batch.page_index,
-                "page_value": batch.page_value,
-                "sampling": rows.pack(),
-                **batch_arrays(batch),
-            },
-            self.device,
-        )
-        self.state.update(staged["token_index"], staged["token_value"], staged["page_index"], staged["page_value"])
-        input_ids = self.state.input_ids(staged["token_slots"], staged["positions"])
-        inputs = device_batch(staged, input_ids, self.state.page_table)
-        logits = self.forward(batch, inputs)
-        stages = rows.unpack(staged["sampling"])
-        sampled = self.sampler.sample(logits, stages, stages.history(self.state.tokens))
-        self.state.append(staged["sample_slots"], staged["sample_positions"], sampled.tokens)
-        return self._send_back(rows, sampled)
-
-    @torch.inference_mode()
-    def forward(self, batch: Batch, inputs: DeviceBatch) -> torch.Tensor:
-        """Logits of the sampling rows, [S, vocab]; the fed tokens' KV is stored on the way."""
-        self.attention.plan(batch, inputs)
-        with forward_context(ForwardContext(inputs, self.attention)):
-            logits: torch.Tensor = self.model(inputs)
-        return logits
+        return self._send_back(rows, self.runner.run(batch, rows))
 
     def _send_back(self, rows: SamplingRows, sampled: SampledTokens) -> PendingStep:
         if self.device.type != "cuda":

@@ -41,6 +41,9 @@ class Sampler(Protocol):
     the row's own logits, parameters and key alone.
     """
 
+    capturable: bool
+    """Whether `sample` may be recorded in a CUDA graph when no row needs more than the random stage."""
+
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
         """Sample without waiting for the device and without changing ``logits``.
 
@@ -68,12 +71,15 @@ class DefaultSampler:
     7. one draw from what remains.
     """
 
+    capturable = True
+
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
         """See `Sampler.sample`."""
         adjusted = self._adjust(logits, inputs, history)
         tokens = adjusted.argmax(-1)
         if inputs.random is not None:
-            drawn = self._draw(adjusted, inputs, inputs.random)
+            weights = self._weights(adjusted, inputs, inputs.random)
+            drawn = draw(weights, inputs.random.key_low, inputs.random.key_high)
             tokens = torch.where(inputs.random.temperature == 0, tokens, drawn)
         logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens, inputs.logprobs)
         return SampledTokens(tokens.int(), logprobs)
@@ -93,12 +99,14 @@ class DefaultSampler:
             logits = mask_tokens(logits, inputs.mask)
         return logits
 
-    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]) -> torch.Tensor:
-        """Stages 6 and 7, for all rows; what is drawn for a greedy row is not used."""
+    def _weights(
+        self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]
+    ) -> torch.Tensor:
+        """Stage 6, for all rows; those of a greedy row are not used. What is 0 may not be drawn."""
         temperature = random.temperature.masked_fill(random.temperature == 0, 1.0)
         weights = softmax_weights(logits, temperature)
         if inputs.top is not None:
             weights = keep_top(weights, logits, inputs.top)
         if inputs.min_p is not None:
             weights = keep_min_p(weights, inputs.min_p)
-        return draw(weights, random.key_low, random.key_high)
+        return weights

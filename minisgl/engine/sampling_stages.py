@@ -151,6 +151,13 @@ class SamplingStages(Generic[A]):
         return self.random is None
 
 
+    @property
+    def needs_only_temperatures(self) -> bool:
+        """True if the random stage is the only one, or there is none."""
+        others = (self.logprobs, self.bias, self.penalties, self.mask, self.top, self.min_p)
+        return all(stage is None for stage in others)
+
+
 class SamplingInputs(SamplingStages[torch.Tensor]):
     """`SamplingStages` on the device."""
 

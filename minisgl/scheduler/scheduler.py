@@ -102,8 +102,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a request is unfinished."""
-        return bool(self.requests)
+        """True while a request is unfinished, or a launched step is not accounted for yet and so holds slots."""
+        return bool(self.requests) or len(self.table) > 0
 
     # -- before a step -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl import kernels as kernels  # so that its sampler is registered
 from minisgl.core import SamplingParams
 from minisgl.engine.sampler import SAMPLERS, Sampler
 from tests.sampling import Row, fits, prepare, sample, sample_with_logprobs

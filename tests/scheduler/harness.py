@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 
 import numpy as np
 
 from minisgl.core import Batch, FinishReason, Request, RunningTable, SamplingParams
 from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.prefix import PREFIX_CACHES
-from minisgl.scheduler import KVMemory, Policy, Scheduler, StepOutput
-from tests.fake_executor import Launched, ShadowExecutor, expected_output
+from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
+from minisgl.scheduler.overlap import OverlapLoop
+from tests.fake_executor import FaultyExecutor, ShadowExecutor, expected_output
 
 assert radix  # imported, as the next one, for their registration
 assert block_hash
 
 
 class Harness:
-    """Drives steps with results processed ``delay`` steps late: 0 is the plain loop, 1 is what overlap does."""
+    """Drives one of the two loops: results are processed ``delay`` steps late, 0 or 1."""
 
     def __init__(
         self,
@@ -40,10 +41,11 @@ class Harness:
         width = self.memory.page_table.rows.shape[1]
         self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
         self.vocab = vocab
-        self.delay = delay
-        self.launched: deque[tuple[Batch, Launched]] = deque()
+        self.faulty = FaultyExecutor(self.executor, self.table)
+        self.loop = (EngineLoop, OverlapLoop)[delay](self.scheduler, self.faulty)
         self.finished: dict[int, Request] = {}
-        self.batches: list[Batch] = []
+        self.seen: dict[int, list[int]] = defaultdict(list)
+        """Tokens that were reported of watched requests, by uid."""
         self._next_uid = 0
 
     def add(self, prompt: list[int], max_tokens: int = 4, stop_ids: tuple[int, ...] = (), **fields: object) -> Request:
@@ -59,37 +61,45 @@ class Harness:
         self.scheduler.add(request)
         return request
 
-    def step(self) -> StepOutput:
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            self.batches.append(batch)
-            self.launched.append((batch, self.executor.launch(batch)))
-        while self.launched and (len(self.launched) > self.delay or batch is None):
-            done, pending = self.launched.popleft()
-            self.scheduler.process(done, pending.wait())
-        return self._collect()
+    @property
+    def batches(self) -> list[Batch]:
+        """All steps so far."""
+        return self.faulty.batches
 
-    def _collect(self) -> StepOutput:
+    def step(self) -> StepOutput:
+        """One step of the loop, which an interrupt may end early."""
+        try:
+            output = self.loop.step()
+        except KeyboardInterrupt:
+            output = self.scheduler.take_output()
+        return self._collect(output)
+
+    def _collect(self, output: StepOutput) -> StepOutput:
         self.check()
-        output = self.scheduler.take_output()
+        for event in output.events:
+            assert event.request.uid not in self.finished, "a token of a request that had ended"
+            self.seen[event.request.uid].append(event.token_id)
         for request in output.finished:
             assert request.uid not in self.finished, "a request was reported as finished twice"
+            assert self.seen[request.uid] == (request.output if request.watched else [])
             self.finished[request.uid] = request
         return output
 
     def abort(self, request: Request) -> None:
         self.scheduler.finish(request.uid, FinishReason.ABORT)
-        self._collect()
+        self._collect(self.scheduler.take_output())
 
     def run(self, limit: int = 5_000) -> None:
         """Step until nothing is left; every request must have ended by then."""
         for _ in range(limit):
-            if not self.scheduler.has_work and not self.launched:
+            if not self.scheduler.has_work:
                 return
             self.step()
         raise AssertionError(f"not done after {limit} steps: {len(self.scheduler.waiting)} waiting")
 
     def check(self) -> None:
+        if self.faulty.violation is not None:
+            raise self.faulty.violation
         self.scheduler.check()
         for slot in self.table.slots.tolist():
             assert not self.memory.pool.is_free[self.memory.row(slot)].any(), "a running request maps a free page"

@@ -9,14 +9,15 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from minisgl.core import Request
+from minisgl.core import FinishReason, Request
+from tests.fake_executor import Fault
 from tests.scheduler.harness import Harness
 
 VOCAB = 2  # a vocabulary this small makes shared prefixes and duplicates the rule
 
 
 class EngineLife(RuleBasedStateMachine):
-    """Arrivals, aborts in every state, and steps, in any order."""
+    """Arrivals, aborts in every state, steps, and steps that fail, in any order."""
 
     @initialize(
         prefix_cache=st.sampled_from(["radix", "block-hash", "none"]),
@@ -53,6 +54,11 @@ class EngineLife(RuleBasedStateMachine):
         if self.requests:
             self.harness.abort(self.requests[which % len(self.requests)])
 
+    @rule(at_launch=st.booleans(), error=st.sampled_from([RuntimeError, KeyboardInterrupt]))
+    def break_the_next_step(self, at_launch: bool, error: type[BaseException]) -> None:
+        self.harness.faulty.fault = Fault(at_launch, error())
+        self.harness.step()
+
     @rule(count=st.integers(1, 6))
     def run_steps(self, count: int) -> None:
         for _ in range(count):
@@ -65,6 +71,8 @@ class EngineLife(RuleBasedStateMachine):
         assert sorted(self.harness.finished) == [request.uid for request in self.requests]
         for request in self.requests:
             self.harness.assert_output(request)
+            if request.finish_reason is FinishReason.ERROR and "KV cache" not in (request.error or ""):
+                assert request.uid in self.harness.faulty.doomed, "an error of a request that no broken step touched"
         self.harness.assert_idle_and_clean()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import pytest
 
-from minisgl.core import FinishReason, RequestState, SamplingParams
+from minisgl.core import Batch, FinishReason, RequestState, SamplingParams
+from minisgl.core.batch import PendingStep
 from minisgl.errors import InvariantError
 from tests.fake_executor import expected_output
 from tests.scheduler.harness import Harness
@@ -179,17 +181,20 @@ def test_an_abort_in_every_state(steps: int, cache: str, delay: int) -> None:
 
 def test_an_abort_while_preempted_and_in_flight() -> None:
     """The rarest state: the pages are gone, the row waits for a launched step, and the request is in no queue."""
-    harness = Harness(num_pages=6, page_size=2, max_prefill_tokens=8, delay=1)
+    harness = Harness(num_pages=6, page_size=2, max_prefill_tokens=8)
+    launched: deque[tuple[Batch, PendingStep]] = deque()
     first, last = harness.add(prompt_of(4), max_tokens=8), harness.add(prompt_of(4, seed=1), max_tokens=8)
     while not (last.state is RequestState.PREEMPTED and last.slot >= 0):
         batch = harness.scheduler.schedule()
         assert batch is not None
-        harness.launched.append((batch, harness.executor.launch(batch)))
-        if last.state is not RequestState.PREEMPTED and len(harness.launched) > 1:
-            done, pending = harness.launched.popleft()
+        launched.append((batch, harness.executor.launch(batch)))
+        if last.state is not RequestState.PREEMPTED and len(launched) > 1:
+            done, pending = launched.popleft()
             harness.scheduler.process(done, pending.wait())
     assert last not in list(harness.scheduler.waiting)
     harness.abort(last)
+    for batch, pending in launched:
+        harness.scheduler.process(batch, pending.wait())
     harness.run()
     assert last.finish_reason is FinishReason.ABORT
     harness.assert_output(last)

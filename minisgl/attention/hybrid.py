@@ -1,0 +1,87 @@
+"""Two backends over one KV cache: one attends for the prefill rows of a step, the other for its decode rows.
+
+Prefill is arithmetic and decode is memory traffic, so the fastest kernel of one is rarely the fastest of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from minisgl.core import AttentionSpec, Batch, DeviceBatch
+from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.paged_attention import PagedAttention
+
+
+class HybridAttention(PagedAttention):
+    """Delegates rows; all of a step's keys and values are stored before either backend attends.
+
+    Args:
+        kv_cache: where keys and values live; both backends were made over it.
+        prefill, decode: who attends for which rows.
+    """
+
+    def __init__(self, kv_cache: KVCache, prefill: PagedAttention, decode: PagedAttention) -> None:
+        super().__init__(kv_cache)
+        self.prefill = prefill
+        self.decode = decode
+        self.capturable = decode.capturable
+        self._num_decode: int
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
+        """Plan each backend with its part of the step. Only decode steps are captured, so `decode` names the work."""
+        self.inputs = inputs
+        self._num_decode = batch.num_decode
+        if batch.num_decode == batch.num_rows:
+            return self.decode.plan(batch, inputs)
+        if batch.num_decode == 0:
+            return self.prefill.plan(batch, inputs)
+        decode_rows, prefill_rows = split_phases(batch, inputs)
+        return self.decode.plan(*decode_rows), self.prefill.plan(*prefill_rows)
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """See `PagedAttention.attend`. A decode row is one token, so as many tokens as decode rows come first."""
+        count = self._num_decode
+        if count == len(q):
+            return self.decode.attend(q, spec)
+        if count == 0:
+            return self.prefill.attend(q, spec)
+        return torch.cat([self.decode.attend(q[:count], spec), self.prefill.attend(q[count:], spec)])
+
+
+def split_phases(batch: Batch, inputs: DeviceBatch) -> tuple[tuple[Batch, DeviceBatch], tuple[Batch, DeviceBatch]]:
+    """The decode rows of a mixed step, and its prefill rows, each as a step of its own."""
+    count = batch.num_decode
+    return _rows(batch, inputs, slice(0, count)), _rows(batch, inputs, slice(count, batch.num_rows))
+
+
+def _rows(batch: Batch, inputs: DeviceBatch, rows: slice) -> tuple[Batch, DeviceBatch]:
+    """Some consecutive rows. Who samples, and what changes in the tables before the step, is left out."""
+    borders = slice(rows.start, rows.stop + 1)
+    first, stop = batch.cu_seqlens_q[[rows.start, rows.stop]].tolist()
+    tokens = slice(first, stop)
+    part = Batch(
+        slots=batch.slots[rows],
+        cu_seqlens_q=batch.cu_seqlens_q[borders] - np.int32(first),
+        seq_lens=batch.seq_lens[rows],
+        positions=batch.positions[tokens],
+        token_slots=batch.token_slots[tokens],
+        out_locs=batch.out_locs[tokens],
+        sample_rows=batch.sample_rows[:0],
+        output_index=batch.output_index[:0],
+        num_decode=batch.num_decode - rows.start,
+    )
+    part_inputs = replace(
+        inputs,
+        input_ids=inputs.input_ids[tokens],
+        positions=inputs.positions[tokens],
+        out_locs=inputs.out_locs[tokens],
+        slots=inputs.slots[rows],
+        seq_lens=inputs.seq_lens[rows],
+        cu_seqlens_q=inputs.cu_seqlens_q[borders] - first,
+        logit_rows=inputs.logit_rows[:0],
+    )
+    return part, part_inputs

@@ -1,0 +1,185 @@
+"""Attention of prefill rows: many query tokens a row, each of which sees the keys up to its own.
+
+Here arithmetic counts, not reading, so queries are taken in tiles that fill the tensor cores (FlashAttention-2, Dao
+2023). Query heads that share a KV head are rows of one tile: a short chunk behind a long prefix then fills a tile with
+a fraction of the tokens, and keys are loaded once for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from minisgl.attention.triton_tiles import LOG2_E, LOWEST, load_tile, locate, softmax_step, tile_range
+from minisgl.core import AttentionSpec, Batch, DeviceBatch
+from minisgl.engine.staging import to_device
+
+
+@triton.jit
+def prefill_kernel(
+    queries,
+    keys,
+    values,
+    out,
+    tile_rows,
+    tile_begins,
+    seq_lens,
+    cu_seqlens_q,
+    slots,
+    page_table,
+    scale,
+    token_stride,
+    head_stride,
+    table_width,
+    WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (h, t): the queries of tile t in all heads that share KV head h, over all keys that they see.
+
+    Args:
+        queries: [T, KV_HEADS × GROUP, HEAD_DIM], any strides but the last.
+        keys, values: a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
+        out: [T, KV_HEADS × GROUP, HEAD_DIM].
+        tile_rows, tile_begins: int32[tiles] a tile is the queries ``begin … begin + BLOCK_M`` of this row, where query
+            i is token i // GROUP of the row's tokens in head i % GROUP of the KV head's.
+        seq_lens, slots: int32[R]. cu_seqlens_q: int32[R + 1]. page_table: int32[slots, table_width].
+        scale: times log2(e).
+        WINDOW: 0 is none. BLOCK_D: HEAD_DIM or more. BLOCK_N: keys a tile.
+    """
+    head = tl.program_id(0)
+    row = tl.load(tile_rows + tl.program_id(1))
+    begin = tl.load(tile_begins + tl.program_id(1))
+    length = tl.load(seq_lens + row)
+    row_begin = tl.load(cu_seqlens_q + row)
+    fed = tl.load(cu_seqlens_q + row + 1) - row_begin
+    page_row = page_table + tl.load(slots + row) * table_width
+
+    index = begin + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = tl.minimum(index // GROUP, fed - 1)  # past the row's end, its last one again
+    heads = head * GROUP + index % GROUP
+    used = (index < fed * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    pointers = queries + (row_begin + token)[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
+    q = tl.load(pointers, used, other=0.0)
+
+    position = length - fed + token
+    first_position = length - fed + begin // GROUP
+    last_position = length - fed + tl.minimum((begin + BLOCK_M - 1) // GROUP, fed - 1)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if WINDOW > 0:
+        start = tl.maximum(first_position + 1 - WINDOW, 0)
+    else:
+        # Tiles of keys that all queries see need no mask.
+        start = (first_position + 1) // BLOCK_N * BLOCK_N
+        for begin_n in tile_range(0, start, BLOCK_N):
+            positions = begin_n + tl.arange(0, BLOCK_N)
+            valid = positions < start
+            locations = locate(page_row, positions, valid, PAGE_SIZE)
+            k = load_tile(keys, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
+            v = load_tile(values, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
+            acc, total, peak = softmax_step(q, k, v, valid[None, :], scale, acc, total, peak, False)
+    for begin_n in tile_range(start, last_position + 1, BLOCK_N):
+        positions = begin_n + tl.arange(0, BLOCK_N)
+        valid = positions <= last_position
+        locations = locate(page_row, positions, valid, PAGE_SIZE)
+        k = load_tile(keys, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
+        v = load_tile(values, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
+        visible = positions[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible &= positions[None, :] > position[:, None] - WINDOW
+        acc, total, peak = softmax_step(q, k, v, visible, scale, acc, total, peak, True)
+
+    pointers = out + ((row_begin + token) * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), used)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """The prefill rows of a step, cut into tiles of queries.
+
+    Args:
+        rows, begins: int32[tiles] as in `prefill_kernel`.
+        block_m: queries a tile.
+    """
+
+    rows: torch.Tensor
+    begins: torch.Tensor
+    block_m: int
+
+
+def query_tiles(batch: Batch, group: int, device: torch.device) -> QueryTiles:
+    """Cut up the prefill rows of a step, the tiles with most keys first: they take longest, and should not end last.
+
+    Args:
+        batch: the step.
+        group: query heads that share a KV head.
+    """
+    queries = batch.q_lens[batch.num_decode :] * group
+    block_m = 64 if queries.max() <= 64 else 128
+    counts = -(-queries // block_m)
+    rows = np.repeat(np.arange(batch.num_decode, batch.num_rows, dtype=np.int32), counts)
+    ordinal = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+    begins = ordinal * block_m
+    num_keys = (batch.seq_lens - batch.q_lens)[rows] + begins // group
+    order = np.argsort(-num_keys, kind="stable")
+    staged = to_device({"rows": rows[order], "begins": begins[order].astype(np.int32)}, device)
+    return QueryTiles(staged["rows"], staged["begins"], block_m)
+
+
+def prefill(
+    queries: torch.Tensor,
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    inputs: DeviceBatch,
+    spec: AttentionSpec,
+    tiles: QueryTiles,
+) -> None:
+    """Launch `prefill_kernel`.
+
+    Args:
+        queries, out: [T, num_heads, head_dim] of the whole step; ``out`` is contiguous, and written for prefill rows.
+        keys, values: the layer's cache.
+        inputs: of the step.
+        tiles: its prefill rows.
+    """
+    page_size, kv_heads = keys.shape[1:3]
+    block_d = max(16, triton.next_power_of_2(spec.head_dim))
+    prefill_kernel[(kv_heads, len(tiles.rows))](
+        queries,
+        keys,
+        values,
+        out,
+        tiles.rows,
+        tiles.begins,
+        inputs.seq_lens,
+        inputs.cu_seqlens_q,
+        inputs.slots,
+        inputs.page_table,
+        spec.scale * LOG2_E,
+        queries.stride(0),
+        queries.stride(1),
+        inputs.page_table.stride(0),
+        WINDOW=spec.sliding_window or 0,
+        PAGE_SIZE=page_size,
+        GROUP=spec.num_heads // kv_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=spec.head_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=64,
+        BLOCK_D=block_d,
+        num_warps=tiles.block_m // 16,
+        num_stages=3,
+    )

@@ -1,0 +1,89 @@
+"""The memory that a captured decode step reads: fixed addresses, filled by one copy before each replay."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl.core.batch import Batch, DeviceBatch
+from minisgl.core.request import Int32Array
+from minisgl.engine.device_state import DeviceState
+from minisgl.engine.sampling_stages import RandomStage, SamplingInputs, SamplingRows
+from minisgl.graphs.padding import pad_batch
+
+_FIELDS = 7
+"""slots, seq_lens, page_index, page_value, temperature, key_low, key_high: one int32 each a row."""
+
+
+class DecodeBuffers:
+    """Inputs of decode steps with one number of rows.
+
+    Positions, locations and token ids follow from a row's slot and length, so the host does not send them: they are
+    derived on the device, from its own tables.
+
+    Args:
+        state: token and page tables; their last row is the dummy slot.
+        page_size: tokens a page.
+        rows: B.
+    """
+
+    def __init__(self, state: DeviceState, page_size: int, rows: int) -> None:
+        device = state.tokens.device
+        self.state = state
+        self.page_size = page_size
+        self.rows = rows
+        self.dummy_slot = len(state.tokens) - 1
+        self._packed = torch.zeros((_FIELDS, rows), dtype=torch.int32, device=device)
+        slots, seq_lens, self._page_index, self._page_value, temperature, *keys = self._packed
+        self.inputs = DeviceBatch(
+            input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
+            positions=torch.zeros(rows, dtype=torch.int32, device=device),
+            out_locs=torch.zeros(rows, dtype=torch.int32, device=device),
+            slots=slots,
+            seq_lens=seq_lens,
+            cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            page_table=state.page_table,
+            logit_rows=torch.arange(rows, dtype=torch.int32, device=device),
+        )
+        self.sampling = SamplingInputs(random=RandomStage(temperature.view(torch.float32), *keys))
+        """Draws a token where the temperature is not 0; the likeliest token elsewhere."""
+
+    def fill(self, batch: Batch, sampling: SamplingRows) -> Batch:
+        """Write a step into the buffers.
+
+        Args:
+            batch: at most B decode rows, with at most B page-table changes.
+            sampling: of the batch; only its random stage is used here.
+
+        Returns:
+            The batch padded to B rows.
+        """
+        padded = pad_batch(batch, self.rows, self.dummy_slot)
+        host = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=self._packed.is_cuda)
+        slots, seq_lens, page_index, page_value, *random = host.numpy()
+        slots[:] = padded.slots
+        seq_lens[:] = padded.seq_lens
+        # Unused entries write what is there already: the dummy page at the start of the dummy row.
+        _put(page_index, batch.page_index, self.dummy_slot * self.state.page_table.shape[1])
+        _put(page_value, batch.page_value, self.state.dummy_page)
+        for target, values in zip(random, sampling.random or (), strict=False):
+            _put(target, values.view(np.int32), 0)
+        if sampling.random is None:
+            random[0][:] = 0
+        self._packed.copy_(host, non_blocking=True)
+        self._derive()
+        return padded
+
+    def _derive(self) -> None:
+        """Apply the page-table changes, then look up where each row's new token is, and where its KV goes."""
+        inputs, tables = self.inputs, self.state
+        tables.page_table.view(-1)[self._page_index] = self._page_value
+        torch.sub(inputs.seq_lens, 1, out=inputs.positions)
+        inputs.input_ids.copy_(tables.input_ids(inputs.slots, inputs.positions))
+        pages = tables.page_table[inputs.slots, inputs.positions // self.page_size]
+        inputs.out_locs.copy_(pages * self.page_size + inputs.positions % self.page_size)
+
+
+def _put(target: Int32Array, values: Int32Array, rest: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = rest

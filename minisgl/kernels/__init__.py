@@ -1,0 +1,19 @@
+"""Chapter 11, second half: kernels that do in one pass over memory what the layers of chapter 2 do in several.
+
+Each has a plain PyTorch twin, the code that it replaces, and is tested against it. Triton is imported by the modules
+that hold kernels and by nothing else, so that this package can be imported where there is no Triton.
+"""
+
+from importlib.util import find_spec
+
+from minisgl.engine.sampler import SAMPLERS, Sampler
+
+__all__: list[str] = []
+
+if find_spec("triton") is not None:
+
+    @SAMPLERS.register("triton")
+    def _fused_sampler() -> Sampler:
+        from minisgl.kernels.sampler import FusedSampler
+
+        return FusedSampler()

@@ -1,0 +1,48 @@
+"""What all kernels need to know before they are launched: where they run, and how wide they compute."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl.errors import ConfigError
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, on the CPU: ``TRITON_INTERPRET=1`` when Triton was first imported."""
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device that kernels cannot run on.
+
+    Raises:
+        ConfigError: ``device`` is not CUDA, and Triton does not interpret.
+    """
+    if device.type != "cuda" and not INTERPRETED:
+        raise ConfigError(
+            f"device: Triton kernels run on CUDA, not on {device.type!r}; set TRITON_INTERPRET=1 before Triton is "
+            "imported to have them interpreted (slowly), or use the plain layers and the sampler 'default'"
+        )
+
+
+def wide(dtype: torch.dtype) -> tl.dtype:
+    """What a kernel computes in: float64 for float64, float32 for everything narrower."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def launch_early(tensor: torch.Tensor) -> dict[str, bool]:
+    """Keyword arguments of a launch for programmatic dependent launch, which Hopper and later GPUs have.
+
+    Normally a kernel starts when the one before it has ended. With this, its programs are put in place while the last
+    programs of the one before still run; they fetch what does not depend on it, such as weights, and then wait for its
+    results at ``gdc_wait``.
+    """
+    early = tensor.is_cuda and _capability(tensor.device.index) >= 9
+    return {"EARLY": early, "launch_pdl": early} if early else {"EARLY": False}
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]

@@ -1,0 +1,103 @@
+"""A whole decoder for steps with a single token: five kernels a layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minisgl.core import DeviceBatch
+from minisgl.kernels.single_token_attention import SingleTokenAttention
+from minisgl.kernels.single_token_linear import linear
+from minisgl.kvcache.kv_cache import KVCache
+from minisgl.layers import GatedMLP
+from minisgl.models.decoder import CausalLM, DecoderLayer
+
+
+class SingleTokenDecoder:
+    """The weights of a `CausalLM`, in other kernels: ``decoder(inputs)`` is ``model(inputs)`` for one decode row.
+
+    1. norm and QKV projection; 2. QK-norm, rotary embedding, KV store and attention; 3. output projection and residual
+    addition; 4. norm, gate and up projection, SiLU and product; 5. down projection and residual addition.
+
+    Args:
+        model: of plain decoder layers, see `supports`.
+        kv_cache: its keys and values.
+    """
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+        config, decoder = model.config, model.model
+        self.model = model
+        self.kv_cache = kv_cache
+        weight = decoder.embed_tokens.weight
+        self.attend = SingleTokenAttention(
+            config.num_heads, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
+        )
+        self._qkv = weight.new_empty((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        self._attended = weight.new_empty(config.num_heads * config.head_dim)
+        self._hidden = weight.new_empty(config.intermediate_size)
+
+    @staticmethod
+    def supports(model: nn.Module) -> bool:
+        """Whether all layers are plain ones: a gated MLP, no experts, and heads of a power of two of 32 or more."""
+        if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
+            return False
+        layers = list(model.model.layers)
+        plain = all(type(layer) is DecoderLayer and isinstance(layer.mlp, GatedMLP) for layer in layers)
+        return plain and model.config.head_dim >= 32
+
+    def __call__(self, inputs: DeviceBatch) -> torch.Tensor:
+        """One step of one row with one token.
+
+        Returns:
+            [1, vocab_size] logits, in the model's dtype.
+        """
+        decoder = self.model.model
+        stream = F.embedding(inputs.input_ids, decoder.embed_tokens.weight)[0]
+        for layer in decoder.layers:
+            self._layer(layer, stream, inputs)
+        head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
+        logits = stream.new_empty(len(head.weight))
+        linear(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
+        return logits.unsqueeze(0)
+
+    def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> None:
+        """Add what one layer does to the residual stream, [hidden_size], in place."""
+        attention, mlp = layer.self_attn, layer.mlp
+        norm = layer.input_layernorm
+        linear(
+            stream,
+            attention.qkv_proj.weight,
+            self._qkv,
+            bias=attention.qkv_proj.bias,
+            norm=norm.weight,
+            eps=norm.eps,
+        )
+        spec = attention.spec
+        norms = None if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
+        self.attend(
+            self._qkv,
+            norms,
+            0.0 if attention.q_norm is None else attention.q_norm.eps,
+            self.model.model.rotary.table,
+            inputs.slots,
+            inputs.seq_lens,
+            inputs.page_table,
+            self.kv_cache.k[spec.layer_id],
+            self.kv_cache.v[spec.layer_id],
+            spec.scale,
+            spec.sliding_window,
+            self._attended,
+        )
+        linear(self._attended, attention.o_proj.weight, stream, bias=attention.o_proj.bias, residual=stream)
+        norm = layer.post_attention_layernorm
+        linear(
+            stream,
+            mlp.gate_up_proj.weight,
+            self._hidden,
+            bias=mlp.gate_up_proj.bias,
+            norm=norm.weight,
+            eps=norm.eps,
+            gated=True,
+        )
+        linear(self._hidden, mlp.down_proj.weight, stream, bias=mlp.down_proj.bias, residual=stream)

@@ -1,0 +1,262 @@
+"""All of attention between two projections, for a single token, in one kernel: QK-norm, rotary embedding, KV store,
+split-KV attention and the merge of its parts.
+
+Its twin is `minisgl.layers.Attention` without the projections, over a `PagedAttention`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl.kernels.launch import launch_early, wide
+
+SPLITS = 16
+"""Most programs that share one KV head's keys."""
+_BLOCK = 32
+"""Keys that a program takes at a time."""
+
+
+@triton.jit
+def _norm_and_rotate(first, second, first_norm, second_norm, cos, sin, eps, SIZE: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """RMSNorm over both halves of the last dimension, then the rotation of each pair (first[i], second[i])."""
+    if NORM:
+        squares = tl.sum(first * first, axis=-1, keep_dims=True) + tl.sum(second * second, axis=-1, keep_dims=True)
+        scale = tl.rsqrt(squares / SIZE + eps)
+        first, second = first * scale * first_norm, second * scale * second_norm
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _attention_kernel(
+    qkv_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    rotary_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    part_ptr: tl.tensor,
+    part_lse_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    table_width: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program (h, s): the query heads of KV head h over the s-th part of its keys. The last to arrive merges.
+
+    The keys are cut into at most SPLITS parts of whole blocks. The program whose part ends the sequence also normalises
+    and rotates the token's own key, and stores it. Heads are kept in two halves, because that is how rotary embedding
+    pairs their elements; a dot product is the sum of those of the halves.
+
+    qkv: [(GROUP + 2) × KV_HEADS × HEAD_DIM]. rotary: float32[positions, HEAD_DIM], cos in the first half. slot, length:
+    int32[1], the length with this token. caches: [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]. part: [KV_HEADS, SPLITS,
+    GROUP, HEAD_DIM] and part_lse: [KV_HEADS, SPLITS, GROUP] scratch. arrived: int32[KV_HEADS], 0 before and after.
+    """
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    half = tl.arange(0, HALF)
+    full = tl.arange(0, HEAD_DIM)
+    group = tl.arange(0, GROUP_BLOCK)
+    position = tl.load(length_ptr) - 1
+    page_row = page_table_ptr + tl.load(slot_ptr).to(tl.int64) * table_width
+
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK
+    part_size = tl.cdiv(tl.cdiv(position + 1 - begin, BLOCK), SPLITS) * BLOCK
+    num_parts = tl.cdiv(position + 1 - begin, part_size)
+    first = begin + split * part_size
+    stop = tl.minimum(first + part_size, position)  # earlier tokens only
+
+    rotary = rotary_ptr + position.to(tl.int64) * HEAD_DIM + half
+    cos, sin = tl.load(rotary), tl.load(rotary + HALF)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if split < num_parts:
+        q_ptr = qkv_ptr + (kv_head * GROUP + group[:, None]) * HEAD_DIM + half[None, :]
+        q_mask = (group < GROUP)[:, None]
+        q1 = tl.load(q_ptr, mask=q_mask, other=0.0).to(WIDE)
+        q2 = tl.load(q_ptr + HALF, mask=q_mask, other=0.0).to(WIDE)
+        norm1, norm2 = cos, cos
+        if NORM:
+            norm1 = tl.load(q_norm_ptr + half).to(WIDE)
+            norm2 = tl.load(q_norm_ptr + HALF + half).to(WIDE)
+        q1, q2 = _norm_and_rotate(
+            q1, q2, norm1[None, :], norm2[None, :], cos[None, :], sin[None, :], eps, HEAD_DIM, NORM
+        )
+
+        top = tl.full((GROUP_BLOCK,), -float("inf"), dtype=WIDE)
+        total = tl.zeros((GROUP_BLOCK,), dtype=WIDE)
+        acc = tl.zeros((GROUP_BLOCK, HEAD_DIM), dtype=WIDE)
+        narrow = k_cache_ptr.dtype.element_ty
+        narrow_q1, narrow_q2 = q1.to(narrow), q2.to(narrow)
+        for start in range(first, stop, BLOCK):
+            keys = start + tl.arange(0, BLOCK)
+            visible = keys < stop
+            if WINDOW > 0:
+                visible = visible & (keys > position - WINDOW)
+            page = tl.load(page_row + keys // PAGE_SIZE, mask=visible, other=0).to(tl.int64)
+            place = ((page * PAGE_SIZE + keys % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+            k1 = tl.load(k_cache_ptr + place[None, :] + half[:, None], mask=visible[None, :], other=0.0)
+            k2 = tl.load(k_cache_ptr + place[None, :] + HALF + half[:, None], mask=visible[None, :], other=0.0)
+            v = tl.load(v_cache_ptr + place[:, None] + full[None, :], mask=visible[:, None], other=0.0)
+            scores = tl.dot(narrow_q1, k1, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
+            scores += tl.dot(narrow_q2, k2, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
+            scores = tl.where(visible[None, :], scores * scale, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            # A block may be hidden as a whole by the window; −inf minus −inf is no number.
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)
+            weights = tl.exp(scores - base[:, None])
+            shrink = tl.exp(top - base)
+            total = total * shrink + tl.sum(weights, axis=1)
+            acc = acc * shrink[:, None] + tl.dot(
+                weights.to(narrow), v, input_precision="ieee", out_dtype=tl.float32
+            ).to(WIDE)
+            top = new_top
+
+        if split == num_parts - 1:
+            k_ptr = qkv_ptr + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+            v_ptr = k_ptr + KV_HEADS * HEAD_DIM
+            if NORM:
+                norm1 = tl.load(k_norm_ptr + half).to(WIDE)
+                norm2 = tl.load(k_norm_ptr + HALF + half).to(WIDE)
+            own1, own2 = _norm_and_rotate(
+                tl.load(k_ptr + half).to(WIDE), tl.load(k_ptr + HALF + half).to(WIDE), norm1, norm2, cos, sin, eps,
+                HEAD_DIM, NORM,
+            )  # fmt: skip
+            own_v = tl.load(v_ptr + full)
+            page = tl.load(page_row + position // PAGE_SIZE).to(tl.int64)
+            place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+            tl.store(k_cache_ptr + place + half, own1)
+            tl.store(k_cache_ptr + place + HALF + half, own2)
+            tl.store(v_cache_ptr + place + full, own_v)
+            score = (tl.sum(q1 * own1[None, :], axis=1) + tl.sum(q2 * own2[None, :], axis=1)) * scale
+            new_top = tl.maximum(top, score)
+            shrink, weight = tl.exp(top - new_top), tl.exp(score - new_top)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + weight[:, None] * own_v.to(WIDE)[None, :]
+            top = new_top
+
+        seen = total > 0.0
+        acc = acc / tl.where(seen, total, 1.0)[:, None]
+        lse = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), -float("inf"))
+        part = (kv_head * SPLITS + split) * GROUP + group
+        in_group = group < GROUP
+        tl.store(part_ptr + part[:, None] * HEAD_DIM + full[None, :], acc, mask=in_group[:, None])
+        tl.store(part_lse_ptr + part, lse, mask=in_group)
+        # All threads of this program have stored before one of them says so to the others.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + kv_head, 1, sem="acq_rel") == num_parts - 1:
+            tl.debug_barrier()
+            tl.store(arrived_ptr + kv_head, 0)
+            parts = tl.arange(0, SPLITS)
+            there = parts < num_parts
+            for g in tl.static_range(GROUP):
+                index = (kv_head * SPLITS + parts) * GROUP + g
+                lses = tl.load(part_lse_ptr + index, mask=there, other=-float("inf"), cache_modifier=".cg")
+                shares = tl.exp(lses - tl.max(lses, axis=0))
+                values = tl.load(
+                    part_ptr + index[:, None] * HEAD_DIM + full[None, :],
+                    mask=there[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                merged = tl.sum(values * shares[:, None], axis=0) / tl.sum(shares, axis=0)
+                tl.store(out_ptr + (kv_head * GROUP + g) * HEAD_DIM + full, merged)
+
+
+class SingleTokenAttention:
+    """The kernel and its scratch memory, for all layers of a model.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: of the model; head_dim is a power of two.
+        dtype, device: of the KV cache.
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
+        shape = (num_kv_heads, SPLITS, self.group)
+        precise = torch.promote_types(dtype, torch.float32)
+        self._parts = torch.empty((*shape, head_dim), dtype=precise, device=device)
+        self._part_lse = torch.empty(shape, dtype=precise, device=device)
+        self._arrived = torch.zeros(num_kv_heads, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rotary: torch.Tensor,
+        slot: torch.Tensor,
+        length: torch.Tensor,
+        page_table: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend and store one token of one layer.
+
+        Args:
+            qkv: [(num_heads + 2 × num_kv_heads) × head_dim] packed projection.
+            norms: weights of QK-norm, [head_dim] each; None without.
+            eps: of the norms.
+            rotary: float32[positions, head_dim], see `Rotary.table`.
+            slot, length: int32[1] row in the page table, and tokens with this one.
+            page_table: int32[rows, pages].
+            k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim] of the layer.
+            scale: factor on q·k.
+            window: as in `AttentionSpec`.
+            out: [num_heads × head_dim].
+        """
+        q_norm, k_norm = norms or (qkv, qkv)
+        _attention_kernel[(self.kv_heads, SPLITS)](
+            qkv,
+            q_norm,
+            k_norm,
+            rotary,
+            slot,
+            length,
+            page_table,
+            k_cache,
+            v_cache,
+            self._parts,
+            self._part_lse,
+            self._arrived,
+            out,
+            page_table.stride(0),
+            scale,
+            eps,
+            WINDOW=window or 0,
+            KV_HEADS=self.kv_heads,
+            GROUP=self.group,
+            GROUP_BLOCK=max(16, triton.next_power_of_2(self.group)),
+            HEAD_DIM=self.head_dim,
+            PAGE_SIZE=k_cache.shape[1],
+            SPLITS=SPLITS,
+            BLOCK=_BLOCK,
+            NORM=norms is not None,
+            WIDE=wide(qkv.dtype),
+            num_warps=4,
+            **launch_early(qkv),
+        )

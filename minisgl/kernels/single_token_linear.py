@@ -1,0 +1,150 @@
+"""Matrix times vector: the linear layers of a step with a single token, fused with what stands around them.
+
+A product with one token reads every weight once and does two operations with it, so its time is the time in which the
+weights come from memory, if nothing is in the way. In a small model that is a few microseconds a layer, no more than it
+takes to end one kernel and start the next. So there are few kernels here: the norm before a product is part of it, and
+so are the activation and the residual addition after it. And each starts before the one before it has ended: a program
+fetches its first weights, which depend on nothing, before it waits for its input (programmatic dependent launch, in
+NVIDIA's CUDA programming guide). The twins are the layers in `minisgl.layers`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl.kernels.launch import launch_early, wide
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program computes BLOCK_N of the N outputs: ``out = W x``, the dot products of rows of W with x.
+
+    NORM: x is normalised on the way. Each product is with ``x × norm weight``; the sum of squares is taken beside it,
+    and the root divides the result at the end. GATED: row n of W is the gate of output n, and row N + n is its up
+    projection; ``out = silu(gate) × up``. ADD: ``out += residual``, which may be the same memory.
+
+    x: [K]. norm: [K]. weight: [N or 2 N, K]. bias: [N or 2 N]. residual, out: [N].
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_K)
+    exists = rows < N
+    tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
+    mask = exists[:, None] & (columns < K)[None, :]
+    weight = tl.load(tile, mask=mask, other=0.0)
+    up_weight = weight
+    if GATED:
+        up_tile = tile + N * K
+        up_weight = tl.load(up_tile, mask=mask, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=WIDE)
+    up_sums = sums
+    squares = tl.zeros((BLOCK_K,), dtype=WIDE)
+    for start in range(0, K, BLOCK_K):
+        # The next weights are on their way while these are used.
+        following = start + BLOCK_K + columns
+        next_mask = exists[:, None] & (following < K)[None, :]
+        next_weight = tl.load(tile + start + BLOCK_K, mask=next_mask, other=0.0)
+        next_up = next_weight
+        if GATED:
+            next_up = tl.load(up_tile + start + BLOCK_K, mask=next_mask, other=0.0)
+        here = start + columns
+        x = tl.load(x_ptr + here, mask=here < K, other=0.0).to(WIDE)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + here, mask=here < K, other=0.0).to(WIDE)
+        sums += weight.to(WIDE) * x[None, :]
+        if GATED:
+            up_sums += up_weight.to(WIDE) * x[None, :]
+        weight, up_weight = next_weight, next_up
+
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    out = tl.sum(sums, axis=1) * scale
+    if BIAS:
+        out += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(WIDE)
+    if GATED:
+        up = tl.sum(up_sums, axis=1) * scale
+        if BIAS:
+            up += tl.load(bias_ptr + N + rows, mask=exists, other=0.0).to(WIDE)
+        out = out / (1.0 + tl.exp(-out)) * up
+    if ADD:
+        out += tl.load(residual_ptr + rows, mask=exists, other=0.0).to(WIDE)
+    tl.store(out_ptr + rows, out, mask=exists)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Write ``W x + b`` of one token to ``out``, with what is asked for before and after.
+
+    Args:
+        x: [K], contiguous.
+        weight: [N, K], contiguous; [2 N, K] if ``gated``.
+        out: [N].
+        bias: [N], or [2 N] if ``gated``.
+        norm: [K] weight of an RMSNorm of x.
+        eps: of that norm.
+        gated: whether the first half of the product is the gate of the second: ``silu(gate) × up``.
+        residual: [N] is added to the result; may be ``out``.
+    """
+    size = out.shape[-1]
+    width = x.shape[-1]
+    block_n, block_k, num_warps = _tile(size, width, gated)
+    _linear_kernel[(triton.cdiv(size, block_n),)](
+        x,
+        x if norm is None else norm,
+        weight,
+        x if bias is None else bias,
+        out if residual is None else residual,
+        out,
+        eps,
+        N=size,
+        K=width,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        GATED=gated,
+        ADD=residual is not None,
+        WIDE=wide(x.dtype),
+        num_warps=num_warps,
+        **launch_early(x),
+    )
+
+
+def _tile(size: int, width: int, gated: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K and warps: about 64 weights a thread, so that enough of them are on their way at any time."""
+    block_k = min(triton.next_power_of_2(width), 1024)
+    return (4 if gated else 8), block_k, 4

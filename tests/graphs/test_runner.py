@@ -1,0 +1,103 @@
+"""Replayed decode steps give the tokens of eager ones. Without CUDA a recording is replayed by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+from minisgl.core import Batch, DeviceBatch
+from minisgl.graphs import GraphRunner
+from minisgl.graphs.recorder import RerunRecorder
+from minisgl.kvcache.torch_attention import TorchAttention
+from tests.model_zoo import tiny_checkpoint
+
+SIZES = (1, 2, 4, 8)
+PARAMS = [
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=20, temperature=0.7, seed=1),
+    SamplingParams(max_tokens=14, temperature=1.0, top_p=0.9, seed=2),
+    SamplingParams(max_tokens=17, temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(max_tokens=5, temperature=0.5, seed=3, logprobs=2),
+]
+PROMPTS = [[7, 8, 9], [1], list(range(30)), [5] * 17, [2, 4]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")[0]
+
+
+def engine(path: Path, sizes: tuple[int, ...] | None) -> LLM:
+    llm = LLM(path, device="cpu", dtype="float64", num_pages=64, page_size=4, max_running_requests=8)
+    if sizes is not None:
+        llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder())
+    return llm
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (8,), (3,), (1, 5)])
+def test_the_tokens_are_those_of_an_eager_engine(path: Path, sizes: tuple[int, ...]) -> None:
+    assert tokens(engine(path, sizes)) == tokens(engine(path, None))
+
+
+def test_logprobs_come_from_the_replayed_logits(path: Path) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3)
+    eager, replayed = (engine(path, sizes).generate([[3, 1, 4]], params)[0].logprobs for sizes in (None, SIZES))
+    assert eager is not None
+    assert replayed == eager
+
+
+def test_every_size_is_recorded_once_largest_first(path: Path) -> None:
+    runner = engine(path, SIZES).engine.runner
+    assert isinstance(runner, GraphRunner)
+    assert [size for size, _ in runner.graphs] == [8, 4, 2, 1]
+
+
+def test_steps_that_no_graph_holds_run_eagerly(path: Path) -> None:
+    llm = engine(path, (2,))
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    sizes: list[int | None] = []
+    size_for = runner.size_for
+    runner.size_for = lambda batch: sizes.append(size_for(batch)) or sizes[-1]  # type: ignore
+    assert tokens(llm) == tokens(engine(path, None))
+    assert {None, 2} == set(sizes)
+
+
+def test_a_sampler_that_cannot_be_captured_samples_after_the_replay(path: Path) -> None:
+    llm = engine(path, None)
+    llm.engine.parts.sampler.capturable = False
+    llm.engine.runner = GraphRunner(llm.engine.parts, SIZES, RerunRecorder())
+    assert tokens(llm) == tokens(engine(path, None))
+
+
+class NamesItsSteps(TorchAttention):
+    """Has two kinds of steps: with a row of more than 20 tokens, and without."""
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
+        super().plan(batch, inputs)
+        return "long" if batch.max_seq_len > 20 else "short"
+
+
+def test_each_name_of_a_step_has_its_own_graph(path: Path) -> None:
+    llm = engine(path, None)
+    backend = NamesItsSteps(llm.engine.kv_cache)
+    parts = llm.engine.parts
+    llm.engine.runner = runner = GraphRunner(
+        type(parts)(parts.model, parts.kv_cache, backend, parts.state, parts.sampler), SIZES, RerunRecorder()
+    )
+    assert {name for _, name in runner.graphs} == {"long", "short"}
+    assert tokens(llm) == tokens(engine(path, None))
+
+
+def test_padding_leaves_the_pages_of_requests_alone(path: Path) -> None:
+    llm = engine(path, (8,))
+    llm.engine.kv_cache.k[:, :-1].fill_(torch.nan)
+    assert tokens(llm) == tokens(engine(path, None))

@@ -1,0 +1,122 @@
+"""A model with fused layers gives the logits of the plain one, with the same parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.errors import ConfigError
+from minisgl.kernels.fuse import FUSIONS, fuse
+from minisgl.kernels.layers import FusedAttention, FusedGatedMLP, FusedRMSNorm, NoRotary
+from minisgl.layers import Attention, GatedMLP, MoE, RMSNorm, Rotary
+from minisgl.models import ModelConfig, load_model
+from minisgl.models.decoder import CausalLM, DecoderLayer
+from tests.model_zoo import ARCHITECTURES, PagedRunner, random_tokens, run_dense, tiny_checkpoint
+
+VARIANTS = [
+    variant
+    for variant in ARCHITECTURES
+    if variant.name in ("llama", "llama-biases", "llama-mqa-head-dim-24", "mistral-window", "qwen2", "qwen3", "yarn")
+]
+
+
+def load(path: Path) -> tuple[CausalLM, ModelConfig]:
+    config = ModelConfig.from_dir(path)
+    model: Any = load_model(path, config, torch.float32, torch.device("cpu"))
+    return model, config
+
+
+def steps(model: torch.nn.Module, config: ModelConfig) -> list[torch.Tensor]:
+    """Logits of a prefill, a chunk with a decode row, and a decode step."""
+    runner = PagedRunner.of(model, config, torch.float32, rows=2, max_len=32, page_size=4)
+    first, second = random_tokens(9, 12, seed=3)
+    logits = runner.step({0: first})
+    logits += runner.step({0: first[:1], 1: second[:7]})
+    logits += runner.step({1: second[7:]})
+    return logits + runner.step({0: first[1:2], 1: second[:1]})
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_logits_are_those_of_the_plain_model(variant: Any, tmp_path: Path) -> None:
+    path, _ = variant.checkpoint(tmp_path)
+    model, config = load(path)
+    expected = steps(model, config)
+    fuse(model)
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_each_fusion_alone(fusion: str, tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    model, config = load(path)
+    expected = steps(model, config)
+    fuse(model, only={fusion})
+    kinds = {type(module) for module in model.modules()}
+    assert (FusedRMSNorm in kinds, RMSNorm in kinds) == (fusion == "norm", fusion != "norm")
+    assert (FusedAttention in kinds, Attention in kinds) == (fusion == "rope", fusion != "rope")
+    assert (FusedGatedMLP in kinds, GatedMLP in kinds) == (fusion == "activation", fusion != "activation")
+    assert isinstance(model.model.rotary, NoRotary) == (fusion == "rope")
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+def test_parameters_stay_the_same_tensors_under_the_same_names(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", attention_bias=True)
+    model, _ = load(path)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    fuse(model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert set(model.state_dict()) == set(before)
+
+
+def test_without_a_kv_cache_the_fused_model_still_runs(tmp_path: Path) -> None:
+    """As in the memory warm-up, before there is a KV cache."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    model, _ = load(path)
+    [tokens] = random_tokens(11)
+    [expected] = run_dense(model, tokens)
+    fuse(model)
+    torch.testing.assert_close(run_dense(model, tokens)[0], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_experts_stay_and_everything_around_them_is_fused(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM")
+    model, config = load(path)
+    expected = steps(model, config)
+    fuse(model)
+    assert all(type(layer.mlp) is MoE for layer in model.model.layers)
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+class StudentsLayer(DecoderLayer):
+    """A layer of a class that the fusions do not know."""
+
+
+def test_layers_of_another_class_keep_the_rotation_that_they_may_read(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    model, config = load(path)
+    expected = steps(model, config)
+    for layer in model.model.layers:
+        layer.__class__ = StudentsLayer
+    fuse(model)
+    assert type(model.model.rotary) is Rotary
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+def test_an_unknown_fusion_is_refused_by_name(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(ConfigError, match=r"only: no fusion is called 'conv'; choose from norm, rope, activation"):
+        fuse(load(path)[0], only={"conv"})
+
+
+def test_a_device_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr("minisgl.kernels.launch.INTERPRETED", False)
+    with pytest.raises(ConfigError, match="Triton kernels run on CUDA, not on 'cpu'"):
+        fuse(load(path)[0])

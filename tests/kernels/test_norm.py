@@ -1,0 +1,72 @@
+"""Residual + RMSNorm as one kernel against the layer and against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.kernels.norm import add_and_norm
+from minisgl.layers import RMSNorm
+from tests.kernels.closeness import DEVICE, assert_close, every_dtype, random, spread
+
+EPS = 1e-5
+
+
+def reference(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    total = total.double()
+    return total / (total.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1, 32, 100, 128, 1024, 5120])
+def test_equals_float64(dtype: torch.dtype, size: int) -> None:
+    x, residual, weight = (random(rows, size, dtype=dtype, seed=rows) for rows in (3, 3, 1))
+    residual = residual.flip(0)
+    before = x.clone(), residual.clone()
+    normed, total = add_and_norm(x, residual, weight[0], EPS)
+    assert_close(total, x.double() + residual.double(), dtype)
+    assert_close(normed, reference(total, weight[0]), dtype)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@every_dtype
+def test_equals_the_layer(dtype: torch.dtype) -> None:
+    norm = RMSNorm(96, EPS).to(DEVICE, dtype)
+    norm.weight.copy_(random(96, dtype=dtype))
+    x, residual = random(4, 96, dtype=dtype, seed=1), random(4, 96, dtype=dtype, seed=2)
+    for stream in (residual, None):
+        outputs = add_and_norm(x, stream, norm.weight, norm.eps)
+        for ours, layers in zip(outputs, norm.add_and_norm(x, stream), strict=True):
+            assert_close(ours, layers.double(), dtype)
+
+
+def test_without_a_residual_the_sum_is_the_input() -> None:
+    x, weight = random(2, 48, dtype=torch.float32), random(48, dtype=torch.float32)
+    normed, total = add_and_norm(x, None, weight, EPS)
+    assert total is x
+    assert_close(normed, reference(x, weight), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
+    """Alternating 1 and −1 with a residual of ±2**-14 more: the narrow sum forgets it, and the norm must too."""
+    x = torch.ones(1, 64, dtype=dtype, device=DEVICE)
+    x[:, 1::2] = -1
+    normed, total = add_and_norm(x, x * 2.0**-14, torch.ones(64, dtype=dtype, device=DEVICE), 0.0)
+    assert torch.equal(total, x)
+    assert torch.equal(normed, x)
+
+
+def test_half_precision_squares_do_not_overflow() -> None:
+    x = torch.full((1, 8), 3e4, dtype=torch.float16, device=DEVICE)  # 9e8 is beyond float16
+    normed, _ = add_and_norm(x, None, torch.ones(8, dtype=torch.float16, device=DEVICE), EPS)
+    assert torch.equal(normed, torch.ones_like(normed))
+
+
+def test_rows_may_lie_apart() -> None:
+    x, residual = random(5, 40, dtype=torch.float32, seed=1), random(5, 40, dtype=torch.float32, seed=2)
+    weight = random(40, dtype=torch.float32)
+    normed, total = add_and_norm(spread(x), spread(spread(residual)), weight, EPS)
+    assert_close(total, x.double() + residual.double(), torch.float32)
+    assert_close(normed, reference(total, weight), torch.float32)

@@ -1,0 +1,84 @@
+"""The decoder for single tokens against the plain one, step by step behind a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.kernels.single_token import SingleTokenDecoder
+from minisgl.kernels.single_token_linear import linear
+from minisgl.models import ModelConfig, load_model
+from minisgl.models.decoder import CausalLM
+from tests.model_zoo import PagedRunner, Variant, random_tokens
+
+CPU = torch.device("cpu")
+GROUPED = {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
+VARIANTS = [
+    Variant("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    Variant("llama-mha", "LlamaForCausalLM", {"num_key_value_heads": 4, "head_dim": 64}),
+    Variant("mistral-window", "MistralForCausalLM", {"sliding_window": 40, **GROUPED}),
+    Variant("qwen2-tied", "Qwen2ForCausalLM", {"tie_word_embeddings": True, **GROUPED}),
+    Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 40, **GROUPED}),
+]
+
+
+def load(directory: Path, variant: Variant, dtype: torch.dtype = torch.float64) -> tuple[CausalLM, ModelConfig]:
+    path, _ = variant.checkpoint(directory)
+    config = ModelConfig.from_dir(path)
+    model = load_model(path, config, dtype, CPU)
+    assert isinstance(model, CausalLM)
+    return model, config
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_steps_give_the_logits_of_the_plain_decoder(tmp_path: Path, variant: Variant) -> None:
+    model, config = load(tmp_path, variant)
+    prompts = random_tokens(100, 1, 31)
+    runners = [PagedRunner.of(model, config, torch.float64, rows=3, max_len=112, page_size=8) for _ in range(2)]
+    for runner in runners:
+        runner.step(dict(enumerate(prompts)))
+    plain, fast = runners
+    fast.model = SingleTokenDecoder(model, fast.cache)  # type: ignore[assignment]
+    assert SingleTokenDecoder.supports(model)
+    for token in random_tokens(3)[0]:
+        for slot in (2, 0, 1):
+            step = {slot: np.array([token], dtype=np.int32)}
+            expected, logits = plain.step(step)[0], fast.step(step)[0]
+            assert logits.shape == (1, config.vocab_size)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)  # dot products are in float32
+    written = ~plain.cache.k.isnan()
+    torch.testing.assert_close(fast.cache.k[written], plain.cache.k[written], rtol=1e-4, atol=1e-4)
+    assert torch.equal(fast.cache.v[written].double(), plain.cache.v[written]) or torch.allclose(
+        fast.cache.v[written], plain.cache.v[written], atol=1e-4
+    )
+    assert torch.equal(fast.cache.k.isnan(), plain.cache.k.isnan()), "the same places are written"
+
+
+def test_models_that_it_cannot_run_are_named(tmp_path: Path) -> None:
+    moe, _ = load(tmp_path, Variant("moe", "Qwen3MoeForCausalLM", {"head_dim": 32}))
+    odd, _ = load(tmp_path, Variant("odd", "LlamaForCausalLM", {"head_dim": 48}))
+    assert not SingleTokenDecoder.supports(moe)
+    assert not SingleTokenDecoder.supports(odd)
+    assert not SingleTokenDecoder.supports(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("size", "width"), [(1, 1), (7, 5), (24, 1024), (9, 1500), (16, 2048)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_linear_kernel_fuses_norm_bias_gate_and_residual(size: int, width: int, gated: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = 2 * size if gated else size
+    x, norm = torch.randn(width, generator=generator), torch.randn(width, generator=generator)
+    weight, bias = torch.randn(rows, width, generator=generator), torch.randn(rows, generator=generator)
+    residual = torch.randn(size, generator=generator)
+    out = residual.clone()
+    linear(x, weight, out, bias=bias, norm=norm, eps=1e-5, gated=gated, residual=out)
+    normed = torch.nn.functional.rms_norm(x.double(), (width,), norm.double(), 1e-5)
+    expected = weight.double() @ normed + bias.double()
+    if gated:
+        gate, up = expected.chunk(2)
+        expected = torch.nn.functional.silu(gate) * up
+    expected += residual.double()
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 1e-5
