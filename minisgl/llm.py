@@ -6,7 +6,10 @@ import inspect
 import random
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +25,7 @@ from minisgl.engine.engine import Engine, resolve_device
 from minisgl.errors import InvalidRequest, check_type
 from minisgl.generation import Generation
 from minisgl.graphs import choose_runners
+from minisgl.kernels import apply_fusions, choose_fusions, choose_sampler
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
 from minisgl.kvcache.prefix import PREFIX_CACHES
@@ -29,7 +33,10 @@ from minisgl.models import ModelConfig
 from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
 from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
+from minisgl.scheduler.overlap import OverlapLoop
+from minisgl.scheduler.tracing import recorded
 from minisgl.tokenizer import Tokenizer
+from minisgl.trace import Trace
 from minisgl.validation import check_lengths, check_prompt, check_token_ids
 
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
@@ -52,19 +59,24 @@ class LLM:
 
     def __init__(self, model: str | Path = "default", **options: Any) -> None:
         config = EngineConfig.from_options(str(model), options)
+        device = resolve_device(config.device)
+        config = replace(config, sampler=choose_sampler(config.sampler, device))
+        fusions = choose_fusions(config.fusions, device)
         policy = Policy.parse(config.policy)
         make_cache = PREFIX_CACHES.get(config.prefix_cache)
-        make_attention = choose_backend(config.attention_backend, resolve_device(config.device))
+        make_attention = choose_backend(config.attention_backend)
         path = resolve_model(config.model)
         self.config = config
         self.tokenizer = Tokenizer(path)
-        runners = choose_runners(config, resolve_device(config.device))
-        self.engine = Engine(config, path, ModelConfig.from_dir(path), make_attention, runners=runners)
+        runners = choose_runners(config, device, fusions)
+        model_config = ModelConfig.from_dir(path)
+        self.engine = Engine(config, path, model_config, make_attention, partial(apply_fusions, fusions), runners)
         self.max_seq_len = self.engine.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
         memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size))
         self.scheduler = Scheduler(table, memory, policy, config.max_prefill_tokens, config.max_queued_requests)
-        self.loop = EngineLoop(self.scheduler, self.engine)
+        overlap = device.type == "cuda" if config.overlap is None else config.overlap
+        self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.engine)
         vocab_size = self.engine.model_config.vocab_size
         self._eos_ids = tuple(token for token in self.tokenizer.eos_ids if token < vocab_size)
         self._generations: dict[int, Generation] = {}
@@ -197,15 +209,27 @@ class LLM:
         self._generations[generation.request.uid] = generation
 
     def abort(self, generation: Generation) -> None:
-        """End a generation early; one that has ended, or was never submitted, is left alone."""
+        """End a generation early; one that has ended, or was never submitted, is left alone.
+
+        After the last request this waits for the step that may still be in flight, so that an idle engine holds nothing.
+        """
         self.scheduler.finish(generation.request.uid, FinishReason.ABORT)
         self._deliver(self.scheduler.take_output())
+        if not self.scheduler.requests and self.scheduler.has_work:
+            self.step()
 
     def step(self) -> StepOutput:
         """Run one step of the engine and hand its tokens to their generations."""
         output = self.loop.step()
         self._deliver(output)
         return output
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom."""
+        trace = Trace(self.engine.device)
+        with recorded(trace, self.loop, self.engine):
+            yield trace
 
     def _deliver(self, output: StepOutput) -> None:
         """Pass on news. Requests that were added to the scheduler by hand have no generation to tell."""

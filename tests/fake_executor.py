@@ -133,8 +133,6 @@ class FaultyExecutor:
         self.doomed |= uids
         self.shadow.kv[batch.out_locs] = -1
         if fault is not None and fault.at_launch:
-            if not isinstance(fault.error, Exception):  # an interrupt ends what is in flight as well
-                self.reset()
             raise fault.error
         self._in_flight.append(uids)
         self._broken_in_flight = True

@@ -173,7 +173,7 @@ def hf_logits(model: PreTrainedModel, tokens: Sequence[int] | np.ndarray[Any, An
 
 def run_dense(model: torch.nn.Module, *sequences: np.ndarray[Any, Any]) -> list[torch.Tensor]:
     """[len, vocab] logits of each whole sequence, in one step without a KV cache."""
-    cache = KVCache(1, 1, 2, 1, 1, torch.float32, torch.device("cpu"))
+    cache = KVCache(1, 1, 2, 1, 1, torch.float32, next(model.parameters()).device)
     runner = PagedRunner(model, cache, rows=len(sequences), max_len=512, backend=DenseAttention(), pages_needed=False)
     return runner.step(dict(enumerate(sequences)))
 
@@ -221,7 +221,7 @@ class PagedRunner:
         """With KV memory that fits the model and the rows."""
         pages = rows * -(-max_len // page_size)
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, pages, page_size)
-        return cls(model, KVCache(*shape, dtype, torch.device("cpu")), rows, max_len)
+        return cls(model, KVCache(*shape, dtype, next(model.parameters()).device), rows, max_len)
 
     def step(self, fed: Mapping[int, np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Feed tokens to some slots, those with a KV prefix and one token first (as decode rows must be).
@@ -242,7 +242,8 @@ class PagedRunner:
             output_index=np.zeros(len(order), dtype=np.int32),
             num_decode=len(decode),
         )
-        inputs = device_batch(batch, np.concatenate([fed[slot] for slot in order]), self.page_table)
+        input_ids = np.concatenate([fed[slot] for slot in order])
+        inputs = device_batch(batch, input_ids, self.page_table, self.cache.k.device)
         self.backend.plan(batch, inputs)
         with torch.no_grad(), forward_context(ForwardContext(inputs, self.backend)):
             logits = self.model(inputs)

@@ -16,6 +16,9 @@ from minisgl.engine.sampler import Sampler
 from minisgl.engine.sampling_stages import SamplingInputs, SamplingRows, TokenHistory
 from minisgl.engine.sampling_table import SamplingTable
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where samplers run."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,7 +42,7 @@ class Row:
 
 
 def prepare(
-    rows: Sequence[Row], slots: Sequence[int] | None = None
+    rows: Sequence[Row], slots: Sequence[int] | None = None, device: str = "cpu"
 ) -> tuple[SamplingRows, SamplingInputs, TokenHistory | None]:
     """What the engine would hand to the sampler for ``rows``, which are put into ``slots`` (0, 1, 2 … by default)."""
     where = list(range(len(rows))) if slots is None else list(slots)
@@ -52,26 +55,26 @@ def prepare(
         tokens[slot, : len(ids)] = torch.from_numpy(ids)
     index = np.array([row.output_index for row in rows], dtype=np.int32)
     host = table.rows(np.array(where, dtype=np.int32), index)
-    inputs = host.unpack(torch.from_numpy(host.pack()))
-    return host, inputs, inputs.history(tokens)
+    inputs = host.unpack(torch.from_numpy(host.pack()).to(device))
+    return host, inputs, inputs.history(tokens.to(device))
 
 
 def sample(
     sampler: Sampler, logits: torch.Tensor, rows: Sequence[Row], slots: Sequence[int] | None = None
 ) -> list[int]:
     """Sampled token of each row; ``logits`` is [len(rows), vocab], or [vocab] for the same in every row."""
-    _, inputs, history = prepare(rows, slots)
-    return sampler.sample(logits.expand(len(rows), -1), inputs, history).tokens.tolist()
+    _, inputs, history = prepare(rows, slots, DEVICE)
+    return sampler.sample(logits.to(DEVICE).expand(len(rows), -1), inputs, history).tokens.tolist()
 
 
 def sample_with_logprobs(
     sampler: Sampler, logits: torch.Tensor, rows: Sequence[Row]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """Sampled tokens and their log-probabilities."""
-    host, inputs, history = prepare(rows)
-    tokens, logprobs = sampler.sample(logits.expand(len(rows), -1), inputs, history)
-    on_host = None if logprobs is None else Logprobs(*(part.numpy() for part in logprobs))
-    return tokens.tolist(), token_logprobs(host, tokens.numpy(), on_host)
+    host, inputs, history = prepare(rows, device=DEVICE)
+    tokens, logprobs = sampler.sample(logits.to(DEVICE).expand(len(rows), -1), inputs, history)
+    on_host = None if logprobs is None else Logprobs(*(part.cpu().numpy() for part in logprobs))
+    return tokens.tolist(), token_logprobs(host, tokens.cpu().numpy(), on_host)
 
 
 def fits(counts: torch.Tensor, probabilities: torch.Tensor) -> bool:

@@ -7,15 +7,14 @@ from collections.abc import Hashable
 import torch
 import triton
 
-from minisgl.attention.triton_decode import decode
+from minisgl.attention.triton_decode import PrefixParts, decode
 from minisgl.attention.triton_prefill import QueryTiles, prefill, query_tiles
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
 
-_PROGRAMS_PER_SM = 4
-_INTERPRETED_SMS = 4
+_INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have; it runs one program after another."""
 
 
@@ -37,9 +36,9 @@ class TritonAttention(PagedAttention):
         super().__init__(kv_cache)
         device = kv_cache.k.device
         if device.type == "cuda":
-            self._programs = _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif triton.knobs.runtime.interpret:
-            self._programs = _INTERPRETED_SMS
+            self._num_sms = _INTERPRETED_SMS
         else:
             raise ConfigError(
                 f"attention_backend: the Triton kernels need a CUDA device, the KV cache is on {device.type!r}; choose "
@@ -69,13 +68,13 @@ class TritonAttention(PagedAttention):
         if num_decode < self._batch.num_rows:
             group = spec.num_heads // spec.num_kv_heads
             if group not in self._query_tiles:
-                self._query_tiles[group] = query_tiles(self._batch, group, q.device)
+                self._query_tiles[group] = query_tiles(self._batch, group, self.kv_cache.k)
             prefill(q, out, *self._layer(spec), self.inputs, spec, self._query_tiles[group])
         return out
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec) -> None:
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None) -> None:
         arrived = self._arrived[triton.next_power_of_2(len(q))]
-        decode(q, out, *self._layer(spec), self.inputs, spec, arrived, self._programs)
+        decode(q, out, *self._layer(spec), self.inputs, spec, arrived, self._num_sms, prefix)
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]

@@ -14,12 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import LOG2_E, LOWEST, load_tile, locate, softmax_step, tile_range
+from minisgl.attention.triton_tiles import LOG2_E, LOWEST, attend_keys
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.engine.staging import to_device
 
 
-@triton.jit
+_LONG = 2048
+"""Queries of a row from which on large tiles pay: they share more loads, but the last one is emptier."""
+
+_UNALIGNED = ["tile_rows", "tile_begins", "seq_lens", "cu_seqlens_q", "slots"]
+"""Pieces of packed copies. Triton would compile a kernel for each combination of those that happen to be aligned."""
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def prefill_kernel(
     queries,
     keys,
@@ -72,34 +79,24 @@ def prefill_kernel(
     pointers = queries + (row_begin + token)[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
     q = tl.load(pointers, used, other=0.0)
 
-    position = length - fed + token
-    first_position = length - fed + begin // GROUP
-    last_position = length - fed + tl.minimum((begin + BLOCK_M - 1) // GROUP, fed - 1)
+    seen = length - fed + token + 1
+    all_see = length - fed + begin // GROUP + 1
+    end = length - fed + tl.minimum((begin + BLOCK_M - 1) // GROUP, fed - 1) + 1
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     if WINDOW > 0:
-        start = tl.maximum(first_position + 1 - WINDOW, 0)
+        start = tl.maximum(all_see - WINDOW, 0)
     else:
-        # Tiles of keys that all queries see need no mask.
-        start = (first_position + 1) // BLOCK_N * BLOCK_N
-        for begin_n in tile_range(0, start, BLOCK_N):
-            positions = begin_n + tl.arange(0, BLOCK_N)
-            valid = positions < start
-            locations = locate(page_row, positions, valid, PAGE_SIZE)
-            k = load_tile(keys, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
-            v = load_tile(values, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
-            acc, total, peak = softmax_step(q, k, v, valid[None, :], scale, acc, total, peak, False)
-    for begin_n in tile_range(start, last_position + 1, BLOCK_N):
-        positions = begin_n + tl.arange(0, BLOCK_N)
-        valid = positions <= last_position
-        locations = locate(page_row, positions, valid, PAGE_SIZE)
-        k = load_tile(keys, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
-        v = load_tile(values, locations, valid, head, KV_HEADS, HEAD_DIM, BLOCK_D)
-        visible = positions[None, :] <= position[:, None]
-        if WINDOW > 0:
-            visible &= positions[None, :] > position[:, None] - WINDOW
-        acc, total, peak = softmax_step(q, k, v, visible, scale, acc, total, peak, True)
+        start = all_see // BLOCK_N * BLOCK_N
+        acc, total, peak = attend_keys(
+            q, keys, values, page_row, head, 0, start, seen, scale, acc, total, peak,
+            False, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    acc, total, peak = attend_keys(
+        q, keys, values, page_row, head, start, end, seen, scale, acc, total, peak,
+        True, WINDOW, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
     pointers = out + ((row_begin + token) * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(pointers, (acc / total[:, None]).to(out.dtype.element_ty), used)
@@ -119,22 +116,24 @@ class QueryTiles:
     block_m: int
 
 
-def query_tiles(batch: Batch, group: int, device: torch.device) -> QueryTiles:
+def query_tiles(batch: Batch, group: int, cache: torch.Tensor) -> QueryTiles:
     """Cut up the prefill rows of a step, the tiles with most keys first: they take longest, and should not end last.
 
     Args:
         batch: the step.
         group: query heads that share a KV head.
+        cache: the keys, for their width and device.
     """
     queries = batch.q_lens[batch.num_decode :] * group
-    block_m = 64 if queries.max() <= 64 else 128
+    fits = cache.shape[-1] * cache.element_size() <= 256
+    block_m = 128 if fits and queries.max() >= _LONG else 64
     counts = -(-queries // block_m)
     rows = np.repeat(np.arange(batch.num_decode, batch.num_rows, dtype=np.int32), counts)
     ordinal = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
     begins = ordinal * block_m
     num_keys = (batch.seq_lens - batch.q_lens)[rows] + begins // group
     order = np.argsort(-num_keys, kind="stable")
-    staged = to_device({"rows": rows[order], "begins": begins[order].astype(np.int32)}, device)
+    staged = to_device({"rows": rows[order], "begins": begins[order].astype(np.int32)}, cache.device)
     return QueryTiles(staged["rows"], staged["begins"], block_m)
 
 
@@ -178,7 +177,7 @@ def prefill(
         KV_HEADS=kv_heads,
         HEAD_DIM=spec.head_dim,
         BLOCK_M=tiles.block_m,
-        BLOCK_N=64,
+        BLOCK_N=tiles.block_m if keys.element_size() * block_d <= 256 else 32,
         BLOCK_D=block_d,
         num_warps=tiles.block_m // 16,
         num_stages=3,

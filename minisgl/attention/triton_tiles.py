@@ -1,4 +1,4 @@
-"""What our Triton attention kernels have in common: a tile of paged keys, and one step of the online softmax."""
+"""What our Triton attention kernels have in common: the loop over tiles of paged keys, and the online softmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOWEST = tl.constexpr(-3.0e38)
 """Where a running maximum starts: finite, so that subtracting it from −∞ (a masked score) is never NaN."""
 
 
-def _interpreted_range(*bounds: Any) -> range:
+def _interpreted_range(*bounds: Any, num_stages: int | None = None) -> range:
     """`range` for the interpreter, whose numbers are arrays of one element; NumPy 2.4 does not take them for indices."""
     return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
 
@@ -25,30 +25,66 @@ tile_range = _interpreted_range if INTERPRETED.value else tl.range
 
 
 @triton.jit
-def locate(page_row, positions, valid, PAGE_SIZE: tl.constexpr):
-    """Where positions of one sequence are in the cache, int64: page id × page_size + offset.
+def attend_keys(
+    queries,
+    keys,
+    values,
+    page_row,
+    head,
+    begin,
+    end,
+    seen,
+    scale,
+    acc,
+    total,
+    peak,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Attend over the keys ``begin … end`` of one sequence in one KV head, tile by tile.
 
     Args:
+        queries: [M, BLOCK_D].
+        keys, values: pointers to a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
         page_row: pointer to the sequence's row of the page table.
-        positions: int32[N].
-        valid: bool[N] which of them exist; the others may point anywhere.
-    """
-    pages = tl.load(page_row + positions // PAGE_SIZE, valid, other=0)
-    return pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        seen: int32[M] or [1] each query sees the keys up to this position, exclusive, and of those the last WINDOW.
+        scale: factor on q·k, times log2(e): a power of two is one instruction, a power of e is two.
+        acc, total, peak: [M, BLOCK_D], [M] and [M] of the keys before: the weighted sum of their values, the sum of
+            their weights, and the largest score, relative to which the weights are.
+        MASKED: False if all queries see all of these keys, which are whole tiles.
+        WINDOW: 0 is none.
 
-
-@triton.jit
-def load_tile(cache, locations, valid, head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[N, BLOCK_D] keys or values of one KV head; zeros where not ``valid`` and past the head's width.
-
-    Args:
-        cache: pointer to a layer of the KV cache, [pages, page_size, KV_HEADS, HEAD_DIM].
-        locations: int64[N], see `locate`.
-        valid: bool[N]. What was never written may be NaN, which not even a weight of 0 would silence.
+    Returns:
+        ``acc``, ``total`` and ``peak`` with these keys.
     """
     dims = tl.arange(0, BLOCK_D)
-    pointers = cache + (locations * KV_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
-    return tl.load(pointers, valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    for start in tile_range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        valid = positions < end
+        if MASKED:
+            pages = tl.load(page_row + positions // PAGE_SIZE, valid, other=0)
+        else:
+            pages = tl.load(page_row + positions // PAGE_SIZE)
+        locations = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        offsets = (locations * KV_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+        if MASKED or BLOCK_D > HEAD_DIM:
+            # What was never written may be NaN, which not even a weight of 0 would silence.
+            used = valid[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(keys + offsets, used, other=0.0)
+            v = tl.load(values + offsets, used, other=0.0)
+        else:
+            k = tl.load(keys + offsets)
+            v = tl.load(values + offsets)
+        visible = positions[None, :] < seen[:, None]
+        if WINDOW > 0:
+            visible &= positions[None, :] >= seen[:, None] - WINDOW
+        acc, total, peak = softmax_step(queries, k, v, visible, scale, acc, total, peak, MASKED)
+    return acc, total, peak
 
 
 @triton.jit
@@ -58,12 +94,7 @@ def softmax_step(queries, keys, values, visible, scale, acc, total, peak, MASKED
     Args:
         queries, keys, values: [M, D], [N, D] and [N, D].
         visible: bool, broadcasts to [M, N], which query sees which key; looked at if ``MASKED``.
-        scale: factor on q·k, times log2(e): a power of two is one instruction, a power of e is two.
-        acc, total, peak: [M, D], [M] and [M] over the tiles so far: the weighted sum of the values, the sum of the
-            weights, and the largest score, relative to which the weights are.
-
-    Returns:
-        The three after this tile.
+        scale, acc, total, peak: as in `attend_keys`.
     """
     if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
         queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
@@ -80,17 +111,41 @@ def softmax_step(queries, keys, values, visible, scale, acc, total, peak, MASKED
 
 
 @triton.jit
-def add_part(part, part_lse, acc, total, peak):
-    """Merge in attention over other keys of the same queries, of which only the result is known.
+def add_parts(
+    part_out,
+    part_lse,
+    lines,
+    num_parts,
+    used,
+    acc,
+    total,
+    peak,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge in attention over other keys of the same queries, computed before.
 
     A softmax over two sets of keys is the sum of the two results, each weighted by its share of the sum of weights.
 
     Args:
-        part: [M, D] attention over the other keys.
-        part_lse: [M] log2 of its sum of weights.
-        acc, total, peak: as in `softmax_step`.
+        part_out: pointer to float32[…, NUM_HEADS, HEAD_DIM], attention over each part of the other keys.
+        part_lse: pointer to float32[…, NUM_HEADS], log2 of its sum of weights.
+        lines: int32[M] where each query's first part is; the next one is NUM_HEADS further on.
+        used: bool[M] which queries there are.
+        acc, total, peak: as in `attend_keys`.
     """
-    new_peak = tl.maximum(peak, part_lse)
-    weight = tl.exp2(part_lse - new_peak)
-    decay = tl.exp2(peak - new_peak)
-    return acc * decay[:, None] + part * weight[:, None], total * decay + weight, new_peak
+    dims = tl.arange(0, BLOCK_D)
+    for part in tile_range(0, num_parts, num_stages=4):
+        line = lines + part * NUM_HEADS
+        pointers = part_out + line[:, None] * HEAD_DIM + dims[None, :]
+        # Past the first-level cache, which does not see what other multiprocessors have written.
+        out = tl.load(pointers, used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
+        lse = tl.load(part_lse + line, used, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        weight = tl.exp2(lse - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        acc = acc * decay[:, None] + out * weight[:, None]
+        total = total * decay + weight
+        peak = new_peak
+    return acc, total, peak

@@ -1,19 +1,26 @@
-"""``python -m minisgl.bench cpu`` and ``python -m minisgl.bench host``."""
+"""``python -m minisgl.bench``: every number in the book comes from one of these commands."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from rich.console import Console
 
+from minisgl.bench.compare import run_compare
 from minisgl.bench.cpu import CpuWorkload, run_cpu
 from minisgl.bench.host import HostWorkload, run_host
+from minisgl.bench.offline import run_offline
+from minisgl.bench.report import Report
+from minisgl.bench.shapes import SHAPES
+from minisgl.bench.workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,11 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = Console()
-    if options.benchmark == "cpu":
-        workload = CpuWorkload(options.requests, options.input_len, options.output_len, options.prefix_len)
-        report = run_cpu(options.model, workload, options.repeat)
-    else:
-        report = run_host(HostWorkload(tuple(options.running), options.steps, options.prefix_len, options.page_size))
+    report: Report = options.run(options)
     report.show(console)
     path = options.output or Path("benchmarks", "results", f"{options.benchmark}.json")
     report.write(path, f"python -m minisgl.bench {shlex.join(arguments)}", load_average)
@@ -55,12 +58,76 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--output-len", type=int, default=batch.output_len, help="generated tokens a request")
     cpu.add_argument("--prefix-len", type=int, default=batch.prefix_len, help="tokens of the cached prefix")
 
+    cpu.set_defaults(run=_cpu)
+
     host = command("host", "host time of the scheduler, with a model that computes nothing")
     host.add_argument("--running", type=int, nargs="+", default=load.running, help="numbers of running requests")
     host.add_argument("--steps", type=int, default=load.steps, help="decode steps that are timed")
     host.add_argument("--prefix-len", type=int, default=load.prefix_len, help="tokens of the shared prefix")
     host.add_argument("--page-size", type=int, default=load.page_size, help="tokens a page")
+
+    host.set_defaults(run=_host)
+
+    kernels = command("kernels", "the fused GPU kernels against memory speed, plain PyTorch and torch.compile")
+    kernels.add_argument("--tokens", type=int, nargs="+", default=(1, 256, 8192), help="numbers of tokens a step")
+    kernels.add_argument("--repeat", type=int, default=3, help="measurements of each, of which the fastest counts")
+    kernels.set_defaults(run=_kernels)
+
+    offline = command("offline", "whole workloads on one device, by default on random weights in public shapes")
+    offline.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes, directories, or hub ids")
+    offline.add_argument("--start", action="store_true", help="also measure the time to the first token")
+    offline.set_defaults(run=_offline)
+
+    compare = command("compare", "the same workloads with one optimisation switched on after another")
+    compare.add_argument("--model", default="Qwen3-0.6B", help="a shape, a directory, or a hub id")
+    compare.set_defaults(run=_compare)
+    for parser_of_workloads in (offline, compare):
+        choices = list(WORKLOADS)
+        parser_of_workloads.add_argument("--work", nargs="+", default=choices, choices=choices, help="workloads")
+        parser_of_workloads.add_argument(
+            "--repeat", type=int, default=3, help="runs of each, of which the median counts"
+        )
+    offline.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        type=_option,
+        metavar="NAME=VALUE",
+        help="options of minisgl.LLM, values in JSON",
+    )
     return parser
+
+
+def _cpu(options: argparse.Namespace) -> Report:
+    workload = CpuWorkload(options.requests, options.input_len, options.output_len, options.prefix_len)
+    return run_cpu(options.model, workload, options.repeat)
+
+
+def _host(options: argparse.Namespace) -> Report:
+    return run_host(HostWorkload(tuple(options.running), options.steps, options.prefix_len, options.page_size))
+
+
+def _kernels(options: argparse.Namespace) -> Report:
+    from minisgl.bench.kernels import run_kernels  # imports Triton, which not every platform has
+
+    return run_kernels(tuple(options.tokens), options.repeat)
+
+
+def _offline(options: argparse.Namespace) -> Report:
+    return run_offline(options.model, options.work, options.repeat, dict(options.set), options.start)
+
+
+def _compare(options: argparse.Namespace) -> Report:
+    return run_compare(options.model, options.work, options.repeat)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """``name=value`` with a value in JSON; what is no JSON is a string."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 if __name__ == "__main__":

@@ -144,7 +144,21 @@ def _hardware() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": total_memory(torch.device("cpu")),
         "system": platform.platform(),
+        **_gpu(),
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """The first CUDA device; nothing where there is none."""
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
+    return {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "driver": driver}
 
 
 def _cpu_name() -> str:
@@ -158,8 +172,12 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("minisgl", "torch", "transformers", "numpy")
-    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+    packages = ["minisgl", "torch", "transformers", "numpy"]
+    versions = {"python": platform.python_version()}
+    if torch.cuda.is_available():
+        packages += ["triton", "flashinfer-python"]
+        versions["cuda"] = str(torch.version.cuda)
+    return versions | {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str:

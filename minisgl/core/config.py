@@ -36,12 +36,18 @@ class EngineConfig:
         policy: names of an order (``fcfs``, ``lpm``), a composition (``prefill-first``, ``mixed``, ``static``) and an
             admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is its
             default.
-        sampler: ``"default"`` or another registered name.
+        sampler: ``"default"`` (plain PyTorch), ``"triton"`` (one fused kernel) or another registered name; ``"auto"``
+            chooses by device.
+        fusions: fused kernels to use: ``"auto"`` is all on CUDA and none on the CPU; ``"none"``; or some of ``norm``
+            (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store), ``activation`` (SiLU·mul) and
+            ``single-token`` (all of a step with one token), separated by commas.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger ones run eagerly. None
             is ``max_running_requests``, up to 512.
         graph_batches: numbers of rows to capture; a step is padded to the next one. None chooses them up to
             ``max_graph_batch``.
+        overlap: schedule and launch the next step while the device computes this one; False waits for each step. None
+            is on where the device works asynchronously: CUDA. The tokens are the same.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than
             ``config.json``.
         seed: seed of dummy weights, and of requests that bring none of their own.
@@ -62,10 +68,12 @@ class EngineConfig:
     prefix_cache: str = "radix"
     attention_backend: str = "auto"
     policy: str = "fcfs,prefill-first,optimistic"
-    sampler: str = "default"
+    sampler: str = "auto"
+    fusions: str = "auto"
     enforce_eager: bool = False
     max_graph_batch: int | None = None
     graph_batches: tuple[int, ...] | None = None
+    overlap: bool | None = None
     load_format: str = "auto"
     seed: int = 0
     request_timeout: float | None = None
@@ -80,12 +88,14 @@ class EngineConfig:
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
         if self.max_running_requests > _MAX_RUNNING:
             raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
-        for name in ("model", "device", "prefix_cache", "attention_backend", "policy", "sampler"):
+        for name in ("model", "device", "prefix_cache", "attention_backend", "policy", "sampler", "fusions"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
         self._check_graph_batches()
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap: must be True, False or None, got {self.overlap!r}")
         if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):
             raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:

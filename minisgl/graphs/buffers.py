@@ -34,7 +34,7 @@ class DecodeBuffers:
         self.rows = rows
         self.dummy_slot = len(state.tokens) - 1
         self._packed = torch.zeros((_FIELDS, rows), dtype=torch.int32, device=device)
-        slots, seq_lens, self._page_index, self._page_value, temperature, *keys = self._packed
+        slots, seq_lens, self.page_index, self.page_value, temperature, *keys = self._packed
         self.inputs = DeviceBatch(
             input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
             positions=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -71,17 +71,21 @@ class DecodeBuffers:
         if sampling.random is None:
             random[0][:] = 0
         self._packed.copy_(host, non_blocking=True)
-        self._derive()
+        self.derive()
         return padded
 
-    def _derive(self) -> None:
+    def derive(self) -> None:
         """Apply the page-table changes, then look up where each row's new token is, and where its KV goes."""
         inputs, tables = self.inputs, self.state
-        tables.page_table.view(-1)[self._page_index] = self._page_value
+        tables.page_table.view(-1)[self.page_index] = self.page_value
         torch.sub(inputs.seq_lens, 1, out=inputs.positions)
         inputs.input_ids.copy_(tables.input_ids(inputs.slots, inputs.positions))
         pages = tables.page_table[inputs.slots, inputs.positions // self.page_size]
         inputs.out_locs.copy_(pages * self.page_size + inputs.positions % self.page_size)
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Write sampled tokens, int32[B], behind the rows' sequences."""
+        self.state.append(self.inputs.slots, self.inputs.seq_lens, tokens)
 
 
 def _put(target: Int32Array, values: Int32Array, rest: int) -> None:

@@ -35,15 +35,22 @@ class GraphRunner:
         parts: of the engine; the attention backend is `capturable`.
         sizes: numbers of rows to record.
         recorder: makes the graphs.
+        make_buffers: class of their inputs.
         single_token: replaces ``parts.model`` in steps of one row.
     """
 
     def __init__(
-        self, parts: EngineParts, sizes: Sequence[int], recorder: Recorder, single_token: Model | None = None
+        self,
+        parts: EngineParts,
+        sizes: Sequence[int],
+        recorder: Recorder,
+        make_buffers: type[DecodeBuffers] = DecodeBuffers,
+        single_token: Model | None = None,
     ) -> None:
         self.parts = parts
         self.eager = EagerRunner(parts)
         self._recorder = recorder
+        self._make_buffers = make_buffers
         self._single_token = single_token
         self._buffers: dict[int, DecodeBuffers] = {}
         self.graphs: dict[tuple[int, Hashable], Recording] = {}
@@ -57,7 +64,8 @@ class GraphRunner:
 
         All rows are the dummy slot's, as long as a row can be, when all share all of their pages, and as short.
         """
-        buffers = self._buffers[size] = DecodeBuffers(self.parts.state, self.parts.kv_cache.page_size, size)
+        buffers = self._make_buffers(self.parts.state, self.parts.kv_cache.page_size, size)
+        self._buffers[size] = buffers
         longest = self.parts.state.tokens.shape[1] - 1
         for length in (longest, 1):
             step = _dummy_step(buffers, length)
@@ -103,7 +111,7 @@ class GraphRunner:
         if not parts.sampler.capturable:
             return (logits,)
         tokens = parts.sampler.sample(logits, buffers.sampling, None).tokens
-        parts.state.append(inputs.slots, inputs.seq_lens, tokens)
+        buffers.append(tokens)
         return logits, tokens
 
     def _sample(self, logits: torch.Tensor, batch: Batch, rows: SamplingRows) -> SampledTokens:
@@ -121,26 +129,32 @@ class GraphRunners:
 
     Args:
         sizes: numbers of rows to record.
+        make_buffers: as in `GraphRunner`.
         single_token: makes what replaces the model in steps of one row.
     """
 
-    def __init__(self, sizes: Sequence[int], single_token: Callable[[EngineParts], Model | None] | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        make_buffers: type[DecodeBuffers] = DecodeBuffers,
+        single_token: Callable[[EngineParts], Model | None] | None = None,
+    ) -> None:
         self.sizes = sizes
+        self._make_buffers = make_buffers
         self._single_token = single_token
 
     def memory(self, parts: EngineParts) -> int:
         """Record the two largest sizes on trial: what the second adds to the first is what each other one adds."""
         if not parts.attention.capturable:
             return 0
-        trial = GraphRunner(parts, (), CudaRecorder(parts.device))
+        trial = GraphRunner(parts, (), CudaRecorder(parts.device), self._make_buffers)
         costs: list[int] = []
+        torch.cuda.empty_cache()
         for size in sorted(self.sizes, reverse=True)[:2]:
             before = free_memory(parts.device)
             trial.capture(size)
-            torch.cuda.synchronize(parts.device)
+            torch.cuda.empty_cache()
             costs.append(before - free_memory(parts.device))
-        del trial
-        torch.cuda.empty_cache()
         return costs[0] + costs[-1] * (len(self.sizes) - 1)
 
     def build(self, parts: EngineParts) -> StepRunner:
@@ -148,7 +162,7 @@ class GraphRunners:
         if not parts.attention.capturable:
             return EagerRunner(parts)
         single_token = None if self._single_token is None else self._single_token(parts)
-        return GraphRunner(parts, self.sizes, CudaRecorder(parts.device), single_token)
+        return GraphRunner(parts, self.sizes, CudaRecorder(parts.device), self._make_buffers, single_token)
 
 
 def _dummy_step(buffers: DecodeBuffers, length: int) -> Batch:

@@ -4,13 +4,12 @@ Each has a plain PyTorch twin, the code that it replaces, and is tested against 
 that hold kernels and by nothing else, so that this package can be imported where there is no Triton.
 """
 
-from importlib.util import find_spec
-
 from minisgl.engine.sampler import SAMPLERS, Sampler
+from minisgl.kernels.choice import FUSIONS, apply_fusions, choose_fusions, choose_sampler, has_triton
 
-__all__: list[str] = []
+__all__ = ["FUSIONS", "apply_fusions", "choose_fusions", "choose_sampler", "has_triton"]
 
-if find_spec("triton") is not None:
+if has_triton():
 
     @SAMPLERS.register("triton")
     def _fused_sampler() -> Sampler:

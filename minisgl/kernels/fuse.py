@@ -13,27 +13,27 @@ from minisgl.kernels.layers import FusedAttention, FusedGatedMLP, FusedRMSNorm, 
 from minisgl.layers import Attention, GatedMLP, RMSNorm
 from minisgl.models.decoder import Decoder, DecoderLayer
 
-FUSIONS = ("norm", "rope", "activation")
+LAYER_FUSIONS = ("norm", "rope", "activation")
 """Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul."""
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def fuse(model: nn.Module, only: Collection[str] = FUSIONS) -> None:
+def fuse(model: nn.Module, only: Collection[str] = LAYER_FUSIONS) -> None:
     """Replace the layers of ``model`` in place. Parameters stay the same tensors under the same names.
 
     Layers of other classes, a subclass of a plain one included, are left as they are.
 
     Args:
         model: built by `minisgl.models`, its parameters on the device where it will run.
-        only: names from `FUSIONS`.
+        only: names from `LAYER_FUSIONS`.
 
     Raises:
         ConfigError: an unknown name, or a device that has no kernels.
     """
     for name in only:
-        if name not in FUSIONS:
-            raise ConfigError(f"only: no fusion is called {name!r}; choose from {', '.join(FUSIONS)}")
+        if name not in LAYER_FUSIONS:
+            raise ConfigError(f"only: no fusion is called {name!r}; choose from {', '.join(LAYER_FUSIONS)}")
     check_device(next(model.parameters()).device)
     if "rope" in only:
         for decoder in [module for module in model.modules() if isinstance(module, Decoder)]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard, cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from minisgl.core import DeviceBatch
+from minisgl.kernels.layers import FusedAttention
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
 from minisgl.kvcache.kv_cache import KVCache
@@ -28,17 +31,21 @@ class SingleTokenDecoder:
     def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
         config, decoder = model.config, model.model
         self.model = model
+        self.layers = cast(list[DecoderLayer], list(decoder.layers))
         self.kv_cache = kv_cache
         weight = decoder.embed_tokens.weight
         self.attend = SingleTokenAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
         )
+        # Fused attention layers keep the table that the decoder then no longer needs.
+        attention = self.layers[0].self_attn
+        self._rotary = (attention.rotary if isinstance(attention, FusedAttention) else decoder.rotary).table
         self._qkv = weight.new_empty((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self._attended = weight.new_empty(config.num_heads * config.head_dim)
         self._hidden = weight.new_empty(config.intermediate_size)
 
     @staticmethod
-    def supports(model: nn.Module) -> bool:
+    def supports(model: nn.Module) -> TypeGuard[CausalLM]:
         """Whether all layers are plain ones: a gated MLP, no experts, and heads of a power of two of 32 or more."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
             return False
@@ -54,7 +61,7 @@ class SingleTokenDecoder:
         """
         decoder = self.model.model
         stream = F.embedding(inputs.input_ids, decoder.embed_tokens.weight)[0]
-        for layer in decoder.layers:
+        for layer in self.layers:
             self._layer(layer, stream, inputs)
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
         logits = stream.new_empty(len(head.weight))
@@ -63,7 +70,7 @@ class SingleTokenDecoder:
 
     def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> None:
         """Add what one layer does to the residual stream, [hidden_size], in place."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, cast(GatedMLP, layer.mlp)
         norm = layer.input_layernorm
         linear(
             stream,
@@ -74,12 +81,14 @@ class SingleTokenDecoder:
             eps=norm.eps,
         )
         spec = attention.spec
-        norms = None if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
+        norms, eps = None, 0.0
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
         self.attend(
             self._qkv,
             norms,
-            0.0 if attention.q_norm is None else attention.q_norm.eps,
-            self.model.model.rotary.table,
+            eps,
+            self._rotary,
             inputs.slots,
             inputs.seq_lens,
             inputs.page_table,

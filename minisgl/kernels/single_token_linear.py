@@ -121,7 +121,7 @@ def linear(
     """
     size = out.shape[-1]
     width = x.shape[-1]
-    block_n, block_k, num_warps = _tile(size, width, gated)
+    block_n, block_k, num_warps = _tile(width, gated)
     _linear_kernel[(triton.cdiv(size, block_n),)](
         x,
         x if norm is None else norm,
@@ -144,7 +144,14 @@ def linear(
     )
 
 
-def _tile(size: int, width: int, gated: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K and warps: about 64 weights a thread, so that enough of them are on their way at any time."""
-    block_k = min(triton.next_power_of_2(width), 1024)
-    return (4 if gated else 8), block_k, 4
+def _tile(width: int, gated: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K and warps: what was fastest on an H200 for Qwen3's shapes from 0.6B to 14B.
+
+    All of them have 32 to 64 weights a thread on the way at any time. Long rows are read in short pieces by many
+    programs; a small matrix with long rows needs the other extreme, since all of its programs run at once.
+    """
+    if gated or width >= 4096:
+        return 8, min(triton.next_power_of_2(width), 512), 4
+    if width > 1024:
+        return 4, 2048, 8
+    return 8, triton.next_power_of_2(width), 4

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from minisgl.core.batch import Batch, Executor, PendingStep, StepResult
+from minisgl.core.batch import Batch, Executor, PendingStep
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.step import StepOutput
 
@@ -41,25 +40,20 @@ class OverlapLoop:
         `Scheduler.has_work` leaves nothing behind.
         """
         batch = self.scheduler.schedule()
-        launched = batch is not None and self._launch(batch)
-        while len(self._in_flight) > launched:
+        if batch is not None:
+            self._launch(batch)
+        while len(self._in_flight) > (batch is not None):
             self._finish_oldest()
         return self.scheduler.take_output()
 
-    def _launch(self, batch: Batch) -> bool:
-        """Put a step in flight. Returns False if it may not stay there, because it could not be launched.
-
-        The step before it is sound. It is accounted for first, and then the failure raised by `_FailedLaunch.wait`.
-        """
+    def _launch(self, batch: Batch) -> None:
+        """Put a step in flight. If that fails, the step before it is sound and stays there."""
         try:
-            self._in_flight.append((batch, self.executor.launch(batch)))
-        except Exception as error:
-            self._in_flight.append((batch, _FailedLaunch(error)))
-            return False
-        except BaseException:
-            self._fail([*self._take_in_flight(), batch], "interrupted")
-            raise
-        return True
+            pending = self.executor.launch(batch)
+        except BaseException as error:
+            self._fail([batch], error)
+        else:
+            self._in_flight.append((batch, pending))
 
     def _finish_oldest(self) -> None:
         """Wait for the step that was launched first, and account for it.
@@ -70,29 +64,18 @@ class OverlapLoop:
         batch, pending = self._in_flight.popleft()
         try:
             result = pending.wait()
-        except Exception as error:
-            self._fail([batch, *self._take_in_flight()], f"the step failed: {type(error).__name__}: {error}")
-        except BaseException:
-            self._fail([batch, *self._take_in_flight()], "interrupted")
-            raise
+        except BaseException as error:
+            later = [each for each, _ in self._in_flight]
+            self._in_flight.clear()
+            self._fail([batch, *later], error)
         else:
             self.scheduler.process(batch, result)
 
-    def _take_in_flight(self) -> list[Batch]:
-        batches = [batch for batch, _ in self._in_flight]
-        self._in_flight.clear()
-        return batches
-
-    def _fail(self, batches: Iterable[Batch], error: str) -> None:
+    def _fail(self, batches: Sequence[Batch], error: BaseException) -> None:
+        """End the requests of these steps. What is no ordinary error, such as an interrupt, is raised again."""
+        interrupted = not isinstance(error, Exception)
+        message = "interrupted" if interrupted else f"the step failed: {type(error).__name__}: {error}"
         for batch in batches:
-            self.scheduler.fail(batch, error)
-
-
-@dataclass(frozen=True, slots=True)
-class _FailedLaunch:
-    """A step that never started."""
-
-    error: Exception
-
-    def wait(self) -> StepResult:
-        raise self.error
+            self.scheduler.fail(batch, message)
+        if interrupted:
+            raise error

@@ -29,7 +29,8 @@ class Scheduler:
     """Owns all requests from `add` until they are reported as finished.
 
     Call `schedule`, launch its batch, and hand the result to `process`, in this order for every batch; `schedule` may
-    run again before `process`, as long as results are processed in the order of their batches.
+    run again before `process`, as long as results are processed in the order of their batches. `fail` stands in for
+    `process` where there is no result; after it, every batch launched later must fail, too.
 
     Args:
         table: the running requests.

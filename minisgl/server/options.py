@@ -7,13 +7,13 @@ import inspect
 import re
 from dataclasses import MISSING, fields
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
 
-    Types come from the annotations (of ``int | None``, the ``int``), help texts from the ``Args:`` section. A flag that
+    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``), help texts from the ``Args:`` section. A flag that
     is not given leaves no attribute behind, so that `given_options` passes on what was given and nothing else.
     """
     types = get_type_hints(config)
@@ -38,7 +38,22 @@ def given_options(arguments: argparse.Namespace, config: type[Any]) -> dict[str,
 def _parser_of(kind: Any) -> Any:
     if isinstance(kind, UnionType):
         (kind,) = (member for member in get_args(kind) if member is not type(None))
-    return kind
+    if get_origin(kind) is tuple:
+        return _integers
+    return _truth if kind is bool else kind
+
+
+def _truth(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {word!r}")
+    return word.lower() == "true"
+
+
+def _integers(words: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers separated by commas, got {words!r}") from None
 
 
 def _described(docstring: str) -> dict[str, str]:

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl import demo
+from minisgl import LLM, demo
+from minisgl.bench import compare
 from minisgl.bench.__main__ import main
+from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
 from tests.model_zoo import tiny_checkpoint
 from tests.tokenizer.tiny import byte_level, save
+
+
+@pytest.fixture
+def small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same workloads with a few short requests."""
+
+    def shrunk(make: Callable[..., Requests]) -> Callable[..., Requests]:
+        def few(tokens: Tokens, rng: random.Random) -> Requests:
+            prompts, params = make(tokens, rng)
+            return [prompt[:40] for prompt in prompts[:5]], [replace(each, max_tokens=6) for each in params[:5]]
+
+        return few
+
+    for name, workload in WORKLOADS.items():
+        monkeypatch.setitem(WORKLOADS, name, replace(workload, make=shrunk(workload.make)))
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -73,3 +93,63 @@ def test_the_demo_answers_and_shows_which_prompts_were_cached(
     cached = [int(row[2]) for row in rows]
     assert cached[0] == 0
     assert cached[3] > 100  # the fourth question repeats the note of the third
+
+
+def test_offline_runs_every_workload_with_the_options_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_workloads: None
+) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    options = ["--set", "device=cpu", "max_seq_len=256", "overlap=true", "prefix_cache=none"]
+    record = bench(tmp_path, "offline", "--model", str(model), "--repeat", "2", *options)
+    (table,) = record["tables"]
+    assert [row[1] for row in table["rows"]] == ["mixed", "bs1", "prefix"]
+    for row in table["rows"]:
+        assert 0 < row[3] <= row[2] <= row[4]
+    assert record["settings"]["options"]["overlap"] is True
+    assert record["targets"] == []  # they are about one H200
+    assert "shared tokens" in json.dumps(record["settings"])
+    assert "mixed" in capsys.readouterr().out
+
+
+def test_offline_measures_the_start_in_processes_of_their_own(tmp_path: Path, small_workloads: None) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    options = ["--set", "device=cpu", "max_seq_len=256", "num_pages=64"]
+    record = bench(tmp_path, "offline", "--model", str(model), "--work", "bs1", "--start", *options)
+    _, starts = record["tables"]
+    assert [row[1] for row in starts["rows"]] == ["cold", "cached"]
+    assert all(row[2] > 0.1 for row in starts["rows"])
+
+
+def test_an_output_of_another_length_ends_a_workload(tmp_path: Path, small_workloads: None) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    llm = LLM(model, device="cpu", num_pages=64)
+    generate = llm.generate
+    llm.generate = lambda prompts, params: generate(prompts, [replace(each, max_tokens=3) for each in params])  # type: ignore
+    with pytest.raises(AssertionError, match="as many tokens"):
+        run_workload(llm, WORKLOADS["bs1"], 0)
+
+
+def test_compare_climbs_the_ladder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_workloads: None
+) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    used: list[dict[str, Any]] = []
+
+    def on_the_cpu(path: str, model: str, options: dict[str, Any]) -> LLM:
+        used.append(dict(options))
+        return LLM(path, device="cpu", max_seq_len=256, num_pages=64)
+
+    monkeypatch.setattr(compare, "make_engine", on_the_cpu)
+    record = bench(tmp_path, "compare", "--model", str(model), "--work", "bs1", "--repeat", "1")
+    rows = record["tables"][0]["rows"]
+    assert [row[0] for row in rows] == [label for label, _ in compare.LADDER]
+    assert all(row[1] > 0 for row in rows)
+    assert used[0]["enforce_eager"] is True
+    assert used[0]["overlap"] is False
+    assert used[-1] == {
+        "attention_backend": "cascade",
+        "enforce_eager": False,
+        "fusions": "norm,rope,activation,single-token",
+        "sampler": "triton",
+        "overlap": True,
+    }

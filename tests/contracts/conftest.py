@@ -2,7 +2,8 @@
 
 A suite is a module with ``CONTRACTS``: for each protocol that it grades, the name of a fixture and ``(registry,
 protocol)``. Tests that use the fixture run once an implementation; the fixture finds its name in ``request.param``
-and gets the implementation from the registry. See README.md beside this file.
+and gets the implementation from the registry. The suite's ``MARKS`` are the marks of some names, such as ``gpu``. See
+README.md beside this file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if fixture in metafunc.fixturenames:
             given = path is not None and not _missing(registry.get(path), protocol)
             names = [path] if given else [name for name in registry.names() if name not in left_out]
-            metafunc.parametrize(fixture, names, indirect=True)
+            marks = getattr(metafunc.module, "MARKS", {})
+            params = [pytest.param(name, marks=marks.get(name, ())) for name in names]
+            metafunc.parametrize(fixture, params, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,22 +5,52 @@ All results are compared with a loop over tokens in float64, in memory that hold
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS
+from minisgl.attention import ATTENTION_BACKENDS, choose_backend
 from minisgl.core import AttentionBackend, AttentionSpec
-from minisgl.kvcache.kv_cache import KVCache
 from tests.attention import PagedSequences
 
-CONTRACTS = {"make_backend": (ATTENTION_BACKENDS, AttentionBackend)}
+CONTRACTS = {"paged": (ATTENTION_BACKENDS, AttentionBackend)}
 PAGE_SIZES = [1, 4, 16, 64]
 
 Paged = Callable[..., PagedSequences]
-MakeBackend = Callable[[KVCache], AttentionBackend]
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a backend is graded with if it cannot compute everything that the reference can.
+
+    Args:
+        dtype: of queries, keys and values, where the test names none.
+        head_dims: the widths of heads that it has, ascending; the test's are widened to the next.
+    """
+
+    dtype: torch.dtype = torch.float32
+    head_dims: Sequence[int] = (8, 64, 80)
+
+
+FLASHINFER = Abilities(torch.bfloat16, (64, 128))
+ABILITIES = {"flashinfer": FLASHINFER, "flashinfer-fa2": FLASHINFER, "flashinfer-fa3": FLASHINFER}
+MARKS = {name: [pytest.mark.gpu, pytest.mark.needs("flashinfer")] for name in ABILITIES}
+
+
+def paged_for(name: str) -> Paged:
+    """Makes `PagedSequences` over a backend: the layers, the lengths, and what else there is to choose."""
+    make_backend, abilities = choose_backend(name), ABILITIES.get(name, Abilities())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def make(specs: Sequence[AttentionSpec], *args: Any, **options: Any) -> PagedSequences:
+        widths = [next(width for width in abilities.head_dims if width >= spec.head_dim) for spec in specs]
+        specs = [replace(spec, head_dim=width) for spec, width in zip(specs, widths, strict=True)]
+        return PagedSequences(make_backend, device, specs, *args, **{"dtype": abilities.dtype, **options})
+
+    return make
 
 
 def layers(
@@ -46,19 +76,8 @@ MIXED = [40] * 6
 
 
 @pytest.fixture
-def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
-    return ATTENTION_BACKENDS.get(request.param)
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def paged(make_backend: MakeBackend, device: torch.device) -> Paged:
-    """Makes `PagedSequences`: the layers, the lengths, and what else there is to choose."""
-    return partial(PagedSequences, make_backend, device)
+def paged(request: pytest.FixtureRequest) -> Paged:
+    return paged_for(request.param)
 
 
 @pytest.fixture(params=PAGE_SIZES)
@@ -197,17 +216,9 @@ def test_each_layer_has_its_window(paged: Paged, windows: tuple[int | None, int 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
-def test_the_output_has_shape_and_dtype_of_the_queries(paged: Paged, dtype: torch.dtype, tolerance: float) -> None:
-    sequences = paged(layers(None, 7, heads=6), [20, 9], dtype=dtype)
-    sequences.fill([12, 0])
-    for feeds in ({0: 1, 1: 9}, {0: 1}, {0: 6}):
-        step = sequences.step(feeds)
-        outputs = sequences.outputs(step)
-        for out in outputs:
-            assert out.shape == (sum(feeds.values()), 6, 8)
-            assert out.dtype == dtype
-        sequences.check(outputs, step, tolerance)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(paged: Paged, dtype: torch.dtype) -> None:
+    run_mixed_steps(paged(layers(None, None, heads=6), MIXED, dtype=dtype))
 
 
 def test_strided_views_of_one_projection_are_accepted(paged: Paged) -> None:

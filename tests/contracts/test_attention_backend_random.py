@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 
-from minisgl.attention import ATTENTION_BACKENDS
-from minisgl.core import AttentionBackend
-from tests.attention import PagedSequences
-from tests.contracts.test_attention_backend import PAGE_SIZES, MakeBackend, layers
+from tests.contracts.test_attention_backend import CONTRACTS, MARKS, PAGE_SIZES, Paged, layers, paged_for
 
-CONTRACTS = {"make_backend": (ATTENTION_BACKENDS, AttentionBackend)}
+__all__ = ["CONTRACTS", "MARKS"]  # conftest looks for them here
 LONGEST = 50
 
 windows = st.none() | st.integers(1, LONGEST)
@@ -20,21 +16,15 @@ lengths_lists = st.lists(st.integers(1, LONGEST), min_size=1, max_size=5)
 
 
 @pytest.fixture(scope="module")
-def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
-    return ATTENTION_BACKENDS.get(request.param)
-
-
-@pytest.fixture(scope="module")
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def paged(request: pytest.FixtureRequest) -> Paged:
+    return paged_for(request.param)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @given(lengths=lengths_lists, first=windows, second=windows, group=st.sampled_from([1, 3]), data=st.data())
 @settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
 def test_random_steps(
-    make_backend: MakeBackend,
-    device: torch.device,
+    paged: Paged,
     page_size: int,
     lengths: list[int],
     first: int | None,
@@ -44,7 +34,7 @@ def test_random_steps(
 ) -> None:
     """Rows begin with a prefix in memory, some of it shared; each of three steps feeds some of them some tokens."""
     specs = layers(first, second, heads=2 * group)
-    sequences = PagedSequences(make_backend, device, specs, lengths, page_size)
+    sequences = paged(specs, lengths, page_size)
     kv_lens = [data.draw(st.integers(0, length - 1)) for length in lengths]
     for row in range(1, len(lengths)):
         sequences.share(row, 0, data.draw(st.integers(0, min(kv_lens[0], kv_lens[row]) // page_size)))

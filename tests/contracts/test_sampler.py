@@ -10,7 +10,7 @@ import torch
 from minisgl import kernels as kernels  # so that its sampler is registered
 from minisgl.core import SamplingParams
 from minisgl.engine.sampler import SAMPLERS, Sampler
-from tests.sampling import Row, fits, prepare, sample, sample_with_logprobs
+from tests.sampling import DEVICE, Row, fits, prepare, sample, sample_with_logprobs
 
 VOCAB = 50
 CONTRACTS = {"sampler": (SAMPLERS, Sampler)}
@@ -43,8 +43,8 @@ def test_greedy_rows_take_the_likeliest_token(sampler: Sampler, dtype: torch.dty
 
 def test_tokens_are_int32(sampler: Sampler, logits: torch.Tensor) -> None:
     for params in (SamplingParams(temperature=0.0), random()):
-        _, inputs, history = prepare([Row(params)] * 3)
-        tokens = sampler.sample(logits.expand(3, -1), inputs, history).tokens
+        _, inputs, history = prepare([Row(params)] * 3, device=DEVICE)
+        tokens = sampler.sample(logits.to(DEVICE).expand(3, -1), inputs, history).tokens
         assert tokens.dtype == torch.int32
         assert tokens.shape == (3,)
 

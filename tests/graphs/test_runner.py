@@ -11,6 +11,8 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.core import Batch, DeviceBatch
 from minisgl.graphs import GraphRunner
+from minisgl.graphs.buffers import DecodeBuffers
+from minisgl.graphs.fused_buffers import FusedDecodeBuffers
 from minisgl.graphs.recorder import RerunRecorder
 from minisgl.kvcache.torch_attention import TorchAttention
 from tests.model_zoo import tiny_checkpoint
@@ -31,10 +33,10 @@ def path(tmp_path: Path) -> Path:
     return tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")[0]
 
 
-def engine(path: Path, sizes: tuple[int, ...] | None) -> LLM:
+def engine(path: Path, sizes: tuple[int, ...] | None, buffers: type[DecodeBuffers] = DecodeBuffers) -> LLM:
     llm = LLM(path, device="cpu", dtype="float64", num_pages=64, page_size=4, max_running_requests=8)
     if sizes is not None:
-        llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder())
+        llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder(), buffers)
     return llm
 
 
@@ -43,8 +45,11 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (8,), (3,), (1, 5)])
-def test_the_tokens_are_those_of_an_eager_engine(path: Path, sizes: tuple[int, ...]) -> None:
-    assert tokens(engine(path, sizes)) == tokens(engine(path, None))
+@pytest.mark.parametrize("buffers", [DecodeBuffers, FusedDecodeBuffers])
+def test_the_tokens_are_those_of_an_eager_engine(
+    path: Path, sizes: tuple[int, ...], buffers: type[DecodeBuffers]
+) -> None:
+    assert tokens(engine(path, sizes, buffers)) == tokens(engine(path, None))
 
 
 def test_logprobs_come_from_the_replayed_logits(path: Path) -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from minisgl.errors import ConfigError
-from minisgl.kernels.fuse import FUSIONS, fuse
+from minisgl.kernels.fuse import LAYER_FUSIONS, fuse
 from minisgl.kernels.layers import FusedAttention, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.layers import Attention, GatedMLP, MoE, RMSNorm, Rotary
 from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM, DecoderLayer
+from tests.kernels.closeness import DEVICE
 from tests.model_zoo import ARCHITECTURES, PagedRunner, random_tokens, run_dense, tiny_checkpoint
 
 VARIANTS = [
@@ -25,7 +26,7 @@ VARIANTS = [
 
 def load(path: Path) -> tuple[CausalLM, ModelConfig]:
     config = ModelConfig.from_dir(path)
-    model: Any = load_model(path, config, torch.float32, torch.device("cpu"))
+    model: Any = load_model(path, config, torch.float32, torch.device(DEVICE))
     return model, config
 
 
@@ -49,7 +50,7 @@ def test_logits_are_those_of_the_plain_model(variant: Any, tmp_path: Path) -> No
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("fusion", LAYER_FUSIONS)
 def test_each_fusion_alone(fusion: str, tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     model, config = load(path)
@@ -118,5 +119,6 @@ def test_an_unknown_fusion_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_device_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     monkeypatch.setattr("minisgl.kernels.launch.INTERPRETED", False)
+    model = load(path)[0].cpu()
     with pytest.raises(ConfigError, match="Triton kernels run on CUDA, not on 'cpu'"):
-        fuse(load(path)[0])
+        fuse(model)

@@ -22,8 +22,8 @@ def reference(checkpoint: Path) -> LLM:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[RunningServer]:
-    """A server that all tests share, which must be idle again after each of them."""
-    with RunningServer(checkpoint) as running:
+    """A server that all tests share, which must be idle again after each of them. Unlike the reference, it overlaps."""
+    with RunningServer(checkpoint, overlap=True) as running:
         yield running
 
 

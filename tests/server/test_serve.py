@@ -141,3 +141,15 @@ def test_every_option_of_the_engine_is_a_flag_with_a_help_text() -> None:
     words = ["--max-seq-len", "9", "--memory-ratio", "0.5", "--prefix-cache", "none"]
     given = given_options(parser.parse_args(words), EngineConfig)
     assert given == {"max_seq_len": 9, "memory_ratio": 0.5, "prefix_cache": "none"}
+
+
+def test_flags_of_truth_values_and_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig)
+    words = ["--overlap", "false", "--enforce-eager", "True", "--graph-batches", "1,2,8"]
+    given = given_options(parser.parse_args(words), EngineConfig)
+    assert given == {"overlap": False, "enforce_eager": True, "graph_batches": (1, 2, 8)}
+    for words in (["--overlap", "maybe"], ["--graph-batches", "1,x"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert words[0] in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""One backend for prefill rows, another for decode rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.attention import ATTENTION_BACKENDS, choose_backend
+from minisgl.attention.hybrid import HybridAttention, split_phases
+from minisgl.core import AttentionSpec, Batch, DeviceBatch
+from minisgl.errors import ConfigError
+from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.torch_attention import TorchAttention
+from tests.attention import CPU, PagedSequences, step_of
+
+LAYERS = [AttentionSpec(i, 4, 2, 8, 0.3, window) for i, window in enumerate((None, 7))]
+
+
+class OnlyPrefill(TorchAttention):
+    """Refuses decode rows."""
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
+        assert batch.num_decode == 0
+        super().plan(batch, inputs)
+
+
+class OnlyDecode(TorchAttention):
+    """Refuses everything else, and can be captured."""
+
+    capturable = True
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> str:
+        assert batch.num_decode == batch.num_rows == batch.num_tokens
+        super().plan(batch, inputs)
+        return "decode"
+
+
+def hybrid(kv_cache: KVCache) -> HybridAttention:
+    return HybridAttention(kv_cache, OnlyPrefill(kv_cache), OnlyDecode(kv_cache))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_each_backend_gets_its_rows(page_size: int) -> None:
+    sequences = PagedSequences(hybrid, CPU, LAYERS, [40] * 6, page_size)
+    sequences.fill([17, 1, 39, 0, 0, 8])
+    sequences.run({0: 1, 1: 1, 2: 1, 3: 40, 4: 5, 5: 32})
+    sequences.run({0: 1, 1: 1, 4: 11})
+    sequences.run({1: 1, 0: 1})
+    sequences.run({4: 24, 0: 20})
+
+
+def test_a_decode_row_reads_what_a_prefill_row_of_the_step_writes() -> None:
+    sequences = PagedSequences(hybrid, CPU, LAYERS, [13, 11])
+    sequences.share(0, source=1, num_pages=2)
+    sequences.kv_lens[0] = 8
+    sequences.run({0: 1, 1: 11})
+
+
+def test_decode_decides_whether_a_step_can_be_captured_and_names_its_work() -> None:
+    sequences = PagedSequences(hybrid, CPU, LAYERS, [20, 20])
+    sequences.fill([5, 6])
+    step = sequences.step({0: 1, 1: 1})
+    assert sequences.backend.capturable
+    assert sequences.backend.plan(step.batch, step.inputs) == "decode"
+    cache = sequences.kv_cache
+    assert not HybridAttention(cache, OnlyDecode(cache), OnlyPrefill(cache)).capturable
+
+
+def test_a_step_is_divided_into_two_whole_steps() -> None:
+    batch, inputs = step_of([1, 1, 3, 2], [4, 30, 0, 5])
+    for rows, (part, part_inputs) in zip((slice(0, 2), slice(2, 4)), split_phases(batch, inputs), strict=True):
+        lens = zip(batch.q_lens[rows], (batch.seq_lens - batch.q_lens)[rows], strict=True)
+        expected, _ = step_of(*zip(*lens, strict=True))
+        assert part.cu_seqlens_q.tolist() == expected.cu_seqlens_q.tolist()
+        assert part.positions.tolist() == expected.positions.tolist()
+        assert part.num_decode == expected.num_decode
+        assert part.slots.tolist() == batch.slots[rows].tolist()
+        for name in ("slots", "seq_lens", "cu_seqlens_q", "positions", "out_locs"):
+            assert getattr(part_inputs, name).tolist() == getattr(part, name).tolist()
+        assert part_inputs.page_table is inputs.page_table
+
+
+# -- by name -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch,torch", "torch , auto", "torch,triton"])
+def test_two_names_make_a_hybrid(name: str) -> None:
+    sequences = PagedSequences(choose_backend(name), CPU, LAYERS, [20, 9, 30])
+    assert isinstance(sequences.backend, HybridAttention)
+    sequences.fill([12, 0, 4])
+    sequences.run({0: 1, 1: 9, 2: 8})
+    sequences.run({0: 1, 2: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torch,nonsense", "unknown attention_backend 'nonsense'; choose from .*torch"),
+        ("torch,", "unknown attention_backend ''"),
+        ("torch,torch,torch", "give one name, or two as 'prefill,decode', got 'torch,torch,torch'"),
+    ],
+)
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(name)
+
+
+def test_a_backend_that_cannot_attend_without_storing_does_not_fit() -> None:
+    class Whole:
+        capturable = False
+
+        def __init__(self, kv_cache: KVCache) -> None: ...
+
+    cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
+    ATTENTION_BACKENDS.register("whole")(Whole)
+    try:
+        with pytest.raises(ConfigError, match="'torch,whole': both backends of a hybrid"):
+            choose_backend("torch,whole")(cache)
+    finally:
+        del ATTENTION_BACKENDS._items["whole"]
+
+
+def test_auto_on_a_cpu_is_torch() -> None:
+    cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
+    assert isinstance(choose_backend("auto")(cache), TorchAttention)
