@@ -211,7 +211,7 @@ class LLM:
     def abort(self, generation: Generation) -> None:
         """End a generation early; one that has ended, or was never submitted, is left alone.
 
-        After the last request this waits for the step that may still be in flight, so that an idle engine holds nothing.
+        After the last request this waits for the step that may be in flight still: an idle engine holds nothing.
         """
         self.scheduler.finish(generation.request.uid, FinishReason.ABORT)
         self._deliver(self.scheduler.take_output())
@@ -283,4 +283,4 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _output(group: Sequence[Generation]) -> RequestOutput:
-    return RequestOutput(group[0].request.prompt.tolist(), [generation.completion() for generation in group])
+    return RequestOutput(group[0].request.prompt, [generation.completion() for generation in group])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl.core.request import Request, TokenLogprobs
+from minisgl.core.request import Int32Array, Request, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,18 @@ class RequestOutput:
     """The answer to one prompt. Its short-cuts are those of the first of ``n`` completions.
 
     Args:
-        prompt_token_ids: the prompt as the model saw it.
+        prompt: [len] int32 the prompt as the model saw it.
         completions: ``n`` of them.
     """
 
-    prompt_token_ids: list[int]
+    prompt: Int32Array
     completions: list[Completion]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as a list."""
+        ids: list[int] = self.prompt.tolist()
+        return ids
 
     @property
     def text(self) -> str:

@@ -230,6 +230,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"memory_ratio": "half"}, "memory_ratio"),
     ({"memory_ratio": True}, "memory_ratio"),
     ({"request_timeout": "soon"}, "request_timeout"),
+    ({"overlap": 1}, "overlap"),
+    ({"overlap": "on"}, "overlap"),
     ({"device": None}, "device"),
     ({"policy": 3}, "policy"),
     ({"prefix_cache": 3}, "prefix_cache"),

@@ -1,4 +1,4 @@
-"""What may never change an answer: prefix cache, page size, policy, memory pressure and chunk size.
+"""What may never change an answer: prefix cache, page size, policy, memory pressure, chunk size and overlap.
 
 64 greedy requests with shared prefixes, and eight that are sampled with a seed each, run at the same time under every
 combination. Everything is float64: sums over differently cut batches differ in the last bits, and in float64 no argmax
@@ -35,10 +35,12 @@ SCARCE_PAGES = {1: 160, 16: 9, 64: 3}
 
 CACHES = ["radix", "block-hash", "none"]
 MATRIX = list(product(CACHES, [1, 16, 64], ["prefill-first", "mixed"], ["ample", "scarce"], [7, 64, 4096]))
+OVERLAP = np.random.default_rng(1).permutation(len(MATRIX)) % 2 == 0
+"""Every combination runs with overlap or without, so that all of them take no longer than with neither."""
 OTHER_MODELS = [
-    ("radix", 1, "mixed", "scarce", 7),
-    ("block-hash", 16, "prefill-first", "scarce", 64),
-    ("none", 64, "mixed", "ample", 4096),
+    ("radix", 1, "mixed", "scarce", 7, True),
+    ("block-hash", 16, "prefill-first", "scarce", 64, False),
+    ("none", 64, "mixed", "ample", 4096, True),
 ]
 
 
@@ -109,7 +111,14 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
 
 
 def run(
-    oracle: Oracle, cache: str, page_size: int, composition: str, memory: str, chunk: int, device: str = "cpu"
+    oracle: Oracle,
+    cache: str,
+    page_size: int,
+    composition: str,
+    memory: str,
+    chunk: int,
+    overlap: bool | None = None,
+    device: str = "cpu",
 ) -> list[RequestOutput]:
     llm = CheckedLLM(
         oracle.path,
@@ -120,8 +129,10 @@ def run(
         policy=composition,
         num_pages=SCARCE_PAGES[page_size] if memory == "scarce" else 16384 // page_size,
         max_prefill_tokens=chunk,
+        overlap=overlap,
     )
     outputs = llm.generate(list(oracle.prompts), oracle.params)
+    assert not llm.scheduler.has_work, "a step is still in flight"
     assert llm.scheduler.memory.available == llm.scheduler.memory.num_pages, "pages have leaked"
     return outputs
 
@@ -134,16 +145,19 @@ def assert_answers(oracle: Oracle, outputs: list[RequestOutput], cache: str, mem
         assert (sum(output.cached_tokens for output in outputs) > 0) == (cache != "none")
 
 
-@pytest.mark.parametrize(("cache", "page_size", "composition", "memory", "chunk"), MATRIX)
+@pytest.mark.parametrize(
+    ("cache", "page_size", "composition", "memory", "chunk", "overlap"),
+    [(*case, bool(overlap)) for case, overlap in zip(MATRIX, OVERLAP, strict=True)],
+)
 def test_llama_gives_the_same_tokens(
-    oracles: dict[str, Oracle], cache: str, page_size: int, composition: str, memory: str, chunk: int
+    oracles: dict[str, Oracle], cache: str, page_size: int, composition: str, memory: str, chunk: int, overlap: bool
 ) -> None:
     oracle = oracles["LlamaForCausalLM"]
-    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk), cache, memory)
+    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk, overlap), cache, memory)
 
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3MoeForCausalLM"])
-@pytest.mark.parametrize(("cache", "page_size", "composition", "memory", "chunk"), OTHER_MODELS)
+@pytest.mark.parametrize(("cache", "page_size", "composition", "memory", "chunk", "overlap"), OTHER_MODELS)
 def test_windows_and_experts_give_the_same_tokens(
     oracles: dict[str, Oracle],
     architecture: str,
@@ -152,9 +166,10 @@ def test_windows_and_experts_give_the_same_tokens(
     composition: str,
     memory: str,
     chunk: int,
+    overlap: bool,
 ) -> None:
     oracle = oracles[architecture]
-    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk), cache, memory)
+    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk, overlap), cache, memory)
 
 
 def test_the_requests_are_worth_comparing(oracles: dict[str, Oracle]) -> None:

@@ -51,19 +51,28 @@ class Scripted:
 
 
 class Failing:
-    """An executor that raises ``error`` at its ``at``-th step, counted from 0, and is fine before and after."""
+    """An executor that raises ``error`` at its ``at``-th step, counted from 0, and is fine before and after.
 
-    def __init__(self, executor: Executor, at: int, error: BaseException) -> None:
+    If ``late``, the step's `wait` raises, and the launch does nothing.
+    """
+
+    def __init__(self, executor: Executor, at: int, error: BaseException, late: bool = False) -> None:
         self.executor = executor
         self.at = at
         self.error = error
+        self.late = late
         self.steps = 0
 
     def launch(self, batch: Batch) -> PendingStep:
         self.steps += 1
-        if self.steps == self.at + 1:
-            raise self.error
-        return self.executor.launch(batch)
+        if self.steps != self.at + 1:
+            return self.executor.launch(batch)
+        if self.late:
+            return self
+        raise self.error
+
+    def wait(self) -> StepResult:
+        raise self.error
 
 
 def assert_idle_and_clean(llm: LLM) -> None:

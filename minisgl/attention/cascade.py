@@ -43,9 +43,10 @@ class CascadeAttention(TritonAttention):
         """Find the groups. Answers ``"shared"`` if there are any, for which another kernel is launched."""
         super().plan(batch, inputs)
         if self._prefixes is None:
-            num_slots, width = inputs.page_table.shape
-            page_size = self.kv_cache.page_size
-            self._prefixes = SharedPrefixes(num_slots, width, page_size, self.min_rows, self.min_tokens)
+            cache = self.kv_cache
+            self._prefixes = SharedPrefixes(
+                *inputs.page_table.shape, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
+            )
         groups = self._prefixes.update(batch)
         self._shared = len(groups) > 0 and groups.saved >= self.min_saved
         if not self._shared:

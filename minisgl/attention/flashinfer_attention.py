@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from minisgl.attention.flashinfer_kernels import DecodeKernel, Kernel, LayerKind, PrefillKernel, Scratch, Workspace
+from minisgl.attention.flashinfer_kernels import (
+    DecodeKernel,
+    Kernel,
+    LayerKind,
+    PrefillKernel,
+    Scratch,
+    Workspace,
+    fastest_version,
+)
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.page_lists import PageLists, page_lists
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
@@ -20,7 +28,7 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
 
     Args:
         kv_cache: where keys and values live.
-        version: of FlashAttention in prefill, ``"fa2"`` or ``"fa3"``; None is the one for this GPU.
+        version: of FlashAttention in prefill, ``"fa2"`` or ``"fa3"``; None is the faster one for each step.
 
     Raises:
         ConfigError: version 3 on a GPU that is not a Hopper.
@@ -28,11 +36,13 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
     is_hopper = torch.cuda.get_device_capability(kv_cache.k.device) == (9, 0)
     if version == "fa3" and not is_hopper:
         raise ConfigError("attention_backend: 'flashinfer-fa3' needs a Hopper GPU; choose 'flashinfer-fa2'")
-    chosen = version or ("fa3" if is_hopper else "fa2")
     workspace = Workspace(kv_cache.k.device)
 
+    def choose_version(batch: Batch) -> str:
+        return version or (fastest_version(batch) if is_hopper else "fa2")
+
     def prefill_kernel(kind: LayerKind, scratch: Scratch) -> Kernel:
-        return PrefillKernel(kind, kv_cache, workspace, chosen)
+        return PrefillKernel(kind, kv_cache, workspace, choose_version)
 
     def decode_kernel(kind: LayerKind, scratch: Scratch) -> Kernel:
         return DecodeKernel(kind, kv_cache, workspace, scratch)
@@ -70,6 +80,8 @@ class FlashInferAttention(PagedAttention):
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
         """See `AttentionBackend.plan`."""
         self.inputs, self._batch = inputs, batch
+        if batch.num_rows == 0:
+            return
         self._scratch = self._scratch or Scratch.for_table(inputs.page_table)
         self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._scratch.indices)
         for kernel in self._kernels.values():

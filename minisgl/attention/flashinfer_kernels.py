@@ -16,13 +16,14 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 
 from minisgl.attention.page_lists import PageLists, host_tensor
 from minisgl.core import AttentionSpec, Batch
+from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 
-_CUDA_CORE_GROUPS = (1, 2)
-"""Query heads a KV head that are too few for tensor cores, whose tiles have 16 rows."""
+_LEAST_SCALE = 2e-3
+"""FlashInfer gives invisible positions −50,000 before it scales: that has to be out of sight afterwards, too."""
 
-_TINY = 1e-30
-"""Stands for a scale of 0, by which the −∞ of an invisible position would become NaN."""
+_FULL_TILE = 128
+"""Queries of a row that version 3 attends for in one program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class LayerKind:
     @classmethod
     def of(cls, spec: AttentionSpec) -> LayerKind:
         """The kind of a layer."""
+        if spec.scale < _LEAST_SCALE:
+            raise ConfigError(
+                f"attention_backend: FlashInfer needs layers with a scale of at least {_LEAST_SCALE}, the model has "
+                f"{spec.scale}; choose 'triton' or 'torch'"
+            )
         return cls(spec.num_heads, -1 if spec.sliding_window is None else spec.sliding_window - 1)
 
     def plan_arguments(self, kv_cache: KVCache) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -132,46 +138,59 @@ class Kernel(Protocol):
         ...
 
 
+def fastest_version(batch: Batch) -> str:
+    """Which FlashAttention prefills faster on Hopper GPUs.
+
+    Version 3 uses their asynchronous matrix units, but every program attends for one head and a tile of 128 queries of
+    one row. Version 2 fills a tile with the queries of all heads that share a KV head, which short rows need.
+    """
+    return "fa3" if batch.num_tokens >= _FULL_TILE * batch.num_rows else "fa2"
+
+
 class PrefillKernel:
-    """FlashAttention 2 or 3, for rows of any number of tokens behind any prefix.
+    """FlashAttention for rows of any number of tokens behind any prefix.
 
     Args:
         kind: of the layers.
         kv_cache: that they read.
         workspace: for partial results.
-        version: ``"fa2"`` or ``"fa3"``.
+        choose_version: ``"fa2"`` or ``"fa3"`` for a step.
     """
 
-    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, version: str) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            workspace.for_prefill(kind, kv_cache), "NHD", backend=version
-        )
+    def __init__(
+        self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, choose_version: Callable[[Batch], str]
+    ) -> None:
+        self._memory = workspace.for_prefill(kind, kv_cache)
         self._sizes, self._options = kind.plan_arguments(kv_cache)
-        self._staged = StagedPlan()
+        self._choose_version = choose_version
+        self._by_version: dict[str, tuple[Any, StagedPlan]] = {}
+        self._wrapper: Any
 
     def plan(self, batch: Batch, lists: PageLists) -> None:
         """See `Kernel.plan`."""
+        version = self._choose_version(batch)
+        if version not in self._by_version:
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self._memory, "NHD", backend=version)
+            self._by_version[version] = wrapper, StagedPlan()
+        self._wrapper, staged = self._by_version[version]
         indptr = host_tensor(batch.cu_seqlens_q, lists.indices.device)
         pages = (lists.indptr, lists.indices, lists.last_page_len)
         longest = batch.max_q_len
-        self._staged(
-            self._wrapper.plan,
-            *(indptr, *pages, *self._sizes),
-            **self._options,
-            causal=True,
-            max_token_per_sequence=longest,
-        )
+        sizes, options = self._sizes, self._options
+        staged(self._wrapper.plan, indptr, *pages, *sizes, causal=True, max_token_per_sequence=longest, **options)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
         """See `Kernel.run`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._wrapper.run(q, kv, q_scale=scale or _TINY, out=out)
+        self._wrapper.run(q, kv, q_scale=scale, out=out)
         return out
 
 
 class DecodeKernel:
-    """One query token a row. There is a wrapper for each number of rows, whose buffers keep their addresses: a CUDA
-    graph that was captured over them stays valid, as every plan for as many rows refreshes them.
+    """One query token a row, on tensor cores: the queries of all heads that share a KV head are a tile.
+
+    There is a wrapper for each number of rows, whose buffers keep their addresses: a CUDA graph that was captured over
+    them stays valid, as every plan for as many rows refreshes them.
 
     Args:
         kind: of the layers.
@@ -184,7 +203,6 @@ class DecodeKernel:
         self._memory = workspace.for_decode(kind, kv_cache, scratch.max_rows)
         self._indices = scratch.indices
         self._sizes, self._options = kind.plan_arguments(kv_cache)
-        self._tensor_cores = kind.num_heads // kv_cache.k.shape[3] not in _CUDA_CORE_GROUPS
         self._by_rows: dict[int, FixedRows] = {}
         self._current: FixedRows
 
@@ -192,13 +210,13 @@ class DecodeKernel:
         """See `Kernel.plan`."""
         rows = batch.num_rows
         if rows not in self._by_rows:
-            self._by_rows[rows] = FixedRows(rows, self._memory, self._indices, self._tensor_cores)
+            self._by_rows[rows] = FixedRows(rows, self._memory, self._indices)
         self._current = self._by_rows[rows]
         self._current.plan(lists, self._sizes, self._options)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
         """See `Kernel.run`."""
-        out: torch.Tensor = self._current.wrapper.run(q, kv, q_scale=scale or _TINY)
+        out: torch.Tensor = self._current.wrapper.run(q, kv, q_scale=scale)
         return out
 
 
@@ -209,17 +227,16 @@ class FixedRows:
         rows: of every step.
         memory: for partial results.
         indices: for page ids.
-        tensor_cores: which kernel.
     """
 
-    def __init__(self, rows: int, memory: torch.Tensor, indices: torch.Tensor, tensor_cores: bool) -> None:
+    def __init__(self, rows: int, memory: torch.Tensor, indices: torch.Tensor) -> None:
         self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
         self._last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
             memory,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=tensor_cores,
+            use_tensor_cores=True,
             paged_kv_indptr_buffer=self._indptr,
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=self._last_page_len,

@@ -32,15 +32,16 @@ class HybridAttention(PagedAttention):
         self._num_decode: int
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
-        """Plan each backend with its part of the step. Only decode steps are captured, so `decode` names the work."""
+        """Plan each backend with its rows. `decode` hears of every step, if only of no rows and of the changes in the
+        page table, from which it may know what running requests share. It names the work, as only decode steps are
+        captured, and these are handed on as they are: a captured step reads the very tensors of ``inputs``."""
         self.inputs = inputs
         self._num_decode = batch.num_decode
         if batch.num_decode == batch.num_rows:
             return self.decode.plan(batch, inputs)
-        if batch.num_decode == 0:
-            return self.prefill.plan(batch, inputs)
         decode_rows, prefill_rows = split_phases(batch, inputs)
-        return self.decode.plan(*decode_rows), self.prefill.plan(*prefill_rows)
+        self.prefill.plan(*prefill_rows)
+        return self.decode.plan(*decode_rows)
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """See `PagedAttention.attend`. A decode row is one token, so as many tokens as decode rows come first."""
@@ -53,13 +54,13 @@ class HybridAttention(PagedAttention):
 
 
 def split_phases(batch: Batch, inputs: DeviceBatch) -> tuple[tuple[Batch, DeviceBatch], tuple[Batch, DeviceBatch]]:
-    """The decode rows of a mixed step, and its prefill rows, each as a step of its own."""
+    """The decode rows of a step, and its prefill rows, each as a step of its own."""
     count = batch.num_decode
     return _rows(batch, inputs, slice(0, count)), _rows(batch, inputs, slice(count, batch.num_rows))
 
 
 def _rows(batch: Batch, inputs: DeviceBatch, rows: slice) -> tuple[Batch, DeviceBatch]:
-    """Some consecutive rows. Who samples, and what changes in the tables before the step, is left out."""
+    """Some consecutive rows, without who samples and who is admitted."""
     borders = slice(rows.start, rows.stop + 1)
     first, stop = batch.cu_seqlens_q[[rows.start, rows.stop]].tolist()
     tokens = slice(first, stop)
@@ -73,6 +74,8 @@ def _rows(batch: Batch, inputs: DeviceBatch, rows: slice) -> tuple[Batch, Device
         sample_rows=batch.sample_rows[:0],
         output_index=batch.output_index[:0],
         num_decode=batch.num_decode - rows.start,
+        page_index=batch.page_index,
+        page_value=batch.page_value,
     )
     part_inputs = replace(
         inputs,

@@ -52,14 +52,18 @@ class SharedPrefixes:
     Args:
         num_slots, width: shape of the page table.
         page_size: tokens a page.
+        dummy_page: page that all entries of the last slot have.
         min_rows, min_tokens: smallest group, and shortest prefix, that count.
     """
 
-    def __init__(self, num_slots: int, width: int, page_size: int, min_rows: int, min_tokens: int) -> None:
+    def __init__(
+        self, num_slots: int, width: int, page_size: int, dummy_page: int, min_rows: int, min_tokens: int
+    ) -> None:
         self.page_size = page_size
         self.min_rows = min_rows
         self.min_pages = -(-min_tokens // page_size)
         self._table = np.full((num_slots, width), _UNKNOWN, dtype=np.int32)
+        self._table[-1] = dummy_page
         self._compared = np.zeros(num_slots, dtype=np.int32)
         """Leading columns of each slot that the current groups depend on."""
         self._changed = True

@@ -14,6 +14,8 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 _INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have; it runs one program after another."""
 
@@ -34,7 +36,12 @@ class TritonAttention(PagedAttention):
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
-        device = kv_cache.k.device
+        device, dtype = kv_cache.k.device, kv_cache.k.dtype
+        if dtype not in _DTYPES:
+            raise ConfigError(
+                f"attention_backend: the Triton kernels compute float16, bfloat16 and float32, the KV cache is "
+                f"{str(dtype).removeprefix('torch.')}; choose 'torch'"
+            )
         if device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif triton.knobs.runtime.interpret:

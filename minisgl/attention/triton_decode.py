@@ -24,8 +24,8 @@ import triton.language as tl
 from minisgl.attention.triton_tiles import LOG2_E, LOWEST, add_parts, attend_keys
 from minisgl.core import AttentionSpec, DeviceBatch
 
-_TILE = 8192
-"""Elements of a tile of keys: with as many values, 32 KB in half precision."""
+_TILE_BYTES = 16384
+"""Of a tile of keys; the values are as many again."""
 
 _FEW_ROWS = 16
 """Up to here latency counts: wider programs, each with more tiles on the way. Beyond, more programs."""
@@ -242,7 +242,7 @@ def decode(
         HEAD_DIM=head_dim,
         BLOCK_R=_FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows)),
         BLOCK_M=block_m,
-        BLOCK_N=min(128, max(16, _TILE // block_d)),
+        BLOCK_N=min(128, max(16, _TILE_BYTES // (block_d * keys.element_size()))),
         BLOCK_D=block_d,
         num_warps=max(4 if few else 2, block_m * block_d // 1024),
         num_stages=5 if few else 3,

@@ -108,12 +108,27 @@ class QueryTiles:
 
     Args:
         rows, begins: int32[tiles] as in `prefill_kernel`.
-        block_m: queries a tile.
+        block_m, block_n: queries and keys a tile.
     """
 
     rows: torch.Tensor
     begins: torch.Tensor
     block_m: int
+    block_n: int
+
+
+def tile_shape(cache: torch.Tensor, longest: int) -> tuple[int, int]:
+    """Queries and keys of a tile, measured on an H200.
+
+    Args:
+        cache: the keys, for their width and dtype.
+        longest: queries of the row that has most.
+    """
+    if cache.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
+        return 16, 32
+    if cache.shape[-1] > 128:
+        return 64, 32
+    return (128, 128) if longest >= _LONG else (64, 64)
 
 
 def query_tiles(batch: Batch, group: int, cache: torch.Tensor) -> QueryTiles:
@@ -125,8 +140,7 @@ def query_tiles(batch: Batch, group: int, cache: torch.Tensor) -> QueryTiles:
         cache: the keys, for their width and device.
     """
     queries = batch.q_lens[batch.num_decode :] * group
-    fits = cache.shape[-1] * cache.element_size() <= 256
-    block_m = 128 if fits and queries.max() >= _LONG else 64
+    block_m, block_n = tile_shape(cache, int(queries.max()))
     counts = -(-queries // block_m)
     rows = np.repeat(np.arange(batch.num_decode, batch.num_rows, dtype=np.int32), counts)
     ordinal = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
@@ -134,7 +148,7 @@ def query_tiles(batch: Batch, group: int, cache: torch.Tensor) -> QueryTiles:
     num_keys = (batch.seq_lens - batch.q_lens)[rows] + begins // group
     order = np.argsort(-num_keys, kind="stable")
     staged = to_device({"rows": rows[order], "begins": begins[order].astype(np.int32)}, cache.device)
-    return QueryTiles(staged["rows"], staged["begins"], block_m)
+    return QueryTiles(staged["rows"], staged["begins"], block_m, block_n)
 
 
 def prefill(
@@ -177,8 +191,8 @@ def prefill(
         KV_HEADS=kv_heads,
         HEAD_DIM=spec.head_dim,
         BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_m if keys.element_size() * block_d <= 256 else 32,
+        BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
-        num_warps=tiles.block_m // 16,
+        num_warps=max(4, tiles.block_m // 16),
         num_stages=3,
     )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from minisgl.attention.triton_decode import MAX_PREFIX_PARTS, PrefixParts
+from minisgl.attention.triton_prefill import tile_shape
 from minisgl.attention.triton_tiles import LOG2_E, LOWEST, attend_keys
 from minisgl.core import AttentionSpec, DeviceBatch
 
@@ -158,6 +159,7 @@ def attend_prefixes(
     num_rows, num_heads, head_dim = queries.shape
     page_size, kv_heads = keys.shape[1:3]
     group = num_heads // kv_heads
+    block_m, block_n = tile_shape(keys, longest=1)
     lines = (num_rows, MAX_PREFIX_PARTS.value, num_heads)
     parts = torch.empty(num_rows, dtype=torch.int32, device=queries.device)
     out = torch.empty((*lines, head_dim), dtype=torch.float32, device=queries.device)
@@ -184,8 +186,8 @@ def attend_prefixes(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_G=max(16, triton.next_power_of_2(len(tables.lens))),
-        BLOCK_M=max(64, triton.next_power_of_2(group)),
-        BLOCK_N=64,
+        BLOCK_M=max(block_m, triton.next_power_of_2(group)),
+        BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
         num_stages=3,

@@ -53,7 +53,7 @@ def attend_keys(
         keys, values: pointers to a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
         page_row: pointer to the sequence's row of the page table.
         seen: int32[M] or [1] each query sees the keys up to this position, exclusive, and of those the last WINDOW.
-        scale: factor on q·k, times log2(e): a power of two is one instruction, a power of e is two.
+        scale: factor on q·k, not negative, times log2(e): a power of two is one instruction, one of e is two.
         acc, total, peak: [M, BLOCK_D], [M] and [M] of the keys before: the weighted sum of their values, the sum of
             their weights, and the largest score, relative to which the weights are.
         MASKED: False if all queries see all of these keys, which are whole tiles.
@@ -98,11 +98,14 @@ def softmax_step(queries, keys, values, visible, scale, acc, total, peak, MASKED
     """
     if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
         queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
+        scores = tl.where(visible, scores * scale, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+    else:  # one multiplication a row in place of one a score; the other is part of a fused multiply-add
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]

@@ -59,14 +59,17 @@ def launches(call: Call) -> int:
     """Kernels, copies and fills that one call starts."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in recorded.events() or [])
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a large copy within the GPU's memory reads and writes, the two added up."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").fill_(1)
+    """Bytes a second that a kernel moves which reads a large tensor once and writes another, the two added up.
+
+    The kernel flips signs. A plain copy is not launched as a kernel and is slower in a graph.
+    """
+    source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (microseconds([lambda: target.copy_(source)]) * 1e-6)
+    return 2 * source.nbytes / (microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)

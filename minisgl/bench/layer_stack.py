@@ -115,10 +115,12 @@ def _step(decoder: Decoder, shape: StackShape, tokens: int, compiled: bool, laye
             x, residual = layer(x, residual, rotation)
         return x
 
+    torch._dynamo.reset()
     run = torch.compile(forward, dynamic=False) if compiled else forward
 
     def step() -> torch.Tensor:
-        with forward_context(ForwardContext(inputs, backend)):
+        # Each layer is compiled on its own, because its index is a constant of its code.
+        with forward_context(ForwardContext(inputs, backend)), torch._dynamo.config.patch(recompile_limit=64):
             return run()
 
     return step

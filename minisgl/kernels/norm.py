@@ -22,7 +22,7 @@ def _add_and_norm_kernel(
     total_ptr: tl.tensor,
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
-    eps: tl.tensor,
+    EPS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
@@ -51,7 +51,7 @@ def _add_and_norm_kernel(
 
     value = total.to(WIDE)
     mean_square = tl.sum(value * value, axis=0) / SIZE
-    normed = value * tl.rsqrt(mean_square + eps) * weight
+    normed = value * tl.rsqrt(mean_square + EPS) * weight
     tl.store(normed_ptr + row * SIZE + columns, normed, mask=exists)
 
 
@@ -82,12 +82,12 @@ def add_and_norm(
         total,
         x.stride(0),
         stream.stride(0),
-        eps,
+        EPS=eps,
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
         WIDE=wide(x.dtype),
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=min(max(block // 256, 1), 8),
         **launch_early(x),
     )
     return normed, total

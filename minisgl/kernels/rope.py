@@ -15,7 +15,7 @@ import triton.language as tl
 from minisgl.kernels.launch import launch_early, wide
 from minisgl.layers import RMSNorm
 
-_HEADS_PER_PROGRAM = 4
+_HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
@@ -30,8 +30,8 @@ def _rotate_and_store_kernel(
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
     qkv_stride: tl.tensor,
-    q_eps: tl.tensor,
-    k_eps: tl.tensor,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -75,7 +75,7 @@ def _rotate_and_store_kernel(
         source = row_ptr + first * HEAD_DIM + within
         low, high = _load_halves(source, mask, half, WIDE)
         if NORM:
-            low, high = _normalise(low, high, q_weight_ptr, columns, exists, q_eps, HEAD_DIM, WIDE)
+            low, high = _normalise(low, high, q_weight_ptr, columns, exists, Q_EPS, HEAD_DIM, WIDE)
         target = q_ptr + (token * NUM_HEADS + first) * HEAD_DIM + within
         tl.store(target, low * cos - high * sin, mask=mask)
         tl.store(target + half, high * cos + low * sin, mask=mask)
@@ -85,7 +85,7 @@ def _rotate_and_store_kernel(
         source = row_ptr + (NUM_HEADS + first) * HEAD_DIM + within
         low, high = _load_halves(source, mask, half, WIDE)
         if NORM:
-            low, high = _normalise(low, high, k_weight_ptr, columns, exists, k_eps, HEAD_DIM, WIDE)
+            low, high = _normalise(low, high, k_weight_ptr, columns, exists, K_EPS, HEAD_DIM, WIDE)
         target = k_cache_ptr + (location * NUM_KV_HEADS + first) * HEAD_DIM + within
         tl.store(target, low * cos - high * sin, mask=mask)
         tl.store(target + half, high * cos + low * sin, mask=mask)
@@ -116,7 +116,7 @@ def _normalise(
     weight_ptr: tl.tensor,
     columns: tl.tensor,
     exists: tl.tensor,
-    eps: tl.tensor,
+    EPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -125,7 +125,7 @@ def _normalise(
     weight_low = tl.load(weight_ptr + columns, mask=exists, other=0.0).to(WIDE)
     weight_high = tl.load(weight_ptr + half + columns, mask=exists, other=0.0).to(WIDE)
     mean_square = tl.sum(low * low + high * high, axis=1) / HEAD_DIM
-    scale = tl.rsqrt(mean_square + eps)[:, None]
+    scale = tl.rsqrt(mean_square + EPS)[:, None]
     return low * scale * weight_low, high * scale * weight_high
 
 
@@ -172,8 +172,8 @@ def rotate_and_store(
         k_cache,
         v_cache,
         qkv.stride(0),
-        q_norm.eps if q_norm is not None else 0.0,
-        k_norm.eps if k_norm is not None else 0.0,
+        Q_EPS=q_norm.eps if q_norm is not None else 0.0,
+        K_EPS=k_norm.eps if k_norm is not None else 0.0,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -181,7 +181,7 @@ def rotate_and_store(
         HALF_BLOCK=half_block,
         NORM=norm,
         WIDE=wide(qkv.dtype),
-        num_warps=min(max(heads * half_block // 128, 1), 8),
+        num_warps=2,
         **launch_early(qkv),
     )
     return q

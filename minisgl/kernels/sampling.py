@@ -140,7 +140,7 @@ def sample_tokens(logits: torch.Tensor, random: RandomStage[torch.Tensor] | None
     num_rows, vocab = logits.shape
     # A row alone needs many small parts to fill the GPU; many rows need fewer and larger ones. A vocabulary smaller
     # than a part leaves room for several rows.
-    block = min(triton.next_power_of_2(vocab), 1024 if logits.numel() < 2**22 else 4096)
+    block = min(triton.next_power_of_2(vocab), 1024 if logits.numel() < 2**22 else 2048)
     parts = triton.cdiv(vocab, block)
     rows = max(4096 // triton.next_power_of_2(vocab), 1)
     scores = torch.promote_types(logits.dtype, torch.float32)
@@ -159,7 +159,6 @@ def sample_tokens(logits: torch.Tensor, random: RandomStage[torch.Tensor] | None
         RANDOM=random is not None,
         WIDE=wide(logits.dtype),
         FAST_LOG=not INTERPRETED,
-        num_warps=4 if block <= 1024 else 8,
     )
     block = triton.next_power_of_2(parts)
     rows = max(1024 // block, 1)

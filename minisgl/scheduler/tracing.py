@@ -29,8 +29,8 @@ def recorded(trace: Trace, loop: EngineLoop | OverlapLoop, engine: Engine | None
       what was launched: ``rows``, ``tokens``, and in the order of the rows ``uids``, tokens ``fed``, and positions
       ``cached`` in the KV cache before them. The first ``decode`` rows are decode rows, the others prefill;
     - on the track ``device``, if there is an engine, one span: ``decode``, ``prefill`` or ``mixed``;
-    - on the track ``requests``, the instants ``admit``, ``preempt`` and ``finish``, with the ``uid``; ``finish`` has the
-      ``reason``, too.
+    - on the track ``requests``, the instants ``admit``, ``preempt`` and ``finish``, with the ``uid``, and the last with
+      the ``reason``.
 
     Args:
         trace: takes the events.

@@ -13,8 +13,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
     """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
 
-    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``), help texts from the ``Args:`` section. A flag that
-    is not given leaves no attribute behind, so that `given_options` passes on what was given and nothing else.
+    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``), help texts from the
+    ``Args:`` section. A flag that is not given leaves no attribute behind, so that `given_options` passes on what was
+    given and nothing else.
     """
     types = get_type_hints(config)
     texts = _described(inspect.getdoc(config) or "")

@@ -132,6 +132,7 @@ class PagedSequences:
         for slot, length in zip(self.slots, lengths, strict=True):
             self.page_table[slot, -(-length // page_size) :] = never_written
         self.page_table[-1] = num_pages
+        self._told = np.full_like(self.page_table, -1)
         self.kv_lens = np.zeros(rows, dtype=np.int32)
         generator = torch.Generator().manual_seed(3)
 
@@ -172,6 +173,8 @@ class PagedSequences:
         kv_lens = self.kv_lens[rows]
         spans = list(zip(rows, kv_lens.tolist(), (kv_lens + q_lens).tolist(), strict=True))
         self.kv_lens[rows] += q_lens
+        changed = np.flatnonzero(self.page_table != self._told).astype(np.int32)
+        self._told = self.page_table.copy()
         if num_decode is None:
             num_decode = int(np.logical_and.accumulate((q_lens == 1) & (kv_lens > 0)).sum())
         batch = build_batch(
@@ -183,6 +186,8 @@ class PagedSequences:
             sample_rows=np.zeros(0, dtype=np.int32),
             output_index=np.zeros(0, dtype=np.int32),
             num_decode=num_decode + padding,
+            page_index=changed,
+            page_value=self.page_table.reshape(-1)[changed],
         )
 
         def fed(whole: list[torch.Tensor]) -> torch.Tensor:

@@ -63,6 +63,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         super().__init__(workspace, layout)
         assert backend in ("fa2", "fa3")
+        self.steps: list[list[int]] = []
+        """Tokens of the rows of each step."""
 
     def plan(
         self,
@@ -82,6 +84,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         assert max_token_per_sequence == int(qo_indptr.diff().max())
         self._plan(sizes, window_left, sm_scale)
         self._qo_indptr = qo_indptr
+        self.steps.append(qo_indptr.diff().tolist())
         self._pages = indptr, indices, last_page_len
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], q_scale: float, out: torch.Tensor) -> None:

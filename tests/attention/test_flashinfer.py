@@ -55,10 +55,21 @@ def run_mixed_steps(sequences: PagedSequences) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
-@pytest.mark.parametrize("heads", [4, 8], ids=["CUDA cores", "tensor cores"])
+@pytest.mark.parametrize("heads", [2, 8])
 def test_every_kind_of_step(make_backend: MakeBackend, page_size: int, heads: int) -> None:
     specs = layers(None, 7, None, 3, heads=heads)
     run_mixed_steps(PagedSequences(make_backend, CPU, specs, [40] * 6, page_size))
+
+
+def test_long_rows_are_prefilled_by_version_3_and_short_ones_by_version_2(make_backend: MakeBackend) -> None:
+    sequences = PagedSequences(make_backend, CPU, layers(None), [200, 200, 200])
+    for feeds in ({0: 128, 1: 1}, {1: 128}, {0: 60, 2: 150}, {0: 2, 1: 2}):
+        sequences.run(feeds, num_decode=0)
+    used = next(iter(sequences.backend.prefill._kernels.values()))._by_version
+    assert {version: wrapper.steps for version, (wrapper, _) in used.items()} == {
+        "fa2": [[128, 1], [60, 150], [2, 2]],
+        "fa3": [[128]],
+    }
 
 
 def test_a_captured_step_is_refreshed_in_place(make_backend: MakeBackend) -> None:
@@ -125,6 +136,14 @@ def test_says_what_is_missing_and_what_to_choose(
     assert flashinfer_obstacle(cache_on(GPU)) is None
 
 
+def test_a_scale_that_would_unmask_is_refused(make_backend: MakeBackend) -> None:
+    sequences = PagedSequences(make_backend, CPU, [AttentionSpec(0, 2, 2, 8, scale=1e-3)], [5])
+    with pytest.raises(
+        ConfigError, match=r"a scale of at least 0.002, the model has 0.001; choose 'triton' or 'torch'"
+    ):
+        sequences.run({0: 5})
+
+
 def test_version_3_needs_a_hopper(make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match="needs a Hopper GPU; choose 'flashinfer-fa2'"):
@@ -141,12 +160,13 @@ def test_is_imported_only_when_it_is_used() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.needs("flashinfer")
-@pytest.mark.parametrize("heads", [4, 8], ids=["CUDA cores", "tensor cores"])
-def test_a_cuda_graph_serves_other_lengths_slots_and_pages(heads: int) -> None:
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_a_cuda_graph_serves_other_lengths_slots_and_pages(heads: int, page_size: int) -> None:
     """One graph of four rows and two layers, replayed between eager steps of other shapes."""
     specs = layers(None, 7, heads=heads, head_dim=64)
     make_backend = choose_backend("flashinfer")
-    sequences = PagedSequences(make_backend, GPU, specs, [3000] + [900] * 6, 16, torch.bfloat16)
+    sequences = PagedSequences(make_backend, GPU, specs, [3000] + [900] * 6, page_size, torch.bfloat16)
     sequences.fill([2900, 3, 31, 600, 45, 0, 0])
     out_locs = torch.zeros(4, dtype=torch.int32, device=GPU)
     static = [[torch.zeros(4, n, 64, dtype=torch.bfloat16, device=GPU) for n in (heads, 2, 2)] for _ in specs]

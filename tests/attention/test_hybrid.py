@@ -25,13 +25,15 @@ class OnlyPrefill(TorchAttention):
 
 
 class OnlyDecode(TorchAttention):
-    """Refuses everything else, and can be captured."""
+    """Refuses everything else, and can be captured. Follows the page table."""
 
     capturable = True
+    table: dict[int, int]
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> str:
         assert batch.num_decode == batch.num_rows == batch.num_tokens
         super().plan(batch, inputs)
+        self.__dict__.setdefault("table", {}).update(zip(batch.page_index, batch.page_value, strict=True))
         return "decode"
 
 
@@ -66,6 +68,17 @@ def test_decode_decides_whether_a_step_can_be_captured_and_names_its_work() -> N
     assert not HybridAttention(cache, OnlyDecode(cache), OnlyPrefill(cache)).capturable
 
 
+def test_decode_hears_of_every_change_in_the_page_table() -> None:
+    sequences = PagedSequences(hybrid, CPU, LAYERS, [20, 20])
+    sequences.run({0: 3, 1: 5})
+    sequences.page_table[-2, 0] = 7
+    sequences.run({0: 1, 1: 3})
+    sequences.page_table[-2, 0] = 9
+    sequences.run({0: 5})
+    flat = sequences.page_table.reshape(-1)
+    assert sequences.backend.decode.table == dict(enumerate(flat))
+
+
 def test_a_step_is_divided_into_two_whole_steps() -> None:
     batch, inputs = step_of([1, 1, 3, 2], [4, 30, 0, 5])
     for rows, (part, part_inputs) in zip((slice(0, 2), slice(2, 4)), split_phases(batch, inputs), strict=True):
@@ -85,7 +98,8 @@ def test_a_step_is_divided_into_two_whole_steps() -> None:
 
 @pytest.mark.parametrize("name", ["torch,torch", "torch , auto", "torch,triton"])
 def test_two_names_make_a_hybrid(name: str) -> None:
-    sequences = PagedSequences(choose_backend(name), CPU, LAYERS, [20, 9, 30])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sequences = PagedSequences(choose_backend(name), device, LAYERS, [20, 9, 30])
     assert isinstance(sequences.backend, HybridAttention)
     sequences.fill([12, 0, 4])
     sequences.run({0: 1, 1: 9, 2: 8})
@@ -118,8 +132,3 @@ def test_a_backend_that_cannot_attend_without_storing_does_not_fit() -> None:
             choose_backend("torch,whole")(cache)
     finally:
         del ATTENTION_BACKENDS._items["whole"]
-
-
-def test_auto_on_a_cpu_is_torch() -> None:
-    cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
-    assert isinstance(choose_backend("auto")(cache), TorchAttention)

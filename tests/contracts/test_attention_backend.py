@@ -35,8 +35,8 @@ class Abilities:
     head_dims: Sequence[int] = (8, 64, 80)
 
 
-FLASHINFER = Abilities(torch.bfloat16, (64, 128))
-ABILITIES = {"flashinfer": FLASHINFER, "flashinfer-fa2": FLASHINFER, "flashinfer-fa3": FLASHINFER}
+FLASHINFER_NAMES = ("flashinfer", "flashinfer-fa2", "flashinfer-fa3")
+ABILITIES = dict.fromkeys(FLASHINFER_NAMES, Abilities(torch.bfloat16, (64, 128)))
 MARKS = {name: [pytest.mark.gpu, pytest.mark.needs("flashinfer")] for name in ABILITIES}
 
 
@@ -198,9 +198,14 @@ def test_heads(paged: Paged, heads: int, kv_heads: int, head_dim: int) -> None:
     run_mixed_steps(paged(specs, MIXED))
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.05, 1.5])
+@pytest.mark.parametrize("scale", [0.05, 1.5])
 def test_the_scale_is_the_layers_own(paged: Paged, scale: float) -> None:
     run_mixed_steps(paged(layers(None, scale=scale), MIXED))
+
+
+@pytest.mark.not_for(*FLASHINFER_NAMES)  # which refuse so small a scale
+def test_a_scale_of_zero_averages(paged: Paged) -> None:
+    run_mixed_steps(paged(layers(None, scale=0.0), MIXED))
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 13, 40, 1000])

@@ -1,0 +1,43 @@
+"""The benchmark of the fused kernels. Nothing that was timed is asserted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.bench.gpu_timing import buffers_needed, launches, microseconds
+from minisgl.bench.kernels import run_kernels
+from minisgl.errors import ConfigError
+
+
+def test_without_a_gpu_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"kernels: .* need a CUDA device"):
+        run_kernels((1,), repeat=1)
+
+
+@pytest.mark.gpu
+def test_every_kernel_and_every_choice_of_fusions_is_measured() -> None:
+    report = run_kernels((1,), repeat=1)
+    kernels, *layers = report.tables
+    names = ["residual + RMSNorm", "QK-norm + RoPE + store", "SiLU·mul"]
+    assert [row[0] for row in kernels.rows] == [*names, *names, "sampling, greedy", "sampling, random"]
+    assert all(isinstance(cell, float) and cell > 0 for row in kernels.rows for cell in row[2:])
+    for layer in layers:
+        launched = {str(row[0]): float(row[2]) for row in layer.rows}
+        assert launched["plain"] - launched["all fused"] >= 10
+        assert all(launched["plain"] > launched[f"only {name}"] for name in ("norm", "rope", "activation"))
+
+
+@pytest.mark.gpu
+def test_launches_are_counted_and_timed() -> None:
+    x = torch.ones(1024, device="cuda")
+    assert launches(lambda: x.add_(1).mul_(2)) == 2
+    assert microseconds([lambda: x.add_(1)]) > 0
+
+
+@pytest.mark.gpu
+def test_what_exceeds_the_cache_is_given_buffers_that_exceed_it_twice() -> None:
+    cache = torch.cuda.get_device_properties().L2_cache_size
+    assert buffers_needed(1024) == 1
+    assert buffers_needed(cache) * cache > 2 * cache
