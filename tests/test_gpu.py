@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.core.batch import Batch
+from minisgl.engine import PendingStep
 from tests.model_zoo import tiny_checkpoint
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
 
 pytestmark = pytest.mark.gpu
+
+
+BACKENDS = ["torch", "triton", "cascade", "triton,torch", "torch,cascade"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "graphs of three sizes": {"graph_batches": (1, 5, 40)},
+    "graphs without fused kernels": {"fusions": "none", "sampler": "default"},
+}
 
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"])
@@ -25,6 +39,89 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_cuda_gives_the_tokens_of_transformers(oracle: Oracle, cache: str, composition: str, memory: str) -> None:
     outputs = run(oracle, cache, 16, composition, memory, 64, device="cuda")
     assert_answers(oracle, outputs, cache, memory)
+
+
+@pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"])
+def wide_oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """Heads are wide enough for the single-token decoder."""
+    return make_oracle(tmp_path_factory.mktemp(request.param), request.param, head_dim=32)
+
+
+@pytest.mark.parametrize("memory", ["ample", "scarce"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
+    wide_oracle: Oracle, backend: str, options: dict[str, Any], overlap: bool, memory: str
+) -> None:
+    composition = "mixed" if overlap else "prefill-first"
+    settings = {"device": "cuda", "dtype": "float32", "attention_backend": backend, **options}
+    outputs = run(wide_oracle, "radix", 16, composition, memory, 64, overlap, **settings)
+    assert_answers(wide_oracle, outputs, "radix", memory)
+
+
+HALF_BACKENDS = ["triton", "cascade", *(["flashinfer", "flashinfer,triton"] if find_spec("flashinfer") else [])]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("backend", HALF_BACKENDS)
+def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backend: str, eager: bool) -> None:
+    """Two engines that round differently may choose differently where the best two tokens are about equal."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=64, num_hidden_layers=1)
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_pages": 512, "seed": 1}
+    plain = {"attention_backend": "torch", "enforce_eager": True, "fusions": "none", "sampler": "default"}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, 200, 300).tolist()
+    prompts = [shared + rng.integers(0, 200, 1 + i).tolist() for i in range(12)] + [[5], [1, 2, 3]]
+    expected = LLM(path, **common, **plain).generate(prompts, params)
+    outputs = LLM(path, **common, attention_backend=backend, enforce_eager=eager).generate(prompts, params)
+    agreeing = 0
+    for output, reference in zip(outputs, expected, strict=True):
+        assert reference.logprobs is not None
+        for token, wanted, logprobs in zip(output.token_ids, reference.token_ids, reference.logprobs, strict=True):
+            if token != wanted:
+                (_, best), (_, second) = logprobs.top
+                assert best - second < 0.1, "not a tie"
+                break
+            agreeing += 1
+    assert agreeing > 100
+
+
+def test_a_steps_work_on_the_host_never_waits_for_the_device(tmp_path: Path) -> None:
+    """With overlap, the one thing that is waited for is the event of the step before."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=32)
+    llm = LLM(path, device="cuda", num_pages=256)
+    sampled = SamplingParams(max_tokens=30, ignore_eos=True, seed=3)
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+    llm.generate([[1, 2, 3], list(range(50))], [sampled, greedy])
+    launch = llm.engine.launch
+    launched = []
+
+    def watched(batch: Batch) -> PendingStep:
+        launched.append(batch.num_rows)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    llm.engine.launch = watched  # type: ignore[method-assign]
+    outputs = llm.generate([[4, 5, 6], list(range(60))], [sampled, greedy])
+    assert [output.finish_reason for output in outputs] == ["length", "length"]
+    assert len(launched) > 25
+
+
+def test_graph_memory_is_part_of_the_budget(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    free_before, _ = torch.cuda.mem_get_info()
+    llm = LLM(path, device="cuda", memory_ratio=0.5)
+    engine = llm.engine
+    assert engine.runner_bytes > 0
+    used = engine.num_pages * engine.page_bytes + engine.model_bytes + engine.runner_bytes
+    assert abs(used - 0.5 * free_before) < 0.02 * free_before
+    free_after, _ = torch.cuda.mem_get_info()
+    assert free_before - free_after < 0.53 * free_before
 
 
 def test_auto_takes_the_gpu_and_the_checkpoints_dtype(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], params: Sampling
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-def make_oracle(directory: Path, architecture: str) -> Oracle:
-    path, model = tiny_checkpoint(directory, architecture, vocab_size=VOCAB, **MODELS[architecture])
+def make_oracle(directory: Path, architecture: str, **overrides: Any) -> Oracle:
+    path, model = tiny_checkpoint(directory, architecture, vocab_size=VOCAB, **MODELS[architecture], **overrides)
     model.double()
     prompts, params = make_prompts(), make_params()
     expected = [greedy_reference(model, *each) for each in zip(prompts[:NUM_GREEDY], params[:NUM_GREEDY], strict=True)]
@@ -119,17 +119,20 @@ def run(
     chunk: int,
     overlap: bool | None = None,
     device: str = "cpu",
+    dtype: str = "float64",
+    **options: Any,
 ) -> list[RequestOutput]:
     llm = CheckedLLM(
         oracle.path,
         device=device,
-        dtype="float64",
+        dtype=dtype,
         prefix_cache=cache,
         page_size=page_size,
         policy=composition,
         num_pages=SCARCE_PAGES[page_size] if memory == "scarce" else 16384 // page_size,
         max_prefill_tokens=chunk,
         overlap=overlap,
+        **options,
     )
     outputs = llm.generate(list(oracle.prompts), oracle.params)
     assert not llm.scheduler.has_work, "a step is still in flight"

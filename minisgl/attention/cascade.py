@@ -9,7 +9,7 @@ import torch
 
 from minisgl.attention.shared_prefix import PrefixGroups, SharedPrefixes
 from minisgl.attention.triton_attention import TritonAttention
-from minisgl.attention.triton_decode import PrefixParts
+from minisgl.attention.triton_merge import PrefixParts
 from minisgl.attention.triton_prefix import PrefixTables, attend_prefixes
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.engine.staging import to_device

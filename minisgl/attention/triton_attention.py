@@ -7,7 +7,8 @@ from collections.abc import Hashable
 import torch
 import triton
 
-from minisgl.attention.triton_decode import PrefixParts, decode
+from minisgl.attention.triton_decode import decode
+from minisgl.attention.triton_merge import PrefixParts
 from minisgl.attention.triton_prefill import QueryTiles, prefill, query_tiles
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.errors import ConfigError
@@ -53,16 +54,11 @@ class TritonAttention(PagedAttention):
             )
         self._batch: Batch
         self._query_tiles: dict[int, QueryTiles] = {}
-        self._arrived: dict[int, torch.Tensor] = {}
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """Start a step. Prefill rows are cut up by the first layer, which knows how many query heads there are."""
         self._batch, self.inputs = batch, inputs
         self._query_tiles.clear()
-        capacity = triton.next_power_of_2(batch.num_decode)
-        if capacity not in self._arrived:
-            shape = (capacity, self.kv_cache.k.shape[3])
-            self._arrived[capacity] = torch.zeros(shape, dtype=torch.int32, device=self.kv_cache.k.device)
         return None
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -80,8 +76,7 @@ class TritonAttention(PagedAttention):
         return out
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None) -> None:
-        arrived = self._arrived[triton.next_power_of_2(len(q))]
-        decode(q, out, *self._layer(spec), self.inputs, spec, arrived, self._num_sms, prefix)
+        decode(q, out, *self._layer(spec), self.inputs, spec, self._num_sms, prefix)
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]

@@ -7,7 +7,7 @@ those of stream-K (Osama et al. 2023) and lean attention (Sanovar et al. 2024):
 
 1. The keys of all rows, cut into tiles and laid end to end, are one long list.
 2. Every program takes an equal share of the list: parts of a few rows, or a small part of one.
-3. A row whose keys lie in several shares is merged by the program that is the last to finish its part.
+3. A second kernel merges the parts of rows that lie in several shares (`triton_merge`).
 
 Each program finds its share from ``seq_lens`` on the device, so nothing is planned on the host, and one CUDA graph
 serves all lengths.
@@ -15,13 +15,12 @@ serves all lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import LOG2_E, LOWEST, add_parts, attend_keys
+from minisgl.attention.triton_merge import PrefixParts, merge
+from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, load_tile, softmax_step, tile_range
 from minisgl.core import AttentionSpec, DeviceBatch
 
 _TILE_BYTES = 16384
@@ -32,9 +31,11 @@ _FEW_ROWS = 16
 
 
 @triton.jit
-def first_key(length, shared, WINDOW: tl.constexpr):
-    """First key that a decode row attends to here: behind the shared prefix, and inside of the window."""
-    first = shared
+def first_key(shared_lens, row, length, exists, SHARED: tl.constexpr, WINDOW: tl.constexpr):
+    """First key that a row attends to here: behind the shared prefix, and inside of the window."""
+    first = row * 0
+    if SHARED:
+        first = tl.load(shared_lens + row, exists, other=0)
     if WINDOW > 0:
         first = tl.maximum(first, length - WINDOW)
     return first
@@ -46,21 +47,18 @@ def decode_kernel(
     keys,
     values,
     out,
-    seq_lens,
-    slots,
-    page_table,
     part_out,
     part_lse,
-    arrived,
+    seq_lens,
     shared_lens,
-    shared_parts,
-    shared_out,
-    shared_lse,
+    slots,
+    page_table,
     scale,
     num_rows,
     token_stride,
     head_stride,
     table_width,
+    EARLY: tl.constexpr,
     SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -74,115 +72,75 @@ def decode_kernel(
 ):
     """Program (h, p): all query heads of KV head h, over the p-th share of all rows' keys.
 
-    Three loops: over the rows in the share, over the tiles of a row in the share, and (for a row in several shares, by
-    the last program that finishes) over its parts.
+    One loop over tiles, across the ends of rows: so the next row's keys are on their way while a row ends.
 
     Args:
         queries: [R, KV_HEADS × GROUP, HEAD_DIM], any strides but the last.
         keys, values: a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
-        out: [R, KV_HEADS × GROUP, HEAD_DIM].
+        out: [R, KV_HEADS × GROUP, HEAD_DIM] written for rows that lie in one share, and have no shared prefix.
+        part_out, part_lse: float32[R + programs, KV_HEADS × GROUP, HEAD_DIM] and without the last dimension, written
+            for the others: attention over the keys in one share, and log2 of its sum of weights. What share p has of
+            row r is in line p + r: from one part to the next either p or r grows, so no two have the same.
         seq_lens, slots: int32[R]. page_table: int32[slots, table_width].
-        part_out: float32[R + programs, KV_HEADS × GROUP, HEAD_DIM] attention of a row over the keys in one share;
-            part_lse: float32[R + programs, KV_HEADS × GROUP] log2 of its sum of weights. Part p of row r is in line
-            p + r: from one part to the next either p or r grows, so no two have the same.
-        arrived: int32[R, KV_HEADS] parts that are done; zeros before and after.
-        shared_lens, shared_parts, shared_out, shared_lse: as in `PrefixParts`; looked at if SHARED.
+        shared_lens: int32[R] leading keys that are left out, if SHARED.
         scale: times log2(e).
+        EARLY: whether this is launched before the kernel before it has ended, see `triton_tiles.EARLY`.
         WINDOW: 0 is none. BLOCK_R, BLOCK_M, BLOCK_D: R, GROUP and HEAD_DIM or more. BLOCK_N: keys a tile.
     """
+    if EARLY:
+        if not SHARED:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     program = tl.program_id(1)
     all_rows = tl.arange(0, BLOCK_R)
     lengths = tl.load(seq_lens + all_rows, all_rows < num_rows, other=0)
-    prefixes = tl.zeros([BLOCK_R], tl.int32)
-    if SHARED:
-        prefixes = tl.load(shared_lens + all_rows, all_rows < num_rows, other=0)
-    tiles = tl.cdiv(lengths - first_key(lengths, prefixes, WINDOW), BLOCK_N)
-    ends = tl.cumsum(tiles, 0)  # of each row in the list of all tiles
-    num_tiles = tl.sum(tiles, 0)
+    firsts = first_key(shared_lens, all_rows, lengths, all_rows < num_rows, SHARED, WINDOW)
+    ends = tl.cumsum(tl.cdiv(lengths - firsts, BLOCK_N), 0)  # of each row in the list of all tiles
+    num_tiles = tl.max(ends, 0)
     share = tl.cdiv(num_tiles, tl.num_programs(1))
-    tile = program * share
-    stop = tl.minimum(tile + share, num_tiles)
+    begin = program * share
+    stop = tl.minimum(begin + share, num_tiles)
 
+    before = ends <= begin
+    row = tl.sum(before.to(tl.int32), 0)
+    row_begin = tl.max(tl.where(before, ends, 0), 0)
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     heads = head * GROUP + members
-    is_head = members < GROUP
-    used = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-    while tile < stop:
-        before = ends <= tile
-        row = tl.sum(before.to(tl.int32), 0)
-        row_begin = tl.max(tl.where(before, ends, 0), 0)
+    used = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    for tile in tile_range(begin, stop):
         length = tl.load(seq_lens + row)
-        prefix = 0
-        if SHARED:
-            prefix = tl.load(shared_lens + row)
-        first = first_key(length, prefix, WINDOW)
+        first = first_key(shared_lens, row, length, True, SHARED, WINDOW)
         row_end = row_begin + tl.cdiv(length - first, BLOCK_N)
-        part_end = tl.minimum(row_end, stop)
-        begin = first + (tile - row_begin) * BLOCK_N
-        end = tl.minimum(first + (part_end - row_begin) * BLOCK_N, length)
         page_row = page_table + tl.load(slots + row) * table_width
+        positions = first + (tile - row_begin) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k, v = load_tile(keys, values, page_row, head, positions, length, True, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D)
         q = tl.load(queries + row * token_stride + heads[:, None] * head_stride + dims[None, :], used, other=0.0)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-        acc, total, peak = attend_keys(
-            q, keys, values, page_row, head, begin, end, tl.full([1], end, tl.int32), scale, acc, total, peak,
-            True, 0, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        visible = (positions < length)[None, :]
+        acc, total, peak = softmax_step(q, k, v, visible, scale, acc, total, peak, True)
 
-        first_program = row_begin // share
-        last_program = (row_end - 1) // share
-        complete = first_program == last_program
-        if first_program < last_program:
-            line = (row + program) * (KV_HEADS * GROUP) + heads
-            tl.store(part_out + line[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], used)
-            tl.store(part_lse + line, peak + tl.log2(total), is_head)
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            counter = arrived + row * KV_HEADS + head
-            complete = tl.atomic_add(counter, 1) == last_program - first_program
-            if complete:
-                tl.store(counter, 0)
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-                first_line = (row + first_program) * (KV_HEADS * GROUP) + heads
-                acc, total, peak = add_parts(
-                    part_out, part_lse, first_line, last_program - first_program + 1, is_head, acc, total, peak,
-                    KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
-                )  # fmt: skip
-        if complete:
-            if SHARED:
-                num_parts = tl.load(shared_parts + row, prefix > 0, other=0)
-                first_line = row * MAX_PREFIX_PARTS * (KV_HEADS * GROUP) + heads
-                acc, total, peak = add_parts(
-                    shared_out, shared_lse, first_line, num_parts, is_head, acc, total, peak,
-                    KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
-                )  # fmt: skip
-            out_pointers = out + (row * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(out_pointers, (acc / total[:, None]).to(out.dtype.element_ty), used)
-        tile = part_end
-
-
-MAX_PREFIX_PARTS = tl.constexpr(8)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixParts:
-    """Attention of decode rows over the prefix that they share with others, computed before.
-
-    Args:
-        lens: int32[R] tokens of the prefix; 0 is none.
-        parts: int32[R] how many parts the prefix was cut into; only of rows that have one.
-        out: float32[R, MAX_PREFIX_PARTS, num_heads, head_dim] attention over each part.
-        lse: float32[R, MAX_PREFIX_PARTS, num_heads] log2 of its sum of weights.
-    """
-
-    lens: torch.Tensor
-    parts: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+        part_ends = tile + 1 == tl.minimum(row_end, stop)
+        if part_ends:
+            result = acc / total[:, None]
+            if not SHARED and row_begin >= begin and row_end <= stop:
+                line = row * (KV_HEADS * GROUP) + heads
+                tl.store(out + line[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), used)
+            else:
+                line = (row + program) * (KV_HEADS * GROUP) + heads
+                tl.store(part_out + line[:, None] * HEAD_DIM + dims[None, :], result, used)
+                tl.store(part_lse + line, peak + tl.log2(total), members < GROUP)
+        acc = tl.where(part_ends, 0.0, acc)
+        total = tl.where(part_ends, 0.0, total)
+        peak = tl.where(part_ends, LOWEST, peak)
+        row_begin = tl.where(tile + 1 == row_end, row_end, row_begin)
+        row += (tile + 1 == row_end).to(tl.int32)
+    if EARLY:
+        if SHARED:
+            tl.extra.cuda.gdc_wait()
 
 
 def decode(
@@ -192,17 +150,15 @@ def decode(
     values: torch.Tensor,
     inputs: DeviceBatch,
     spec: AttentionSpec,
-    arrived: torch.Tensor,
     num_sms: int,
     prefix: PrefixParts | None = None,
 ) -> None:
-    """Launch `decode_kernel` on the leading rows of a step.
+    """Launch `decode_kernel` and `merge_kernel` on the leading rows of a step.
 
     Args:
         queries, out: [R, num_heads, head_dim] of the rows; ``out`` is contiguous and written.
         keys, values: the layer's cache.
         inputs: of the step, whose first R rows these are.
-        arrived: as in `decode_kernel`.
         num_sms: multiprocessors of the GPU.
         prefix: what is merged in; the rows then attend to the keys behind it.
     """
@@ -210,40 +166,41 @@ def decode(
     page_size, kv_heads = keys.shape[1:3]
     group = num_heads // kv_heads
     block_m, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
+    block_n = min(128, max(16, _TILE_BYTES // (block_d * keys.element_size())))
     few = num_rows <= _FEW_ROWS
+    block_r = _FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows))
     programs = max(1, num_sms * (2 if few else 4) // kv_heads)
     part_out = torch.empty((num_rows + programs, num_heads, head_dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((num_rows + programs, num_heads), dtype=torch.float32, device=out.device)
+    window = spec.sliding_window or 0
     decode_kernel[(kv_heads, programs)](
         queries,
         keys,
         values,
         out,
-        inputs.seq_lens,
-        inputs.slots,
-        inputs.page_table,
         part_out,
         part_lse,
-        arrived,
+        inputs.seq_lens,
         None if prefix is None else prefix.lens,
-        None if prefix is None else prefix.parts,
-        None if prefix is None else prefix.out,
-        None if prefix is None else prefix.lse,
+        inputs.slots,
+        inputs.page_table,
         spec.scale * LOG2_E,
         num_rows,
         queries.stride(0),
         queries.stride(1),
         inputs.page_table.stride(0),
         SHARED=prefix is not None,
-        WINDOW=spec.sliding_window or 0,
+        WINDOW=window,
         PAGE_SIZE=page_size,
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_R=_FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows)),
+        BLOCK_R=block_r,
         BLOCK_M=block_m,
-        BLOCK_N=min(128, max(16, _TILE_BYTES // (block_d * keys.element_size()))),
+        BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=max(4 if few else 2, block_m * block_d // 1024),
         num_stages=5 if few else 3,
+        **EARLY,
     )
+    merge(out, part_out, part_lse, inputs.seq_lens, kv_heads, programs, block_r, block_n, window, prefix)

@@ -2,8 +2,8 @@
 
 A row alone multiplies its one query with every key, which is bound by reading. The rows of a group read the same keys,
 so their queries can be multiplied together, with the keys read once and the tensor cores at work (Hydragen, Juravsky et
-al. 2024; cascade attention, Ye et al. 2024). The result is one more part to merge by `decode_kernel`, which attends to
-the keys behind the prefix.
+al. 2024; cascade attention, Ye et al. 2024). The result is more parts for `merge_kernel`, beside those of `decode_kernel`,
+which attends to the keys behind the prefix.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_decode import MAX_PREFIX_PARTS, PrefixParts
+from minisgl.attention.triton_merge import MAX_PREFIX_PARTS, PrefixParts
 from minisgl.attention.triton_prefill import tile_shape
-from minisgl.attention.triton_tiles import LOG2_E, LOWEST, attend_keys
+from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, attend_keys
 from minisgl.core import AttentionSpec, DeviceBatch
 
 
@@ -38,6 +38,8 @@ def prefix_kernel(
     token_stride,
     head_stride,
     table_width,
+    EARLY: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -63,6 +65,9 @@ def prefix_kernel(
         BLOCK_G, BLOCK_D: num_groups and HEAD_DIM or more. BLOCK_M: queries a tile, at least GROUP. BLOCK_N: keys a
             tile.
     """
+    if EARLY:  # `decode_kernel` needs nothing of what is computed here
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = BLOCK_M // GROUP  # in a block
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -74,7 +79,7 @@ def prefix_kernel(
     num_tiles = tl.max(ends, 0)
     share = tl.cdiv(num_tiles, tl.num_programs(1))
     # A prefix is in as many parts as there are shares that it touches.
-    share = tl.maximum(share, tl.cdiv(tl.max(tiles_of_block, 0), MAX_PREFIX_PARTS - 1))
+    share = tl.maximum(share, tl.cdiv(tl.max(tiles_of_block, 0), MAX_PARTS - 1))
     tile = program * share
     stop = tl.minimum(tile + share, num_tiles)
 
@@ -116,7 +121,7 @@ def prefix_kernel(
 
         first_program = block_begin // share
         last_program = (block_begin + num_block_tiles - 1) // share
-        line = (rows * MAX_PREFIX_PARTS + program - first_program) * (KV_HEADS * GROUP) + heads
+        line = (rows * MAX_PARTS + program - first_program) * (KV_HEADS * GROUP) + heads
         tl.store(out + line[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], used)
         tl.store(out_lse + line, peak + tl.log2(total), is_query)
         tl.store(num_parts + rows, tl.zeros_like(rows) + last_program - first_program + 1, is_query)
@@ -160,7 +165,7 @@ def attend_prefixes(
     page_size, kv_heads = keys.shape[1:3]
     group = num_heads // kv_heads
     block_m, block_n = tile_shape(keys, longest=1)
-    lines = (num_rows, MAX_PREFIX_PARTS.value, num_heads)
+    lines = (num_rows, MAX_PREFIX_PARTS, num_heads)
     parts = torch.empty(num_rows, dtype=torch.int32, device=queries.device)
     out = torch.empty((*lines, head_dim), dtype=torch.float32, device=queries.device)
     lse = torch.empty(lines, dtype=torch.float32, device=queries.device)
@@ -181,6 +186,7 @@ def attend_prefixes(
         queries.stride(0),
         queries.stride(1),
         inputs.page_table.stride(0),
+        MAX_PARTS=MAX_PREFIX_PARTS,
         PAGE_SIZE=page_size,
         GROUP=group,
         KV_HEADS=kv_heads,
@@ -190,6 +196,7 @@ def attend_prefixes(
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
-        num_stages=3,
+        num_stages=5,
+        **EARLY,
     )
     return PrefixParts(tables.shared_lens, parts, out, lse)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+def _starts_early() -> dict[str, bool]:
+    """Arguments of a launch that make use of programmatic dependent launch where the GPU has it."""
+    early = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+EARLY = _starts_early()
+"""Programmatic dependent launch, which Hopper and later GPUs have: a kernel may start when all programs of the one
+before have said ``gdc_launch_dependents``, and waits for its results at ``gdc_wait``. So the end of one overlaps with
+the start of the next."""
 
 LOG2_E = 1.4426950408889634
 
@@ -15,13 +27,55 @@ LOWEST = tl.constexpr(-3.0e38)
 """Where a running maximum starts: finite, so that subtracting it from −∞ (a masked score) is never NaN."""
 
 
-def _interpreted_range(*bounds: Any, num_stages: int | None = None) -> range:
+def _interpreted_range(*bounds: Any) -> range:
     """`range` for the interpreter, whose numbers are arrays of one element; NumPy 2.4 does not take them for indices."""
     return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
 
 
 tile_range = _interpreted_range if INTERPRETED.value else tl.range
 """`range` with bounds that are known only when a kernel runs."""
+
+
+@triton.jit
+def load_tile(
+    keys,
+    values,
+    page_row,
+    head,
+    positions,
+    end,
+    MASKED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Keys and values of one sequence at some positions, in one KV head, [N, BLOCK_D] each.
+
+    Args:
+        keys, values: pointers to a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
+        page_row: pointer to the sequence's row of the page table.
+        positions: int32[N].
+        end: positions from here on are not loaded but zero. What was never written may be NaN, which not even a weight
+            of 0 would silence.
+        MASKED: False if all positions are before ``end``.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    valid = positions < end
+    if MASKED:
+        pages = tl.load(page_row + positions // PAGE_SIZE, valid, other=0)
+    else:
+        pages = tl.load(page_row + positions // PAGE_SIZE)
+    locations = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+    offsets = (locations * KV_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    if MASKED or BLOCK_D > HEAD_DIM:
+        used = valid[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, used, other=0.0)
+        v = tl.load(values + offsets, used, other=0.0)
+    else:
+        k = tl.load(keys + offsets)
+        v = tl.load(values + offsets)
+    return k, v
 
 
 @triton.jit
@@ -50,8 +104,7 @@ def attend_keys(
 
     Args:
         queries: [M, BLOCK_D].
-        keys, values: pointers to a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
-        page_row: pointer to the sequence's row of the page table.
+        keys, values, page_row: as in `load_tile`.
         seen: int32[M] or [1] each query sees the keys up to this position, exclusive, and of those the last WINDOW.
         scale: factor on q·k, not negative, times log2(e): a power of two is one instruction, one of e is two.
         acc, total, peak: [M, BLOCK_D], [M] and [M] of the keys before: the weighted sum of their values, the sum of
@@ -62,24 +115,11 @@ def attend_keys(
     Returns:
         ``acc``, ``total`` and ``peak`` with these keys.
     """
-    dims = tl.arange(0, BLOCK_D)
     for start in tile_range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        valid = positions < end
-        if MASKED:
-            pages = tl.load(page_row + positions // PAGE_SIZE, valid, other=0)
-        else:
-            pages = tl.load(page_row + positions // PAGE_SIZE)
-        locations = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        offsets = (locations * KV_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
-        if MASKED or BLOCK_D > HEAD_DIM:
-            # What was never written may be NaN, which not even a weight of 0 would silence.
-            used = valid[:, None] & (dims < HEAD_DIM)[None, :]
-            k = tl.load(keys + offsets, used, other=0.0)
-            v = tl.load(values + offsets, used, other=0.0)
-        else:
-            k = tl.load(keys + offsets)
-            v = tl.load(values + offsets)
+        k, v = load_tile(
+            keys, values, page_row, head, positions, end, MASKED, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D
+        )  # fmt: skip
         visible = positions[None, :] < seen[:, None]
         if WINDOW > 0:
             visible &= positions[None, :] >= seen[:, None] - WINDOW
@@ -111,44 +151,3 @@ def softmax_step(queries, keys, values, visible, scale, acc, total, peak, MASKED
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
     return acc, total, new_peak
-
-
-@triton.jit
-def add_parts(
-    part_out,
-    part_lse,
-    lines,
-    num_parts,
-    used,
-    acc,
-    total,
-    peak,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Merge in attention over other keys of the same queries, computed before.
-
-    A softmax over two sets of keys is the sum of the two results, each weighted by its share of the sum of weights.
-
-    Args:
-        part_out: pointer to float32[…, NUM_HEADS, HEAD_DIM], attention over each part of the other keys.
-        part_lse: pointer to float32[…, NUM_HEADS], log2 of its sum of weights.
-        lines: int32[M] where each query's first part is; the next one is NUM_HEADS further on.
-        used: bool[M] which queries there are.
-        acc, total, peak: as in `attend_keys`.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    for part in tile_range(0, num_parts, num_stages=4):
-        line = lines + part * NUM_HEADS
-        pointers = part_out + line[:, None] * HEAD_DIM + dims[None, :]
-        # Past the first-level cache, which does not see what other multiprocessors have written.
-        out = tl.load(pointers, used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
-        lse = tl.load(part_lse + line, used, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, lse)
-        weight = tl.exp2(lse - new_peak)
-        decay = tl.exp2(peak - new_peak)
-        acc = acc * decay[:, None] + out * weight[:, None]
-        total = total * decay + weight
-        peak = new_peak
-    return acc, total, peak

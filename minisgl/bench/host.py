@@ -45,15 +45,21 @@ class HostWorkload:
     page_size: int = 16
 
 
-class NullExecutor:
-    """An `Executor` whose steps are done at once, with token 1 for every row."""
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that was never begun: token 1 for every sampling row."""
 
-    def launch(self, batch: Batch) -> NullExecutor:
-        self._tokens = np.ones(len(batch.sample_rows), dtype=np.int32)
-        return self
+    rows: int
 
     def wait(self) -> StepResult:
-        return StepResult(self._tokens)
+        return StepResult(np.ones(self.rows, dtype=np.int32))
+
+
+class NullExecutor:
+    """An `Executor` whose steps are done at once."""
+
+    def launch(self, batch: Batch) -> _Done:
+        return _Done(len(batch.sample_rows))
 
 
 def run_host(workload: HostWorkload) -> Report:

@@ -66,14 +66,14 @@ def run_kernels(tokens: tuple[int, ...], repeat: int) -> Report:
         bandwidth = copy_bandwidth()
         rows = [_measure(case, bandwidth, repeat) for case in _cases(tokens)]
         layers = [layer_table(shape, count, repeat) for shape in SHAPES for count in tokens if count <= 256]
-    columns = ["kernel", "shape", "MB", "at copy speed, µs", "fused, µs", "plain, µs", "torch.compile, µs"]
+    columns = ["kernel", "shape", "MB", "copied", "fused", "plain", "compiled"]
     largest = [row for row in rows if isinstance(row[2], float) and row[2] > 200]
     reached = min((float(row[3]) / float(row[4]) for row in largest), default=0.0)
     return Report(
         "kernels",
         {"tokens": list(tokens), "repeat": repeat, "dtype": "bfloat16", "copy_bytes_per_second": bandwidth},
-        [Table(f"one kernel; a copy moves {bandwidth / 1e12:.2f} TB/s", columns, rows), *layers],
-        [Target("slowest kernel over 200 MB, × copy speed", reached, _ONE_PASS, at_least=True)],
+        [Table(f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s", columns, rows), *layers],
+        [Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True)],
     )
 
 
@@ -127,7 +127,7 @@ def _norm(shape: StackShape, tokens: int) -> Case:
         return lambda: add_and_norm(x, residual, norm.weight, _EPS), norm.add_and_norm, (x, residual)
 
     moved = 4 * tokens * shape.hidden_size * _DTYPE.itemsize
-    return Case("residual + RMSNorm", f"{tokens} × {shape.hidden_size}", moved, calls)
+    return Case("add + RMSNorm", f"{tokens} × {shape.hidden_size}", moved, calls)
 
 
 def _rope(shape: StackShape, tokens: int) -> Case:
@@ -159,7 +159,7 @@ def _rope(shape: StackShape, tokens: int) -> Case:
         return fused, plain, (qkv,)
 
     moved = 2 * tokens * (num_heads + 2 * num_kv_heads) * _HEAD_DIM * _DTYPE.itemsize
-    return Case("QK-norm + RoPE + store", f"{tokens} × ({num_heads} + 2 × {num_kv_heads}) heads", moved, calls)
+    return Case("norm + RoPE + store", f"{tokens} × {num_heads + 2 * num_kv_heads} heads", moved, calls)
 
 
 def _activation(shape: StackShape, tokens: int) -> Case:
@@ -186,5 +186,5 @@ def _sampling(rows: int, temperature: float) -> Case:
 
         return lambda: sample_tokens(logits, stage, out), plain, (logits,)
 
-    name = "sampling, random" if temperature else "sampling, greedy"
+    name = "sample, random" if temperature else "sample, greedy"
     return Case(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)

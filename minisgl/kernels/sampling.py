@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from minisgl.kernels.launch import INTERPRETED, launch_early, wide
+from minisgl.kernels.launch import INTERPRETED, wide
 
 if TYPE_CHECKING:
     from minisgl.engine.sampling_stages import RandomStage
@@ -79,15 +79,12 @@ def _winners_kernel(
     parts: tl.tensor,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """One program ROWS rows: the best of each row's parts. score, token: [S, parts], BLOCK ≥ parts. out: int32[S]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     exists = (rows < num_rows)[:, None] & (columns < parts)[None, :]
     source = rows[:, None] * parts + columns[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     score = tl.load(score_ptr + source, mask=exists, other=float("-inf"))
     token = tl.load(token_ptr + source, mask=exists, other=2147483647)
     best = tl.max(score, axis=1)
@@ -162,6 +159,4 @@ def sample_tokens(logits: torch.Tensor, random: RandomStage[torch.Tensor] | None
     )
     block = triton.next_power_of_2(parts)
     rows = max(1024 // block, 1)
-    _winners_kernel[(triton.cdiv(num_rows, rows),)](
-        score, token, out, num_rows, parts, ROWS=rows, BLOCK=block, **launch_early(logits)
-    )
+    _winners_kernel[(triton.cdiv(num_rows, rows),)](score, token, out, num_rows, parts, ROWS=rows, BLOCK=block)

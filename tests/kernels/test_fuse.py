@@ -98,6 +98,19 @@ class StudentsLayer(DecoderLayer):
     """A layer of a class that the fusions do not know."""
 
 
+class StudentsNorm(RMSNorm):
+    """It may compute something else, which the fused norm would not."""
+
+
+def test_subclasses_of_the_plain_layers_stay(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    model, _ = load(path)
+    model.model.norm.__class__ = StudentsNorm
+    fuse(model)
+    assert type(model.model.norm) is StudentsNorm
+    assert type(model.model.layers[0].input_layernorm) is FusedRMSNorm
+
+
 def test_layers_of_another_class_keep_the_rotation_that_they_may_read(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     model, config = load(path)

@@ -1,0 +1,188 @@
+"""Merging attention over several sets of keys of the same query.
+
+A softmax over two sets of keys is the sum of the two results, each weighted by its share of the sum of weights. So what
+different programs, or different kernels, have computed over different keys is put together without another look at them
+(FlashDecoding, Dao et al. 2023; cascade attention, Ye et al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl.attention.triton_tiles import EARLY, LOWEST, tile_range
+
+MAX_PREFIX_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixParts:
+    """Attention of decode rows over the prefix that they share with others.
+
+    Args:
+        lens: int32[R] tokens of the prefix; 0 is none.
+        parts: int32[R] how many parts the prefix was cut into; only of rows that have one.
+        out: float32[R, MAX_PREFIX_PARTS, num_heads, head_dim] attention over each part.
+        lse: float32[R, MAX_PREFIX_PARTS, num_heads] log2 of its sum of weights.
+    """
+
+    lens: torch.Tensor
+    parts: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@triton.jit
+def add_parts(
+    part_out,
+    part_lse,
+    line,
+    num_parts,
+    acc,
+    total,
+    peak,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Merge in parts that lie one after the other, of some neighbouring heads of one row.
+
+    Args:
+        part_out: pointer to float32[…, NUM_HEADS, HEAD_DIM]; part_lse: to float32[…, NUM_HEADS].
+        line: where the first part's first head is, in heads.
+        acc, total, peak: float32[BLOCK_W] so far: the sum of the parts, each times its weight; the sum of the weights;
+            and the largest part_lse, relative to which the weights are. Each element for itself.
+        WIDTH: heads × HEAD_DIM. BLOCK_W: as much or more. BLOCK_P: parts at a time.
+    """
+    columns = tl.arange(0, BLOCK_W)
+    for start in tile_range(0, num_parts, BLOCK_P):
+        parts = start + tl.arange(0, BLOCK_P)
+        exists = (parts < num_parts)[:, None] & (columns < WIDTH)[None, :]
+        heads = line + parts[:, None] * NUM_HEADS + columns[None, :] // HEAD_DIM
+        lse = tl.load(part_lse + heads, exists, other=LOWEST)
+        out = tl.load(part_out + heads * HEAD_DIM + columns[None, :] % HEAD_DIM, exists, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_peak[None, :])
+        decay = tl.exp2(peak - new_peak)
+        acc = acc * decay + tl.sum(out * weights, 0)
+        total = total * decay + tl.sum(weights, 0)
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs"], do_not_specialize_on_alignment=["seq_lens"])
+def merge_kernel(
+    out,
+    part_out,
+    part_lse,
+    seq_lens,
+    shared_lens,
+    prefix_parts,
+    prefix_out,
+    prefix_lse,
+    num_rows,
+    programs,
+    EARLY: tl.constexpr,
+    SHARED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PREFIX_PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Program (h, r): merge the parts of row r in the query heads of KV head h, if `decode_kernel` has left any.
+
+    Args:
+        out: [R, KV_HEADS × GROUP, HEAD_DIM] written.
+        part_out, part_lse, seq_lens, shared_lens: as in `decode_kernel`.
+        prefix_parts, prefix_out, prefix_lse: as in `PrefixParts`, if SHARED.
+        programs: of `decode_kernel`, a head.
+        WINDOW, BLOCK_R, BLOCK_N: of `decode_kernel`. BLOCK_P, BLOCK_W: as in `add_parts`.
+    """
+    WIDTH: tl.constexpr = GROUP * HEAD_DIM
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    all_rows = tl.arange(0, BLOCK_R)
+    exists = all_rows < num_rows
+    lengths = tl.load(seq_lens + all_rows, exists, other=0)
+    firsts = tl.zeros_like(lengths)
+    if SHARED:
+        firsts = tl.load(shared_lens + all_rows, exists, other=0)
+    if WINDOW > 0:
+        firsts = tl.maximum(firsts, lengths - WINDOW)
+    tiles = tl.cdiv(lengths - firsts, BLOCK_N)
+    share = tl.cdiv(tl.sum(tiles, 0), programs)
+    row_begin = tl.sum(tl.where(all_rows < row, tiles, 0), 0)
+    row_end = tl.sum(tl.where(all_rows <= row, tiles, 0), 0)
+    first_program = row_begin // share
+    num_parts = (row_end - 1) // share - first_program + 1
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if SHARED or num_parts > 1:
+        acc = tl.zeros([BLOCK_W], tl.float32)
+        total = tl.zeros([BLOCK_W], tl.float32)
+        peak = tl.full([BLOCK_W], LOWEST, tl.float32)
+        line = (row + first_program) * (KV_HEADS * GROUP) + head * GROUP
+        acc, total, peak = add_parts(
+            part_out, part_lse, line, num_parts, acc, total, peak, KV_HEADS * GROUP, HEAD_DIM, BLOCK_P, BLOCK_W, WIDTH
+        )
+        if SHARED:
+            num_parts = tl.load(prefix_parts + row, tl.load(shared_lens + row) > 0, other=0)
+            line = row * PREFIX_PARTS * (KV_HEADS * GROUP) + head * GROUP
+            acc, total, peak = add_parts(
+                prefix_out, prefix_lse, line, num_parts, acc, total, peak, KV_HEADS * GROUP, HEAD_DIM, BLOCK_P, BLOCK_W,
+                WIDTH,
+            )  # fmt: skip
+        columns = tl.arange(0, BLOCK_W)
+        pointers = out + (row * KV_HEADS + head) * WIDTH + columns
+        tl.store(pointers, (acc / total).to(out.dtype.element_ty), columns < WIDTH)
+
+
+def merge(
+    out: torch.Tensor,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_heads: int,
+    programs: int,
+    block_r: int,
+    block_n: int,
+    window: int,
+    prefix: PrefixParts | None,
+) -> None:
+    """Launch `merge_kernel`. Arguments as there."""
+    num_rows, num_heads, head_dim = out.shape
+    block_w = triton.next_power_of_2(num_heads // kv_heads * head_dim)
+    merge_kernel[(kv_heads, num_rows)](
+        out,
+        part_out,
+        part_lse,
+        seq_lens,
+        None if prefix is None else prefix.lens,
+        None if prefix is None else prefix.parts,
+        None if prefix is None else prefix.out,
+        None if prefix is None else prefix.lse,
+        num_rows,
+        programs,
+        SHARED=prefix is not None,
+        WINDOW=window,
+        GROUP=num_heads // kv_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PREFIX_PARTS=MAX_PREFIX_PARTS,
+        BLOCK_R=block_r,
+        BLOCK_N=block_n,
+        BLOCK_P=max(1, min(8, 4096 // block_w)),
+        BLOCK_W=block_w,
+        num_warps=4,
+        **EARLY,
+    )
