@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_for(name, ...): leave these registered implementations out of the test")
+    config.addinivalue_line("markers", "interpreted: run it in Triton's interpreter too, which is slow")
     path = config.getoption("--impl")
     if path is None:
         return

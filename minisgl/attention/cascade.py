@@ -47,7 +47,7 @@ class CascadeAttention(TritonAttention):
             self._prefixes = SharedPrefixes(
                 *inputs.page_table.shape, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
             )
-        groups = self._prefixes.update(batch)
+        groups = self._prefixes.update(batch)  # of every step: it follows the page table
         self._shared = len(groups) > 0 and groups.saved >= self.min_saved
         if not self._shared:
             return None

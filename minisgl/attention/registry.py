@@ -77,12 +77,14 @@ def auto_backend(kv_cache: KVCache) -> AutoChoice:
         return AutoChoice("torch", "Triton is not installed")
     obstacle = flashinfer_obstacle(kv_cache)
     if obstacle is not None:
-        return AutoChoice("triton", f"it decodes fastest; FlashInfer could prefill faster, but {obstacle}")
+        return AutoChoice("cascade", f"it decodes fastest; FlashInfer could prefill faster, but {obstacle}")
     if torch.cuda.get_device_capability(device) != (9, 0):
         return AutoChoice(
-            "triton", "it is the fastest where FlashInfer has no FlashAttention 3, which needs a Hopper GPU"
+            "cascade", "it is the fastest where FlashInfer has no FlashAttention 3, which needs a Hopper GPU"
         )
-    return AutoChoice("flashinfer,triton", "FlashInfer's FlashAttention 3 prefills fastest, and Triton decodes fastest")
+    return AutoChoice(
+        "flashinfer,cascade", "FlashInfer's FlashAttention 3 prefills fastest, and our own kernels decode fastest"
+    )
 
 
 def choose_backend(name: str) -> AttentionFactory:

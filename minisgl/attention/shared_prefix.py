@@ -73,6 +73,8 @@ class SharedPrefixes:
     def update(self, batch: Batch) -> PrefixGroups:
         """Groups among the decode rows of the next step; the same object as long as they stay the same."""
         self._apply(batch.page_index, batch.page_value)
+        if batch.num_decode == 0:
+            return _no_groups(0)
         slots, seq_lens = batch.slots[: batch.num_decode], batch.seq_lens[: batch.num_decode]
         same_rows = np.array_equal(slots, self._slots) and bool((seq_lens > self._groups.shared_lens).all())
         if self._changed or not same_rows:

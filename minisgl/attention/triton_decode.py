@@ -31,14 +31,15 @@ _FEW_ROWS = 16
 
 
 @triton.jit
-def first_key(shared_lens, row, length, exists, SHARED: tl.constexpr, WINDOW: tl.constexpr):
-    """First key that a row attends to here: behind the shared prefix, and inside of the window."""
-    first = row * 0
+def key_range(seq_lens, shared_lens, row, exists, SHARED: tl.constexpr, WINDOW: tl.constexpr):
+    """First and end of the keys that a row attends to here: behind the shared prefix, and inside of the window."""
+    end = tl.load(seq_lens + row, exists, other=0)
+    first = end * 0
     if SHARED:
         first = tl.load(shared_lens + row, exists, other=0)
     if WINDOW > 0:
-        first = tl.maximum(first, length - WINDOW)
-    return first
+        first = tl.maximum(first, end - WINDOW)
+    return first, end
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens", "slots"])
@@ -94,17 +95,18 @@ def decode_kernel(
     head = tl.program_id(0)
     program = tl.program_id(1)
     all_rows = tl.arange(0, BLOCK_R)
-    lengths = tl.load(seq_lens + all_rows, all_rows < num_rows, other=0)
-    firsts = first_key(shared_lens, all_rows, lengths, all_rows < num_rows, SHARED, WINDOW)
-    ends = tl.cumsum(tl.cdiv(lengths - firsts, BLOCK_N), 0)  # of each row in the list of all tiles
-    num_tiles = tl.max(ends, 0)
+    all_firsts, all_ends = key_range(seq_lens, shared_lens, all_rows, all_rows < num_rows, SHARED, WINDOW)
+    tile_ends = tl.cumsum(tl.cdiv(all_ends - all_firsts, BLOCK_N), 0)  # of each row in the list of all tiles
+    num_tiles = tl.max(tile_ends, 0)
     share = tl.cdiv(num_tiles, tl.num_programs(1))
     begin = program * share
     stop = tl.minimum(begin + share, num_tiles)
 
-    before = ends <= begin
+    before = tile_ends <= begin
     row = tl.sum(before.to(tl.int32), 0)
-    row_begin = tl.max(tl.where(before, ends, 0), 0)
+    row_begin = tl.max(tl.where(before, tile_ends, 0), 0)
+    first, end = key_range(seq_lens, shared_lens, row, row < num_rows, SHARED, WINDOW)
+    slot = tl.load(slots + row, row < num_rows, other=0)
     members = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     heads = head * GROUP + members
@@ -113,16 +115,14 @@ def decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     for tile in tile_range(begin, stop):
-        length = tl.load(seq_lens + row)
-        first = first_key(shared_lens, row, length, True, SHARED, WINDOW)
-        row_end = row_begin + tl.cdiv(length - first, BLOCK_N)
-        page_row = page_table + tl.load(slots + row) * table_width
         positions = first + (tile - row_begin) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k, v = load_tile(keys, values, page_row, head, positions, length, True, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D)
+        page_row = page_table + slot * table_width
+        k, v = load_tile(keys, values, page_row, head, positions, end, True, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D)
         q = tl.load(queries + row * token_stride + heads[:, None] * head_stride + dims[None, :], used, other=0.0)
-        visible = (positions < length)[None, :]
+        visible = (positions < end)[None, :]
         acc, total, peak = softmax_step(q, k, v, visible, scale, acc, total, peak, True)
 
+        row_end = row_begin + tl.cdiv(end - first, BLOCK_N)
         part_ends = tile + 1 == tl.minimum(row_end, stop)
         if part_ends:
             result = acc / total[:, None]
@@ -136,8 +136,11 @@ def decode_kernel(
         acc = tl.where(part_ends, 0.0, acc)
         total = tl.where(part_ends, 0.0, total)
         peak = tl.where(part_ends, LOWEST, peak)
-        row_begin = tl.where(tile + 1 == row_end, row_end, row_begin)
-        row += (tile + 1 == row_end).to(tl.int32)
+        row_ends = tile + 1 == row_end
+        row += row_ends.to(tl.int32)
+        row_begin = tl.where(row_ends, row_end, row_begin)
+        first, end = key_range(seq_lens, shared_lens, row, row < num_rows, SHARED, WINDOW)
+        slot = tl.load(slots + row, row < num_rows, other=0)
     if EARLY:
         if SHARED:
             tl.extra.cuda.gdc_wait()

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from minisgl.attention.triton_merge import MAX_PREFIX_PARTS, PrefixParts
-from minisgl.attention.triton_prefill import tile_shape
 from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, attend_keys
 from minisgl.core import AttentionSpec, DeviceBatch
 
@@ -164,12 +163,17 @@ def attend_prefixes(
     num_rows, num_heads, head_dim = queries.shape
     page_size, kv_heads = keys.shape[1:3]
     group = num_heads // kv_heads
-    block_m, block_n = tile_shape(keys, longest=1)
+    block_m, block_n, num_stages = 128, 64, 5
+    if keys.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
+        block_m, block_n, num_stages = 16, 32, 3
+    elif head_dim > 128:
+        block_m, block_n, num_stages = 64, 32, 3
+    block_m = max(block_m, triton.next_power_of_2(group))
     lines = (num_rows, MAX_PREFIX_PARTS, num_heads)
     parts = torch.empty(num_rows, dtype=torch.int32, device=queries.device)
     out = torch.empty((*lines, head_dim), dtype=torch.float32, device=queries.device)
     lse = torch.empty(lines, dtype=torch.float32, device=queries.device)
-    prefix_kernel[(kv_heads, max(1, 2 * num_sms // kv_heads))](
+    prefix_kernel[(kv_heads, max(1, num_sms // kv_heads))](
         queries,
         keys,
         values,
@@ -192,11 +196,11 @@ def attend_prefixes(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_G=max(16, triton.next_power_of_2(len(tables.lens))),
-        BLOCK_M=max(block_m, triton.next_power_of_2(group)),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
-        num_stages=5,
+        num_warps=max(4, block_m // 16),
+        num_stages=num_stages,
         **EARLY,
     )
     return PrefixParts(tables.shared_lens, parts, out, lse)

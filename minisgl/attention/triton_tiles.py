@@ -12,7 +12,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 def _starts_early() -> dict[str, bool]:
     """Arguments of a launch that make use of programmatic dependent launch where the GPU has it."""
-    early = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    nvidia = torch.version.cuda is not None and torch.cuda.is_available()
+    early = nvidia and torch.cuda.get_device_capability()[0] >= 9
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 

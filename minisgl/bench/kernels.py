@@ -159,7 +159,7 @@ def _rope(shape: StackShape, tokens: int) -> Case:
         return fused, plain, (qkv,)
 
     moved = 2 * tokens * (num_heads + 2 * num_kv_heads) * _HEAD_DIM * _DTYPE.itemsize
-    return Case("norm + RoPE + store", f"{tokens} × {num_heads + 2 * num_kv_heads} heads", moved, calls)
+    return Case("RoPE + store", f"{tokens} × {num_heads + 2 * num_kv_heads} heads", moved, calls)
 
 
 def _activation(shape: StackShape, tokens: int) -> Case:
@@ -186,5 +186,5 @@ def _sampling(rows: int, temperature: float) -> Case:
 
         return lambda: sample_tokens(logits, stage, out), plain, (logits,)
 
-    name = "sample, random" if temperature else "sample, greedy"
+    name = "random sample" if temperature else "greedy sample"
     return Case(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)

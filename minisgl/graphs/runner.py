@@ -32,7 +32,7 @@ class GraphRunner:
     The largest size is recorded first, so that the smaller ones find room in the memory that it has claimed.
 
     Args:
-        parts: of the engine; the attention backend is `capturable`.
+        parts: of the engine; model and attention backend can be captured.
         sizes: numbers of rows to record.
         recorder: makes the graphs.
         make_buffers: class of their inputs.
@@ -125,7 +125,7 @@ class GraphRunner:
 
 
 class GraphRunners:
-    """The factory of `GraphRunner` on CUDA. Attention backends that cannot be captured get an `EagerRunner`.
+    """The factory of `GraphRunner` on CUDA. A model or an attention backend that cannot be captured gets an `EagerRunner`.
 
     Args:
         sizes: numbers of rows to record.
@@ -145,7 +145,7 @@ class GraphRunners:
 
     def memory(self, parts: EngineParts) -> int:
         """Record the two largest sizes on trial: what the second adds to the first is what each other one adds."""
-        if not parts.attention.capturable:
+        if not _capturable(parts):
             return 0
         trial = GraphRunner(parts, (), CudaRecorder(parts.device), self._make_buffers)
         costs: list[int] = []
@@ -159,10 +159,15 @@ class GraphRunners:
 
     def build(self, parts: EngineParts) -> StepRunner:
         """Record all sizes."""
-        if not parts.attention.capturable:
+        if not _capturable(parts):
             return EagerRunner(parts)
         single_token = None if self._single_token is None else self._single_token(parts)
         return GraphRunner(parts, self.sizes, CudaRecorder(parts.device), self._make_buffers, single_token)
+
+
+def _capturable(parts: EngineParts) -> bool:
+    """Whether neither the attention backend nor any module of the model says that it cannot be recorded."""
+    return parts.attention.capturable and all(getattr(module, "capturable", True) for module in parts.model.modules())
 
 
 def _dummy_step(buffers: DecodeBuffers, length: int) -> Batch:

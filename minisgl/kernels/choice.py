@@ -10,8 +10,9 @@ from torch import nn
 
 from minisgl.errors import ConfigError
 
-FUSIONS = ("norm", "rope", "activation", "single-token")
-"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; all of a step with one token."""
+FUSIONS = ("norm", "rope", "activation", "experts", "single-token")
+"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products; all of
+a step with one token."""
 
 
 def has_triton() -> bool:

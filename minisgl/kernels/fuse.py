@@ -9,12 +9,12 @@ from torch import nn
 
 from minisgl.errors import ConfigError
 from minisgl.kernels.launch import check_device
-from minisgl.kernels.layers import FusedAttention, FusedGatedMLP, FusedRMSNorm, NoRotary
-from minisgl.layers import Attention, GatedMLP, RMSNorm
+from minisgl.kernels.layers import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
+from minisgl.layers import Attention, Experts, GatedMLP, RMSNorm
 from minisgl.models.decoder import Decoder, DecoderLayer
 
-LAYER_FUSIONS = ("norm", "rope", "activation")
-"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul."""
+LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
+"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,6 +42,8 @@ def fuse(model: nn.Module, only: Collection[str] = LAYER_FUSIONS) -> None:
         _replace(model, RMSNorm, FusedRMSNorm)
     if "activation" in only:
         _replace(model, GatedMLP, FusedGatedMLP)
+    if "experts" in only:
+        _replace(model, Experts, FusedExperts)
 
 
 def _fuse_rope(decoder: Decoder) -> None:

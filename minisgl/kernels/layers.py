@@ -8,10 +8,11 @@ from torch import nn
 
 from minisgl.core import get_forward_context
 from minisgl.kernels.activation import silu_and_mul
+from minisgl.kernels.experts import sum_of_experts
 from minisgl.kernels.norm import add_and_norm
 from minisgl.kernels.rope import rotate_and_store
 from minisgl.kvcache.paged_attention import PagedAttention
-from minisgl.layers import Attention, GatedMLP, RMSNorm, Rotary, Rotation
+from minisgl.layers import Attention, Experts, GatedMLP, RMSNorm, Rotary, Rotation
 
 
 class FusedRMSNorm(RMSNorm):
@@ -45,6 +46,24 @@ class FusedGatedMLP(GatedMLP):
         """[T, hidden_size] → [T, hidden_size]."""
         out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
         return out
+
+
+class FusedExperts(Experts):
+    """All experts as two grouped products, without the host in between.
+
+    Args:
+        experts: to replace.
+    """
+
+    capturable = True
+
+    def __init__(self, experts: Experts) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `Experts.forward`."""
+        return sum_of_experts(x, self.gate_up_proj, self.down_proj, experts, weights)
 
 
 class FusedAttention(Attention):

@@ -14,8 +14,9 @@ from minisgl.kernels.launch import launch_early, wide
 
 SPLITS = 16
 """Most programs that share one KV head's keys."""
-_BLOCK = 32
+_BLOCK = 64
 """Keys that a program takes at a time."""
+_WARPS = 4
 
 
 @triton.jit
@@ -26,6 +27,26 @@ def _norm_and_rotate(first, second, first_norm, second_norm, cos, sin, eps, SIZE
         scale = tl.rsqrt(squares / SIZE + eps)
         first, second = first * scale * first_norm, second * scale * second_norm
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _load_block(  # type: ignore[no-untyped-def]
+    k_cache_ptr, v_cache_ptr, page_row, start, stop, position, kv_head,
+    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both halves of BLOCK keys, transposed, their values, and which of them are before ``stop`` and in the window."""
+    half = tl.arange(0, HEAD_DIM // 2)
+    full = tl.arange(0, HEAD_DIM)
+    keys = start + tl.arange(0, BLOCK)
+    visible = keys < stop
+    if WINDOW > 0:
+        visible = visible & (keys > position - WINDOW)
+    page = tl.load(page_row + keys // PAGE_SIZE, mask=visible, other=0).to(tl.int64)
+    place = ((page * PAGE_SIZE + keys % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    k1 = tl.load(k_cache_ptr + place[None, :] + half[:, None], mask=visible[None, :], other=0.0)
+    k2 = tl.load(k_cache_ptr + place[None, :] + HEAD_DIM // 2 + half[:, None], mask=visible[None, :], other=0.0)
+    v = tl.load(v_cache_ptr + place[:, None] + full[None, :], mask=visible[:, None], other=0.0)
+    return k1, k2, v, visible
 
 
 @triton.jit
@@ -84,22 +105,30 @@ def _attention_kernel(
     first = begin + split * part_size
     stop = tl.minimum(first + part_size, position)  # earlier tokens only
 
+    # What earlier steps have left can be fetched before this step's query is there.
     rotary = rotary_ptr + position.to(tl.int64) * HEAD_DIM + half
-    cos, sin = tl.load(rotary), tl.load(rotary + HALF)
+    cos, sin = tl.load(rotary).to(WIDE), tl.load(rotary + HALF).to(WIDE)
+    q_norm1, q_norm2, k_norm1, k_norm2 = cos, cos, cos, cos
+    if NORM:
+        q_norm1, q_norm2 = tl.load(q_norm_ptr + half).to(WIDE), tl.load(q_norm_ptr + HALF + half).to(WIDE)
+        k_norm1, k_norm2 = tl.load(k_norm_ptr + half).to(WIDE), tl.load(k_norm_ptr + HALF + half).to(WIDE)
+    k1, k2, v, visible = _load_block(
+        k_cache_ptr, v_cache_ptr, page_row, first, stop, position, kv_head,
+        WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK,
+    )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if split < num_parts:
         q_ptr = qkv_ptr + (kv_head * GROUP + group[:, None]) * HEAD_DIM + half[None, :]
-        q_mask = (group < GROUP)[:, None]
-        q1 = tl.load(q_ptr, mask=q_mask, other=0.0).to(WIDE)
-        q2 = tl.load(q_ptr + HALF, mask=q_mask, other=0.0).to(WIDE)
-        norm1, norm2 = cos, cos
-        if NORM:
-            norm1 = tl.load(q_norm_ptr + half).to(WIDE)
-            norm2 = tl.load(q_norm_ptr + HALF + half).to(WIDE)
+        k_ptr = qkv_ptr + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+        in_group = group < GROUP
+        q1 = tl.load(q_ptr, mask=in_group[:, None], other=0.0).to(WIDE)
+        q2 = tl.load(q_ptr + HALF, mask=in_group[:, None], other=0.0).to(WIDE)
+        own1, own2 = tl.load(k_ptr + half).to(WIDE), tl.load(k_ptr + HALF + half).to(WIDE)
+        own_v = tl.load(k_ptr + KV_HEADS * HEAD_DIM + full)
         q1, q2 = _norm_and_rotate(
-            q1, q2, norm1[None, :], norm2[None, :], cos[None, :], sin[None, :], eps, HEAD_DIM, NORM
+            q1, q2, q_norm1[None, :], q_norm2[None, :], cos[None, :], sin[None, :], eps, HEAD_DIM, NORM
         )
 
         top = tl.full((GROUP_BLOCK,), -float("inf"), dtype=WIDE)
@@ -108,15 +137,6 @@ def _attention_kernel(
         narrow = k_cache_ptr.dtype.element_ty
         narrow_q1, narrow_q2 = q1.to(narrow), q2.to(narrow)
         for start in range(first, stop, BLOCK):
-            keys = start + tl.arange(0, BLOCK)
-            visible = keys < stop
-            if WINDOW > 0:
-                visible = visible & (keys > position - WINDOW)
-            page = tl.load(page_row + keys // PAGE_SIZE, mask=visible, other=0).to(tl.int64)
-            place = ((page * PAGE_SIZE + keys % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-            k1 = tl.load(k_cache_ptr + place[None, :] + half[:, None], mask=visible[None, :], other=0.0)
-            k2 = tl.load(k_cache_ptr + place[None, :] + HALF + half[:, None], mask=visible[None, :], other=0.0)
-            v = tl.load(v_cache_ptr + place[:, None] + full[None, :], mask=visible[:, None], other=0.0)
             scores = tl.dot(narrow_q1, k1, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
             scores += tl.dot(narrow_q2, k2, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
             scores = tl.where(visible[None, :], scores * scale, -float("inf"))
@@ -126,22 +146,16 @@ def _attention_kernel(
             weights = tl.exp(scores - base[:, None])
             shrink = tl.exp(top - base)
             total = total * shrink + tl.sum(weights, axis=1)
-            acc = acc * shrink[:, None] + tl.dot(
-                weights.to(narrow), v, input_precision="ieee", out_dtype=tl.float32
-            ).to(WIDE)
+            product = tl.dot(weights.to(narrow), v, input_precision="ieee", out_dtype=tl.float32)
+            acc = acc * shrink[:, None] + product.to(WIDE)
             top = new_top
+            k1, k2, v, visible = _load_block(
+                k_cache_ptr, v_cache_ptr, page_row, start + BLOCK, stop, position, kv_head,
+                WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK,
+            )  # fmt: skip
 
         if split == num_parts - 1:
-            k_ptr = qkv_ptr + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
-            v_ptr = k_ptr + KV_HEADS * HEAD_DIM
-            if NORM:
-                norm1 = tl.load(k_norm_ptr + half).to(WIDE)
-                norm2 = tl.load(k_norm_ptr + HALF + half).to(WIDE)
-            own1, own2 = _norm_and_rotate(
-                tl.load(k_ptr + half).to(WIDE), tl.load(k_ptr + HALF + half).to(WIDE), norm1, norm2, cos, sin, eps,
-                HEAD_DIM, NORM,
-            )  # fmt: skip
-            own_v = tl.load(v_ptr + full)
+            own1, own2 = _norm_and_rotate(own1, own2, k_norm1, k_norm2, cos, sin, eps, HEAD_DIM, NORM)
             page = tl.load(page_row + position // PAGE_SIZE).to(tl.int64)
             place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
             tl.store(k_cache_ptr + place + half, own1)
@@ -157,29 +171,32 @@ def _attention_kernel(
         seen = total > 0.0
         acc = acc / tl.where(seen, total, 1.0)[:, None]
         lse = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), -float("inf"))
-        part = (kv_head * SPLITS + split) * GROUP + group
-        in_group = group < GROUP
-        tl.store(part_ptr + part[:, None] * HEAD_DIM + full[None, :], acc, mask=in_group[:, None])
-        tl.store(part_lse_ptr + part, lse, mask=in_group)
-        # All threads of this program have stored before one of them says so to the others.
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + kv_head, 1, sem="acq_rel") == num_parts - 1:
+        if num_parts == 1:
+            out = out_ptr + (kv_head * GROUP + group[:, None]) * HEAD_DIM + full[None, :]
+            tl.store(out, acc, mask=in_group[:, None])
+        else:
+            part = (kv_head * SPLITS + split) * GROUP + group
+            tl.store(part_ptr + part[:, None] * HEAD_DIM + full[None, :], acc, mask=in_group[:, None])
+            tl.store(part_lse_ptr + part, lse, mask=in_group)
+            # All threads of this program have stored before one of them says so to the others.
             tl.debug_barrier()
-            tl.store(arrived_ptr + kv_head, 0)
-            parts = tl.arange(0, SPLITS)
-            there = parts < num_parts
-            for g in tl.static_range(GROUP):
-                index = (kv_head * SPLITS + parts) * GROUP + g
-                lses = tl.load(part_lse_ptr + index, mask=there, other=-float("inf"), cache_modifier=".cg")
-                shares = tl.exp(lses - tl.max(lses, axis=0))
-                values = tl.load(
-                    part_ptr + index[:, None] * HEAD_DIM + full[None, :],
-                    mask=there[:, None],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                merged = tl.sum(values * shares[:, None], axis=0) / tl.sum(shares, axis=0)
-                tl.store(out_ptr + (kv_head * GROUP + g) * HEAD_DIM + full, merged)
+            if tl.atomic_add(arrived_ptr + kv_head, 1, sem="acq_rel") == num_parts - 1:
+                tl.debug_barrier()
+                tl.store(arrived_ptr + kv_head, 0)
+                parts = tl.arange(0, SPLITS)
+                there = parts < num_parts
+                for g in tl.static_range(GROUP):
+                    index = (kv_head * SPLITS + parts) * GROUP + g
+                    lses = tl.load(part_lse_ptr + index, mask=there, other=-float("inf"), cache_modifier=".cg")
+                    values = tl.load(
+                        part_ptr + index[:, None] * HEAD_DIM + full[None, :],
+                        mask=there[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    shares = tl.exp(lses - tl.max(lses, axis=0))
+                    merged = tl.sum(values * shares[:, None], axis=0) / tl.sum(shares, axis=0)
+                    tl.store(out_ptr + (kv_head * GROUP + g) * HEAD_DIM + full, merged)
 
 
 class SingleTokenAttention:
@@ -257,6 +274,6 @@ class SingleTokenAttention:
             BLOCK=_BLOCK,
             NORM=norms is not None,
             WIDE=wide(qkv.dtype),
-            num_warps=4,
+            num_warps=_WARPS,
             **launch_early(qkv),
         )

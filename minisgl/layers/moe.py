@@ -20,6 +20,10 @@ class Experts(nn.Module):
         hidden_size, intermediate_size: widths of an expert, the latter on this rank.
     """
 
+    capturable: bool = False
+    """Whether `forward` may be recorded in a CUDA graph, as all other layers may. This one asks the device how many
+    tokens each expert got, and does different work for different answers."""
+
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)

@@ -20,8 +20,8 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_kernel_and_every_choice_of_fusions_is_measured() -> None:
     report = run_kernels((1,), repeat=1)
     kernels, *layers = report.tables
-    names = ["add + RMSNorm", "norm + RoPE + store", "SiLU·mul"]
-    assert [row[0] for row in kernels.rows] == [*names, *names, "sample, greedy", "sample, random"]
+    names = ["add + RMSNorm", "RoPE + store", "SiLU·mul"]
+    assert [row[0] for row in kernels.rows] == [*names, *names, "greedy sample", "random sample"]
     assert all(isinstance(cell, float) and cell > 0 for row in kernels.rows for cell in row[2:])
     for layer in layers:
         launched = {str(row[0]): float(row[2]) for row in layer.rows}

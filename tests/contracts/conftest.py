@@ -2,8 +2,9 @@
 
 A suite is a module with ``CONTRACTS``: for each protocol that it grades, the name of a fixture and ``(registry,
 protocol)``. Tests that use the fixture run once an implementation; the fixture finds its name in ``request.param``
-and gets the implementation from the registry. The suite's ``MARKS`` are the marks of some names, such as ``gpu``. See
-README.md beside this file.
+and gets the implementation from the registry. The suite's ``MARKS`` are the marks of some names, such as ``gpu``. Its
+``INTERPRETED`` are the names of those that Triton's interpreter runs where there is no GPU: it takes a thousand times
+as long, so they are given only the tests marked ``interpreted`` there. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from minisgl.core import Registry
 
@@ -20,6 +22,8 @@ Contracts = dict[str, tuple[Registry[Any], type]]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     path = metafunc.config.getoption("--impl")
     left_out = [name for marker in metafunc.definition.iter_markers("not_for") for name in marker.args]
+    if not torch.cuda.is_available() and metafunc.definition.get_closest_marker("interpreted") is None:
+        left_out += getattr(metafunc.module, "INTERPRETED", ())
     for fixture, (registry, protocol) in _contracts(metafunc.module).items():
         if fixture in metafunc.fixturenames:
             given = path is not None and not _missing(registry.get(path), protocol)

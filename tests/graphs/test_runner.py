@@ -10,10 +10,12 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Batch, DeviceBatch
-from minisgl.graphs import GraphRunner
+from minisgl.engine.runner import EagerRunner
+from minisgl.graphs import GraphRunner, GraphRunners
 from minisgl.graphs.buffers import DecodeBuffers
 from minisgl.graphs.fused_buffers import FusedDecodeBuffers
 from minisgl.graphs.recorder import RerunRecorder
+from minisgl.kernels.fuse import fuse
 from minisgl.kvcache.torch_attention import TorchAttention
 from tests.model_zoo import tiny_checkpoint
 
@@ -81,6 +83,38 @@ def test_a_sampler_that_cannot_be_captured_samples_after_the_replay(path: Path) 
     llm.engine.parts.sampler.capturable = False
     llm.engine.runner = GraphRunner(llm.engine.parts, SIZES, RerunRecorder())
     assert tokens(llm) == tokens(engine(path, None))
+
+
+def moe_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """An engine with a mixture of experts, where graphs can be built without CUDA."""
+    monkeypatch.setattr("minisgl.graphs.runner.CudaRecorder", lambda device: RerunRecorder())
+    return engine(tiny_checkpoint(directory, "Qwen3MoeForCausalLM")[0], None)
+
+
+def test_a_layer_that_waits_for_the_device_leaves_the_model_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = moe_engine(tmp_path, monkeypatch).engine.parts
+    assert type(GraphRunners(SIZES).build(parts)) is EagerRunner
+    assert GraphRunners(SIZES).memory(parts) == 0
+
+
+def test_with_grouped_products_a_mixture_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = moe_engine(tmp_path, monkeypatch)
+    expected = tokens(llm)
+    fuse(llm.engine.parts.model, only={"experts"})
+    llm.engine.runner = GraphRunners(SIZES).build(llm.engine.parts)
+    assert type(llm.engine.runner) is GraphRunner
+    assert tokens(llm) == expected
+
+
+def test_an_attention_backend_that_cannot_be_captured_leaves_the_model_eager(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = engine(path, None).engine.parts
+    monkeypatch.setattr(parts.attention, "capturable", False)
+    assert type(GraphRunners(SIZES).build(parts)) is EagerRunner
+    assert GraphRunners(SIZES).memory(parts) == 0
 
 
 class NamesItsSteps(TorchAttention):

@@ -10,7 +10,7 @@ import torch
 
 from minisgl.errors import ConfigError
 from minisgl.kernels.fuse import LAYER_FUSIONS, fuse
-from minisgl.kernels.layers import FusedAttention, FusedGatedMLP, FusedRMSNorm, NoRotary
+from minisgl.kernels.layers import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.layers import Attention, GatedMLP, MoE, RMSNorm, Rotary
 from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM, DecoderLayer
@@ -84,12 +84,13 @@ def test_without_a_kv_cache_the_fused_model_still_runs(tmp_path: Path) -> None:
     torch.testing.assert_close(run_dense(model, tokens)[0], expected, rtol=2e-5, atol=2e-5)
 
 
-def test_experts_stay_and_everything_around_them_is_fused(tmp_path: Path) -> None:
+def test_the_experts_of_a_mixture_are_fused_and_its_router_stays(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM")
     model, config = load(path)
     expected = steps(model, config)
     fuse(model)
     assert all(type(layer.mlp) is MoE for layer in model.model.layers)
+    assert all(type(layer.mlp.experts) is FusedExperts for layer in model.model.layers)
     for ours, plain in zip(steps(model, config), expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
 

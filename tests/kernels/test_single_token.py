@@ -14,7 +14,7 @@ from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM
 from tests.model_zoo import PagedRunner, Variant, random_tokens
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GROUPED = {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
 VARIANTS = [
     Variant("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
@@ -25,36 +25,33 @@ VARIANTS = [
 ]
 
 
-def load(directory: Path, variant: Variant, dtype: torch.dtype = torch.float64) -> tuple[CausalLM, ModelConfig]:
+def load(directory: Path, variant: Variant, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelConfig]:
     path, _ = variant.checkpoint(directory)
     config = ModelConfig.from_dir(path)
-    model = load_model(path, config, dtype, CPU)
+    model = load_model(path, config, dtype, DEVICE)
     assert isinstance(model, CausalLM)
     return model, config
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_steps_give_the_logits_of_the_plain_decoder(tmp_path: Path, variant: Variant) -> None:
+    """Behind prompts with one part of keys and with several, and behind a single token."""
     model, config = load(tmp_path, variant)
-    prompts = random_tokens(100, 1, 31)
-    runners = [PagedRunner.of(model, config, torch.float64, rows=3, max_len=112, page_size=8) for _ in range(2)]
+    prompts = random_tokens(150, 1, 31)
+    runners = [PagedRunner.of(model, config, torch.float32, rows=3, max_len=160, page_size=8) for _ in range(2)]
     for runner in runners:
         runner.step(dict(enumerate(prompts)))
     plain, fast = runners
     fast.model = SingleTokenDecoder(model, fast.cache)  # type: ignore[assignment]
     assert SingleTokenDecoder.supports(model)
-    for token in random_tokens(3)[0]:
-        for slot in (2, 0, 1):
-            step = {slot: np.array([token], dtype=np.int32)}
-            expected, logits = plain.step(step)[0], fast.step(step)[0]
-            assert logits.shape == (1, config.vocab_size)
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)  # dot products are in float32
-    written = ~plain.cache.k.isnan()
-    torch.testing.assert_close(fast.cache.k[written], plain.cache.k[written], rtol=1e-4, atol=1e-4)
-    assert torch.equal(fast.cache.v[written].double(), plain.cache.v[written]) or torch.allclose(
-        fast.cache.v[written], plain.cache.v[written], atol=1e-4
-    )
-    assert torch.equal(fast.cache.k.isnan(), plain.cache.k.isnan()), "the same places are written"
+    for slot in (0, 1, 2, 0):
+        step = {slot: np.array([7 + slot], dtype=np.int32)}
+        expected, logits = plain.step(step)[0], fast.step(step)[0]
+        assert logits.shape == (1, config.vocab_size)
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    for ours, reference in ((fast.cache.k, plain.cache.k), (fast.cache.v, plain.cache.v)):
+        assert torch.equal(ours.isnan(), reference.isnan()), "the same places are written"
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def test_models_that_it_cannot_run_are_named(tmp_path: Path) -> None:
@@ -70,9 +67,11 @@ def test_models_that_it_cannot_run_are_named(tmp_path: Path) -> None:
 def test_the_linear_kernel_fuses_norm_bias_gate_and_residual(size: int, width: int, gated: bool) -> None:
     generator = torch.Generator().manual_seed(size)
     rows = 2 * size if gated else size
-    x, norm = torch.randn(width, generator=generator), torch.randn(width, generator=generator)
-    weight, bias = torch.randn(rows, width, generator=generator), torch.randn(rows, generator=generator)
-    residual = torch.randn(size, generator=generator)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    x, norm, weight, bias, residual = random(width), random(width), random(rows, width), random(rows), random(size)
     out = residual.clone()
     linear(x, weight, out, bias=bias, norm=norm, eps=1e-5, gated=gated, residual=out)
     normed = torch.nn.functional.rms_norm(x.double(), (width,), norm.double(), 1e-5)
