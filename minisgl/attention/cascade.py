@@ -43,9 +43,9 @@ class CascadeAttention(TritonAttention):
         """Find the groups. Answers ``"shared"`` if there are any, for which another kernel is launched."""
         super().plan(batch, inputs)
         if self._prefixes is None:
-            cache = self.kv_cache
+            cache, (num_slots, width) = self.kv_cache, inputs.page_table.shape
             self._prefixes = SharedPrefixes(
-                *inputs.page_table.shape, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
+                num_slots, width, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
             )
         groups = self._prefixes.update(batch)  # of every step: it follows the page table
         self._shared = len(groups) > 0 and groups.saved >= self.min_saved
@@ -74,7 +74,9 @@ class CascadeAttention(TritonAttention):
             getattr(self._tables[num_rows], name).copy_(tensor)
         self._on_device[num_rows] = groups
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None) -> None:
+    def _decode(
+        self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
+    ) -> None:
         if self._shared and spec.sliding_window is None:
             tables = self._tables[len(q)]
             prefix = attend_prefixes(q, *self._layer(spec), self.inputs, spec, tables, self._num_sms)

@@ -75,7 +75,9 @@ class TritonAttention(PagedAttention):
             prefill(q, out, *self._layer(spec), self.inputs, spec, self._query_tiles[group])
         return out
 
-    def _decode(self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None) -> None:
+    def _decode(
+        self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
+    ) -> None:
         decode(q, out, *self._layer(spec), self.inputs, spec, self._num_sms, prefix)
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:

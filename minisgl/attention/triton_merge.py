@@ -64,8 +64,10 @@ def add_parts(
         parts = start + tl.arange(0, BLOCK_P)
         exists = (parts < num_parts)[:, None] & (columns < WIDTH)[None, :]
         heads = line + parts[:, None] * NUM_HEADS + columns[None, :] // HEAD_DIM
-        lse = tl.load(part_lse + heads, exists, other=LOWEST)
-        out = tl.load(part_out + heads * HEAD_DIM + columns[None, :] % HEAD_DIM, exists, other=0.0)
+        # Past the first-level cache: nothing here is read twice.
+        lse = tl.load(part_lse + heads, exists, other=LOWEST, cache_modifier=".cg")
+        pointers = part_out + heads * HEAD_DIM + columns[None, :] % HEAD_DIM
+        out = tl.load(pointers, exists, other=0.0, cache_modifier=".cg")
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         weights = tl.exp2(lse - new_peak[None, :])
         decay = tl.exp2(peak - new_peak)

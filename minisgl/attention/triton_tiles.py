@@ -10,6 +10,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+
 def _starts_early() -> dict[str, bool]:
     """Arguments of a launch that make use of programmatic dependent launch where the GPU has it."""
     nvidia = torch.version.cuda is not None and torch.cuda.is_available()

@@ -14,6 +14,7 @@ import psutil
 import torch
 from rich.console import Console
 
+from minisgl.bench.attention import run_attention
 from minisgl.bench.compare import run_compare
 from minisgl.bench.cpu import CpuWorkload, run_cpu
 from minisgl.bench.host import HostWorkload, run_host
@@ -73,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--repeat", type=int, default=3, help="measurements of each, of which the fastest counts")
     kernels.set_defaults(run=_kernels)
 
+    attention = command("attention", "attention alone: every backend on the same decode and prefill steps")
+    attention.add_argument("--backend", nargs="*", default=[], help="names; all that can run here if there are none")
+    attention.add_argument("--repeat", type=int, default=3, help="measurements of each, of which the fastest counts")
+    attention.set_defaults(run=_attention)
+
     offline = command("offline", "whole workloads on one device, by default on random weights in public shapes")
     offline.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes, directories, or hub ids")
     offline.add_argument("--start", action="store_true", help="also measure the time to the first token")
@@ -111,6 +117,10 @@ def _kernels(options: argparse.Namespace) -> Report:
     from minisgl.bench.kernels import run_kernels  # imports Triton, which not every platform has
 
     return run_kernels(tuple(options.tokens), options.repeat)
+
+
+def _attention(options: argparse.Namespace) -> Report:
+    return run_attention(options.backend, options.repeat)
 
 
 def _offline(options: argparse.Namespace) -> Report:

@@ -45,6 +45,20 @@ def microseconds(calls: Sequence[Call]) -> float:
     return statistics.median(times)
 
 
+def eager_microseconds(calls: Sequence[Call]) -> float:
+    """Median time of one call for work that cannot be recorded in a graph: the host's share is part of it."""
+    times: list[float] = []
+    for _ in range(_REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for call in calls:
+            call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1000 / len(calls))
+    return statistics.median(times)
+
+
 def buffers_needed(bytes_moved: int) -> int:
     """How many sets of buffers `microseconds` should turn through.
 

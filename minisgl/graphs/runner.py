@@ -125,7 +125,7 @@ class GraphRunner:
 
 
 class GraphRunners:
-    """The factory of `GraphRunner` on CUDA. A model or an attention backend that cannot be captured gets an `EagerRunner`.
+    """The factory of `GraphRunner` on CUDA; of `EagerRunner` for models and attention backends that cannot be captured.
 
     Args:
         sizes: numbers of rows to record.

@@ -114,16 +114,18 @@ def expert_tiles(experts: torch.Tensor, num_experts: int, rows: int) -> ExpertTi
     num_pairs = experts.numel()
     num_tiles = min(num_pairs, num_experts + num_pairs // rows)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
-    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
+    tile_experts, begins, ends = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
     block = min(max(triton.next_power_of_2(num_pairs), 32), _LARGEST_BLOCK)
     _sort_kernel[(num_experts,)](
         experts,
         pairs,
-        *tiles,
+        tile_experts,
+        begins,
+        ends,
         num_pairs,
         ROWS=rows,
         BLOCK=block,
         num_warps=min(max(block // 256, 1), 8),
         **launch_early(experts),
     )
-    return ExpertTiles(pairs, *tiles, rows)
+    return ExpertTiles(pairs, tile_experts, begins, ends, rows)

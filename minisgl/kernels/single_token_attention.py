@@ -1,5 +1,5 @@
-"""All of attention between two projections, for a single token, in one kernel: QK-norm, rotary embedding, KV store,
-split-KV attention and the merge of its parts.
+"""All of attention between two projections, for a single token, in two kernels: QK-norm, rotary embedding, KV store and
+split-KV attention (FlashDecoding, Dao et al. 2023); and the merge of the parts.
 
 Its twin is `minisgl.layers.Attention` without the projections, over a `PagedAttention`.
 """
@@ -16,7 +16,6 @@ SPLITS = 16
 """Most programs that share one KV head's keys."""
 _BLOCK = 64
 """Keys that a program takes at a time."""
-_WARPS = 4
 
 
 @triton.jit
@@ -27,6 +26,16 @@ def _norm_and_rotate(first, second, first_norm, second_norm, cos, sin, eps, SIZE
         scale = tl.rsqrt(squares / SIZE + eps)
         first, second = first * scale * first_norm, second * scale * second_norm
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _cut(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The keys that a token sees, cut into at most SPLITS parts of whole blocks: their begin, size and number."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK
+    part_size = tl.cdiv(tl.cdiv(position + 1 - begin, BLOCK), SPLITS) * BLOCK
+    return begin, part_size, tl.cdiv(position + 1 - begin, part_size)
 
 
 @triton.jit
@@ -62,8 +71,6 @@ def _attention_kernel(
     v_cache_ptr: tl.tensor,
     part_ptr: tl.tensor,
     part_lse_ptr: tl.tensor,
-    arrived_ptr: tl.tensor,
-    out_ptr: tl.tensor,
     table_width: tl.tensor,
     scale: tl.tensor,
     eps: tl.tensor,
@@ -79,15 +86,15 @@ def _attention_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (h, s): the query heads of KV head h over the s-th part of its keys. The last to arrive merges.
+    """Program (h, s): the query heads of KV head h over the s-th part of its keys.
 
-    The keys are cut into at most SPLITS parts of whole blocks. The program whose part ends the sequence also normalises
+    The program whose part ends the sequence also normalises
     and rotates the token's own key, and stores it. Heads are kept in two halves, because that is how rotary embedding
     pairs their elements; a dot product is the sum of those of the halves.
 
     qkv: [(GROUP + 2) × KV_HEADS × HEAD_DIM]. rotary: float32[positions, HEAD_DIM], cos in the first half. slot, length:
-    int32[1], the length with this token. caches: [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]. part: [KV_HEADS, SPLITS,
-    GROUP, HEAD_DIM] and part_lse: [KV_HEADS, SPLITS, GROUP] scratch. arrived: int32[KV_HEADS], 0 before and after.
+    int32[1], the length with this token. caches: [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]. part: [SPLITS, heads,
+    HEAD_DIM] and part_lse: [SPLITS, heads], the attention over each part and the logarithm of its sum of weights.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -97,11 +104,7 @@ def _attention_kernel(
     position = tl.load(length_ptr) - 1
     page_row = page_table_ptr + tl.load(slot_ptr).to(tl.int64) * table_width
 
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK
-    part_size = tl.cdiv(tl.cdiv(position + 1 - begin, BLOCK), SPLITS) * BLOCK
-    num_parts = tl.cdiv(position + 1 - begin, part_size)
+    begin, part_size, num_parts = _cut(position, WINDOW, SPLITS, BLOCK)
     first = begin + split * part_size
     stop = tl.minimum(first + part_size, position)  # earlier tokens only
 
@@ -171,36 +174,46 @@ def _attention_kernel(
         seen = total > 0.0
         acc = acc / tl.where(seen, total, 1.0)[:, None]
         lse = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), -float("inf"))
-        if num_parts == 1:
-            out = out_ptr + (kv_head * GROUP + group[:, None]) * HEAD_DIM + full[None, :]
-            tl.store(out, acc, mask=in_group[:, None])
-        else:
-            part = (kv_head * SPLITS + split) * GROUP + group
-            tl.store(part_ptr + part[:, None] * HEAD_DIM + full[None, :], acc, mask=in_group[:, None])
-            tl.store(part_lse_ptr + part, lse, mask=in_group)
-            # All threads of this program have stored before one of them says so to the others.
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr + kv_head, 1, sem="acq_rel") == num_parts - 1:
-                tl.debug_barrier()
-                tl.store(arrived_ptr + kv_head, 0)
-                parts = tl.arange(0, SPLITS)
-                there = parts < num_parts
-                for g in tl.static_range(GROUP):
-                    index = (kv_head * SPLITS + parts) * GROUP + g
-                    lses = tl.load(part_lse_ptr + index, mask=there, other=-float("inf"), cache_modifier=".cg")
-                    values = tl.load(
-                        part_ptr + index[:, None] * HEAD_DIM + full[None, :],
-                        mask=there[:, None],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    shares = tl.exp(lses - tl.max(lses, axis=0))
-                    merged = tl.sum(values * shares[:, None], axis=0) / tl.sum(shares, axis=0)
-                    tl.store(out_ptr + (kv_head * GROUP + g) * HEAD_DIM + full, merged)
+        part = (split * KV_HEADS + kv_head) * GROUP + group
+        tl.store(part_ptr + part[:, None] * HEAD_DIM + full[None, :], acc, mask=in_group[:, None])
+        tl.store(part_lse_ptr + part, lse, mask=in_group)
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr: tl.tensor,
+    part_lse_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Program h: the parts of head h as one, each weighted by its share of the sum of all weights.
+
+    part: [SPLITS, HEADS, HEAD_DIM]. part_lse: [SPLITS, HEADS]. length: int32[1]. out: [HEADS × HEAD_DIM].
+    """
+    head = tl.program_id(0)
+    parts = tl.arange(0, SPLITS)
+    full = tl.arange(0, HEAD_DIM)
+    _, _, num_parts = _cut(tl.load(length_ptr) - 1, WINDOW, SPLITS, BLOCK)
+    there = parts < num_parts
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = parts * HEADS + head
+    lse = tl.load(part_lse_ptr + index, mask=there, other=-float("inf"))
+    values = tl.load(part_ptr + index[:, None] * HEAD_DIM + full[None, :], mask=there[:, None], other=0.0)
+    shares = tl.exp(lse - tl.max(lse, axis=0))
+    merged = tl.sum(values * shares[:, None], axis=0) / tl.sum(shares, axis=0)
+    tl.store(out_ptr + head * HEAD_DIM + full, merged)
 
 
 class SingleTokenAttention:
-    """The kernel and its scratch memory, for all layers of a model.
+    """The kernels and their scratch memory, for all layers of a model.
 
     Args:
         num_heads, num_kv_heads, head_dim: of the model; head_dim is a power of two.
@@ -211,11 +224,10 @@ class SingleTokenAttention:
         self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        shape = (num_kv_heads, SPLITS, self.group)
+        shape = (SPLITS, num_heads)
         precise = torch.promote_types(dtype, torch.float32)
         self._parts = torch.empty((*shape, head_dim), dtype=precise, device=device)
         self._part_lse = torch.empty(shape, dtype=precise, device=device)
-        self._arrived = torch.zeros(num_kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -259,8 +271,6 @@ class SingleTokenAttention:
             v_cache,
             self._parts,
             self._part_lse,
-            self._arrived,
-            out,
             page_table.stride(0),
             scale,
             eps,
@@ -274,6 +284,19 @@ class SingleTokenAttention:
             BLOCK=_BLOCK,
             NORM=norms is not None,
             WIDE=wide(qkv.dtype),
-            num_warps=_WARPS,
+            num_warps=4,
+            **launch_early(qkv),
+        )
+        _merge_kernel[(self.kv_heads * self.group,)](
+            self._parts,
+            self._part_lse,
+            length,
+            out,
+            WINDOW=window or 0,
+            HEADS=self.kv_heads * self.group,
+            HEAD_DIM=self.head_dim,
+            SPLITS=SPLITS,
+            BLOCK=_BLOCK,
+            num_warps=4,
             **launch_early(qkv),
         )

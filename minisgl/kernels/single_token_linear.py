@@ -18,6 +18,20 @@ from minisgl.kernels.launch import launch_early, wide
 
 
 @triton.jit
+def _fetch(weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """What a program needs of the weights for some columns: those of its rows, of their up projections, of the norm."""
+    mask = (rows < N)[:, None] & (columns < K)[None, :]
+    tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
+    weight = tl.load(tile, mask=mask, other=0.0)
+    up_weight, gain = weight, columns
+    if GATED:
+        up_weight = tl.load(tile + N * K, mask=mask, other=0.0)
+    if NORM:
+        gain = tl.load(norm_ptr + columns, mask=columns < K, other=0.0)
+    return weight, up_weight, gain
+
+
+@triton.jit
 def _linear_kernel(
     x_ptr: tl.tensor,
     norm_ptr: tl.tensor,
@@ -47,14 +61,7 @@ def _linear_kernel(
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
-    exists = rows < N
-    tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
-    mask = exists[:, None] & (columns < K)[None, :]
-    weight = tl.load(tile, mask=mask, other=0.0)
-    up_weight = weight
-    if GATED:
-        up_tile = tile + N * K
-        up_weight = tl.load(up_tile, mask=mask, other=0.0)
+    weight, up_weight, gain = _fetch(weight_ptr, norm_ptr, rows, columns, N, K, NORM, GATED)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -63,26 +70,23 @@ def _linear_kernel(
     up_sums = sums
     squares = tl.zeros((BLOCK_K,), dtype=WIDE)
     for start in range(0, K, BLOCK_K):
-        # The next weights are on their way while these are used.
-        following = start + BLOCK_K + columns
-        next_mask = exists[:, None] & (following < K)[None, :]
-        next_weight = tl.load(tile + start + BLOCK_K, mask=next_mask, other=0.0)
-        next_up = next_weight
-        if GATED:
-            next_up = tl.load(up_tile + start + BLOCK_K, mask=next_mask, other=0.0)
         here = start + columns
         x = tl.load(x_ptr + here, mask=here < K, other=0.0).to(WIDE)
+        next_weight, next_up, next_gain = weight, up_weight, gain
+        if K > BLOCK_K:  # the next weights are on their way while these are used
+            next_weight, next_up, next_gain = _fetch(weight_ptr, norm_ptr, rows, here + BLOCK_K, N, K, NORM, GATED)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + here, mask=here < K, other=0.0).to(WIDE)
+            x *= gain.to(WIDE)
         sums += weight.to(WIDE) * x[None, :]
         if GATED:
             up_sums += up_weight.to(WIDE) * x[None, :]
-        weight, up_weight = next_weight, next_up
+        weight, up_weight, gain = next_weight, next_up, next_gain
 
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    exists = rows < N
     out = tl.sum(sums, axis=1) * scale
     if BIAS:
         out += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(WIDE)
@@ -147,11 +151,11 @@ def linear(
 def _tile(width: int, gated: bool) -> tuple[int, int, int]:
     """BLOCK_N, BLOCK_K and warps: what was fastest on an H200 for Qwen3's shapes from 0.6B to 14B.
 
-    All of them have 32 to 64 weights a thread on the way at any time. Long rows are read in short pieces by many
-    programs; a small matrix with long rows needs the other extreme, since all of its programs run at once.
+    Short rows are read whole, at once, by programs so small that those of the next kernel fit beside them. Long rows
+    are read in pieces, each while the one before is used.
     """
-    if gated or width >= 4096:
-        return 8, min(triton.next_power_of_2(width), 512), 4
+    if width > 4096:
+        return 8, 512, 4
     if width > 1024:
-        return 4, 2048, 8
-    return 8, triton.next_power_of_2(width), 4
+        return 4, triton.next_power_of_2(width), 8
+    return (4 if gated else 8), triton.next_power_of_2(width), 4

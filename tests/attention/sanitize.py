@@ -1,8 +1,8 @@
 """Runs every path of our attention kernels once, for compute-sanitizer to watch. Needs a CUDA device.
 
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # else an access past the end of a tensor lands in another one
-    compute-sanitizer --tool memcheck  --error-exitcode 1 python -m tests.attention.sanitize
-    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # else an access past the end of a tensor lands in another one
+compute-sanitizer --tool memcheck  --error-exitcode 1 python -m tests.attention.sanitize
+compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     ("device", "dtype", "capability", "packages", "name", "reason"),
     [
         ("cpu", torch.float32, (9, 0), {"triton", "flashinfer"}, "torch", "fastest on a CPU"),
-        ("cuda", torch.bfloat16, (9, 0), {"triton", "flashinfer"}, "flashinfer,triton", "FlashAttention 3 prefills"),
-        ("cuda", torch.bfloat16, (9, 0), {"triton"}, "triton", "but it is not installed"),
-        ("cuda", torch.float32, (9, 0), {"triton", "flashinfer"}, "triton", "the KV cache is float32"),
-        ("cuda", torch.bfloat16, (8, 0), {"triton", "flashinfer"}, "triton", "needs a Hopper GPU"),
+        ("cuda", torch.bfloat16, (9, 0), {"triton", "flashinfer"}, "flashinfer,cascade", "FlashAttention 3 prefills"),
+        ("cuda", torch.bfloat16, (9, 0), {"triton"}, "cascade", "but it is not installed"),
+        ("cuda", torch.float32, (9, 0), {"triton", "flashinfer"}, "cascade", "the KV cache is float32"),
+        ("cuda", torch.bfloat16, (8, 0), {"triton", "flashinfer"}, "cascade", "needs a Hopper GPU"),
         ("cuda", torch.bfloat16, (9, 0), set(), "torch", "Triton is not installed"),
     ],
 )

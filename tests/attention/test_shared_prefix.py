@@ -30,7 +30,7 @@ def groups_of(groups: PrefixGroups) -> list[tuple[list[int], int]]:
     begins = [0, *groups.ends.tolist()]
     return [
         (sorted(groups.members[begin:end].tolist()), int(length))
-        for begin, end, length in zip(begins, groups.ends, groups.lens)
+        for begin, end, length in zip(begins[:-1], groups.ends, groups.lens, strict=True)
     ]
 
 

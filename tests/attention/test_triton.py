@@ -106,7 +106,7 @@ def cache_of(dtype: torch.dtype) -> KVCache:
 @pytest.mark.parametrize("name", ["triton", "cascade"])
 def test_without_a_gpu_it_asks_for_the_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(ConfigError, match="attention_backend.*'cpu'.*'torch'.*TRITON_INTERPRET=1"):
+    with pytest.raises(ConfigError, match=r"attention_backend.*'cpu'.*'torch'.*TRITON_INTERPRET=1"):
         ATTENTION_BACKENDS.get(name)(cache_of(torch.float32))
 
 

@@ -37,6 +37,7 @@ class Abilities:
 
 FLASHINFER_NAMES = ("flashinfer", "flashinfer-fa2", "flashinfer-fa3")
 ABILITIES = dict.fromkeys(FLASHINFER_NAMES, Abilities(torch.bfloat16, (64, 128)))
+INTERPRETED = ("cascade", "triton")
 MARKS = {name: [pytest.mark.gpu, pytest.mark.needs("flashinfer")] for name in ABILITIES}
 
 
@@ -112,6 +113,7 @@ def test_decode_rows_of_very_different_lengths(paged: Paged, page_size: int) -> 
     sequences.run(dict.fromkeys(range(6), 1))
 
 
+@pytest.mark.interpreted
 def test_prefill_behind_a_cached_prefix(paged: Paged, page_size: int) -> None:
     sequences = paged(TWO_LAYERS, [13, 23, 90, 38], page_size)
     sequences.fill([8, 3, 64, 37])
@@ -138,6 +140,7 @@ def test_mixed_steps(paged: Paged, page_size: int) -> None:
 # -- pages ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
 def test_what_was_never_written_does_not_leak(paged: Paged, page_size: int, garbage: float) -> None:
     sequences = paged(layers(None, 7), [9, 30, 67], page_size, garbage=garbage)
@@ -150,6 +153,7 @@ def test_the_order_of_pages_and_slots_does_not_matter(paged: Paged, seed: int) -
     run_mixed_steps(paged(TWO_LAYERS, MIXED, seed=seed))
 
 
+@pytest.mark.interpreted
 def test_rows_share_pages(paged: Paged, page_size: int) -> None:
     """Several rows with the same prefix in one step: they decode, continue it, or have it whole."""
     shared = 2 * page_size
@@ -161,6 +165,7 @@ def test_rows_share_pages(paged: Paged, page_size: int) -> None:
     sequences.run({0: 1, 2: 1})
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("fed", [1, 5])
 @pytest.mark.parametrize("reader_first", [True, False])
 def test_a_row_reads_pages_that_another_row_of_the_step_writes(paged: Paged, reader_first: bool, fed: int) -> None:
@@ -213,6 +218,7 @@ def test_a_token_sees_its_window(paged: Paged, page_size: int, window: int) -> N
     run_mixed_steps(paged(layers(window), MIXED, page_size))
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("windows", [(3, None), (None, 3), (3, 9), (9, 3)])
 def test_each_layer_has_its_window(paged: Paged, windows: tuple[int | None, int | None]) -> None:
     run_mixed_steps(paged(layers(*windows), MIXED))
@@ -221,11 +227,13 @@ def test_each_layer_has_its_window(paged: Paged, windows: tuple[int | None, int 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(paged: Paged, dtype: torch.dtype) -> None:
     run_mixed_steps(paged(layers(None, None, heads=6), MIXED, dtype=dtype))
 
 
+@pytest.mark.interpreted
 def test_strided_views_of_one_projection_are_accepted(paged: Paged) -> None:
     sequences = paged(TWO_LAYERS, MIXED)
     sequences.fill([17, 1, 0, 0, 0, 8])
@@ -254,6 +262,7 @@ def test_arguments_are_not_changed(paged: Paged) -> None:
 # -- steps beside and after one another ----------------------------------------------------------------------------
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("padding", [1, 5])
 def test_padded_rows_disturb_nobody(paged: Paged, padding: int) -> None:
     """As in a CUDA graph, whose batch is larger than the step: rows of length 1, all on the dummy page."""
@@ -269,6 +278,7 @@ def test_padded_rows_disturb_nobody(paged: Paged, padding: int) -> None:
     assert torch.equal(now.view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.interpreted
 def test_a_second_plan_forgets_the_first(paged: Paged) -> None:
     """Whether the first was run or not, and however much the two look alike."""
     sequences = paged(layers(None, 7), [40, 40, 12, 12, 40])

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
-from tests.contracts.test_attention_backend import CONTRACTS, MARKS, PAGE_SIZES, Paged, layers, paged_for
+from tests.contracts.test_attention_backend import CONTRACTS, INTERPRETED, MARKS, PAGE_SIZES, Paged, layers, paged_for
 
-__all__ = ["CONTRACTS", "MARKS"]  # conftest looks for them here
+__all__ = ["CONTRACTS", "INTERPRETED", "MARKS"]  # conftest looks for them here
 LONGEST = 50
 
 windows = st.none() | st.integers(1, LONGEST)

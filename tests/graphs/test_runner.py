@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Batch, DeviceBatch
-from minisgl.engine.runner import EagerRunner
+from minisgl.engine.runner import EagerRunner, StepRunner
 from minisgl.graphs import GraphRunner, GraphRunners
 from minisgl.graphs.buffers import DecodeBuffers
 from minisgl.graphs.fused_buffers import FusedDecodeBuffers
@@ -85,36 +86,35 @@ def test_a_sampler_that_cannot_be_captured_samples_after_the_replay(path: Path) 
     assert tokens(llm) == tokens(engine(path, None))
 
 
-def moe_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """An engine with a mixture of experts, where graphs can be built without CUDA."""
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM, bool], StepRunner]:
+    """What `GraphRunners` builds over an attention backend that can be captured, or cannot, here without CUDA."""
     monkeypatch.setattr("minisgl.graphs.runner.CudaRecorder", lambda device: RerunRecorder())
-    return engine(tiny_checkpoint(directory, "Qwen3MoeForCausalLM")[0], None)
+
+    def build(llm: LLM, attention: bool) -> StepRunner:
+        monkeypatch.setattr(llm.engine.parts.attention, "capturable", attention)
+        return GraphRunners(SIZES).build(llm.engine.parts)
+
+    return build
 
 
-def test_a_layer_that_waits_for_the_device_leaves_the_model_eager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = moe_engine(tmp_path, monkeypatch).engine.parts
-    assert type(GraphRunners(SIZES).build(parts)) is EagerRunner
-    assert GraphRunners(SIZES).memory(parts) == 0
+def test_graphs_need_an_attention_backend_that_can_be_captured(path: Path, build: Any) -> None:
+    llm = engine(path, None)
+    assert type(build(llm, attention=True)) is GraphRunner
+    assert type(build(llm, attention=False)) is EagerRunner
+    assert GraphRunners(SIZES).memory(llm.engine.parts) == 0
 
 
-def test_with_grouped_products_a_mixture_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = moe_engine(tmp_path, monkeypatch)
+def test_graphs_need_layers_that_can_be_captured(tmp_path: Path, build: Any) -> None:
+    """The plain experts wait for the device; as grouped products they do not."""
+    llm = engine(tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM")[0], None)
     expected = tokens(llm)
+    assert type(build(llm, attention=True)) is EagerRunner
+    assert GraphRunners(SIZES).memory(llm.engine.parts) == 0
     fuse(llm.engine.parts.model, only={"experts"})
-    llm.engine.runner = GraphRunners(SIZES).build(llm.engine.parts)
+    llm.engine.runner = build(llm, attention=True)
     assert type(llm.engine.runner) is GraphRunner
     assert tokens(llm) == expected
-
-
-def test_an_attention_backend_that_cannot_be_captured_leaves_the_model_eager(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = engine(path, None).engine.parts
-    monkeypatch.setattr(parts.attention, "capturable", False)
-    assert type(GraphRunners(SIZES).build(parts)) is EagerRunner
-    assert GraphRunners(SIZES).memory(parts) == 0
 
 
 class NamesItsSteps(TorchAttention):

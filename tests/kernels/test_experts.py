@@ -1,4 +1,4 @@
-"""A mixture of experts as grouped products, against float64 of the plain layer; and how the pairs are cut into tiles."""
+"""Experts as grouped products, against float64 of the plain layer; and how pairs are cut into tiles."""
 
 from __future__ import annotations
 
