@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from tqdm.auto import tqdm
 
-from minisgl.attention import choose_backend
+from minisgl.attention import AutoChoice, auto_backend, choose_backend
 from minisgl.core.config import EngineConfig
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
@@ -38,6 +39,8 @@ from minisgl.scheduler.tracing import recorded
 from minisgl.tokenizer import Tokenizer
 from minisgl.trace import Trace
 from minisgl.validation import check_lengths, check_prompt, check_token_ids
+
+logger = logging.getLogger(__name__)
 
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
 
@@ -71,6 +74,7 @@ class LLM:
         runners = choose_runners(config, device, fusions)
         model_config = ModelConfig.from_dir(path)
         self.engine = Engine(config, path, model_config, make_attention, partial(apply_fusions, fusions), runners)
+        logger.info("attention backend %s: %s", *astuple(self.attention_backend))
         self.max_seq_len = self.engine.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
         memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size))
@@ -223,6 +227,13 @@ class LLM:
         output = self.loop.step()
         self._deliver(output)
         return output
+
+    @property
+    def attention_backend(self) -> AutoChoice:
+        """Name of the attention backend, and why it is this one."""
+        if self.config.attention_backend == "auto":
+            return auto_backend(self.engine.kv_cache)
+        return AutoChoice(self.config.attention_backend, "it was asked for")
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -13,6 +13,8 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.core.batch import Batch
 from minisgl.engine import PendingStep
+from minisgl.engine.runner import EagerRunner
+from minisgl.graphs import GraphRunner
 from tests.model_zoo import tiny_checkpoint
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
 
@@ -88,9 +90,23 @@ def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backen
     assert agreeing > 100
 
 
-def test_a_steps_work_on_the_host_never_waits_for_the_device(tmp_path: Path) -> None:
+def test_graphs_hold_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Its experts as grouped products, against an engine whose plain experts keep it out of graphs."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM", head_dim=32)
+    common: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_pages": 256, "attention_backend": "triton"}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [[5], *(list(range(i, 3 * i)) for i in range(1, 14))]
+    fused, plain = LLM(path, **common), LLM(path, **common, fusions="none")
+    assert type(fused.engine.runner) is GraphRunner
+    assert type(plain.engine.runner) is EagerRunner
+    ours, expected = ([output.token_ids for output in llm.generate(prompts, params)] for llm in (fused, plain))
+    assert ours == expected
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_steps_work_on_the_host_never_waits_for_the_device(tmp_path: Path, architecture: str) -> None:
     """With overlap, the one thing that is waited for is the event of the step before."""
-    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=32)
+    path, _ = tiny_checkpoint(tmp_path, architecture, head_dim=32)
     llm = LLM(path, device="cuda", num_pages=256)
     sampled = SamplingParams(max_tokens=30, ignore_eos=True, seed=3)
     greedy = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)

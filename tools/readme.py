@@ -1,7 +1,6 @@
-"""Renders the tables of README.md from the results in benchmarks/results, so that they cannot say anything else.
+"""Renders the table of README.md from the results in benchmarks/results, so that it cannot say anything else.
 
-    python -m tools.readme          rewrite them
-    python -m tools.readme --check  fail if they differ from the results
+``python -m tools.readme`` rewrites it; with ``--check`` it fails if the table differs from the results.
 """
 
 from __future__ import annotations

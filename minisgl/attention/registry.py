@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-import torch
-
 from minisgl.attention.flashinfer_support import flashinfer_obstacle
 from minisgl.attention.hybrid import HybridAttention
+from minisgl.attention.triton_support import TRITON_DTYPES
 from minisgl.core.attention import AttentionBackend
 from minisgl.core.registry import Registry
 from minisgl.errors import ConfigError
@@ -69,22 +68,19 @@ class AutoChoice:
 
 
 def auto_backend(kv_cache: KVCache) -> AutoChoice:
-    """What was measured to be fastest, on an H200, of what can attend over ``kv_cache``."""
-    device = kv_cache.k.device
-    if device.type == "cpu":
+    """What was measured to be fastest, on an H200, of what can attend over ``kv_cache``.
+
+    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels, which is a few hundredths of the
+    time of a workload, and compiles for a minute when it is first used; who wants it asks for ``flashinfer,cascade``.
+    """
+    if kv_cache.k.device.type == "cpu":
         return AutoChoice("torch", "it is the fastest on a CPU")
     if find_spec("triton") is None:
-        return AutoChoice("torch", "Triton is not installed")
-    obstacle = flashinfer_obstacle(kv_cache)
-    if obstacle is not None:
-        return AutoChoice("cascade", f"it decodes fastest; FlashInfer could prefill faster, but {obstacle}")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return AutoChoice(
-            "cascade", "it is the fastest where FlashInfer has no FlashAttention 3, which needs a Hopper GPU"
-        )
-    return AutoChoice(
-        "flashinfer,cascade", "FlashInfer's FlashAttention 3 prefills fastest, and our own kernels decode fastest"
-    )
+        return AutoChoice("torch", "the faster backends need Triton, which is not installed")
+    if kv_cache.k.dtype not in TRITON_DTYPES:
+        name = str(kv_cache.k.dtype).removeprefix("torch.")
+        return AutoChoice("torch", f"it is the only one that computes in {name}")
+    return AutoChoice("cascade", "it decodes fastest, reads shared prefixes once, and has nothing to compile for long")
 
 
 def choose_backend(name: str) -> AttentionFactory:

@@ -10,12 +10,11 @@ import triton
 from minisgl.attention.triton_decode import decode
 from minisgl.attention.triton_merge import PrefixParts
 from minisgl.attention.triton_prefill import QueryTiles, prefill, query_tiles
+from minisgl.attention.triton_support import TRITON_DTYPES
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have; it runs one program after another."""
@@ -38,7 +37,7 @@ class TritonAttention(PagedAttention):
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
         device, dtype = kv_cache.k.device, kv_cache.k.dtype
-        if dtype not in _DTYPES:
+        if dtype not in TRITON_DTYPES:
             raise ConfigError(
                 f"attention_backend: the Triton kernels compute float16, bfloat16 and float32, the KV cache is "
                 f"{str(dtype).removeprefix('torch.')}; choose 'torch'"

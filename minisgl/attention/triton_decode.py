@@ -141,9 +141,8 @@ def decode_kernel(
         row_begin = tl.where(row_ends, row_end, row_begin)
         first, end = key_range(seq_lens, shared_lens, row, row < num_rows, SHARED, WINDOW)
         slot = tl.load(slots + row, row < num_rows, other=0)
-    if EARLY:
-        if SHARED:
-            tl.extra.cuda.gdc_wait()
+    if EARLY and SHARED:  # so that who waits for this kernel also waits for the one before
+        tl.extra.cuda.gdc_wait()
 
 
 def decode(

@@ -18,7 +18,6 @@ from minisgl.attention.triton_tiles import LOG2_E, LOWEST, attend_keys
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.engine.staging import to_device
 
-
 _LONG = 2048
 """Queries of a row from which on large tiles pay: they share more loads, but the last one is emptier."""
 

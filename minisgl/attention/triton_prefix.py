@@ -2,8 +2,8 @@
 
 A row alone multiplies its one query with every key, which is bound by reading. The rows of a group read the same keys,
 so their queries can be multiplied together, with the keys read once and the tensor cores at work (Hydragen, Juravsky et
-al. 2024; cascade attention, Ye et al. 2024). The result is more parts for `merge_kernel`, beside those of `decode_kernel`,
-which attends to the keys behind the prefix.
+al. 2024; cascade attention, Ye et al. 2024). The result is more parts for `merge_kernel`, beside those that
+`decode_kernel` leaves of the keys behind the prefix.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 def _interpreted_range(*bounds: Any) -> range:
-    """`range` for the interpreter, whose numbers are arrays of one element; NumPy 2.4 does not take them for indices."""
+    """`range` for the interpreter, whose numbers are arrays of one element, which NumPy 2.4 takes for no index."""
     return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minisgl.bench.experts import experts_table
 from minisgl.bench.gpu_timing import Call, buffers_needed, copy_bandwidth, microseconds
 from minisgl.bench.layer_stack import StackShape, layer_table
 from minisgl.bench.report import Cell, Report, Table, Target
@@ -51,7 +52,7 @@ class Case:
 
 
 def run_kernels(tokens: tuple[int, ...], repeat: int) -> Report:
-    """Every kernel on the shapes of two models, then whole decoder layers.
+    """Every kernel on the shapes of two models, the experts of a third, then whole decoder layers.
 
     Args:
         tokens: numbers of tokens a step.
@@ -65,6 +66,7 @@ def run_kernels(tokens: tuple[int, ...], repeat: int) -> Report:
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
         rows = [_measure(case, bandwidth, repeat) for case in _cases(tokens)]
+        experts = experts_table(tokens, bandwidth, repeat)
         layers = [layer_table(shape, count, repeat) for shape in SHAPES for count in tokens if count <= 256]
     columns = ["kernel", "shape", "MB", "copied", "fused", "plain", "compiled"]
     largest = [row for row in rows if isinstance(row[2], float) and row[2] > 200]
@@ -72,7 +74,11 @@ def run_kernels(tokens: tuple[int, ...], repeat: int) -> Report:
     return Report(
         "kernels",
         {"tokens": list(tokens), "repeat": repeat, "dtype": "bfloat16", "copy_bytes_per_second": bandwidth},
-        [Table(f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s", columns, rows), *layers],
+        [
+            Table(f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s", columns, rows),
+            experts,
+            *layers,
+        ],
         [Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True)],
     )
 

@@ -18,6 +18,7 @@ from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM, Decoder
 
 _LAYERS = 4
+_FUSIONS = tuple(name for name in LAYER_FUSIONS if name != "experts")  # these layers have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ def layer_table(shape: StackShape, tokens: int, repeat: int) -> Table:
     A layer is the difference between a stack and one of half its height, divided by the layers between them.
     """
     rows: list[list[Cell]] = []
-    choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in LAYER_FUSIONS)]
-    for name, fusions in [*choices, ("all fused", LAYER_FUSIONS), ("torch.compile", ())]:
+    choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in _FUSIONS)]
+    for name, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
         model = _model(shape)
         fuse(model, only=fusions)
         whole, half = (_step(model.model, shape, tokens, name == "torch.compile", n) for n in (_LAYERS, _LAYERS // 2))

@@ -32,7 +32,9 @@ class EngineConfig:
             the model (mini-sglang's way); ``"peak"`` takes ``memory_ratio`` of the whole memory, less what is used
             at the peak of a warm-up run with the largest legal prefill (vLLM's way).
         prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name.
-        attention_backend: ``"torch"`` or another registered name; ``"auto"`` chooses by device.
+        attention_backend: ``"torch"``, ``"triton"``, ``"cascade"``, ``"flashinfer"`` or another registered name; two
+            names ``"prefill,decode"`` share the work; ``"auto"`` takes what is fastest on the device, and
+            `minisgl.LLM.attention_backend` says which and why.
         policy: names of an order (``fcfs``, ``lpm``), a composition (``prefill-first``, ``mixed``, ``static``) and an
             admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is its
             default.

@@ -20,9 +20,9 @@ from minisgl.models.decoder import CausalLM, DecoderLayer
 class SingleTokenDecoder:
     """The weights of a `CausalLM`, in other kernels: ``decoder(inputs)`` is ``model(inputs)`` for one decode row.
 
-    1. norm and QKV projection; 2. QK-norm, rotary embedding, KV store and attention, in parts; 3. their merge; 4. output
-    projection and residual addition; 5. norm, gate and up projection, SiLU and product; 6. down projection and residual
-    addition.
+    1. norm and QKV projection; 2. QK-norm, rotary embedding, KV store and attention, in parts; 3. their merge;
+    4. output projection and residual addition; 5. norm, gate and up projection, SiLU and product; 6. down projection
+    and residual addition.
 
     Args:
         model: of plain decoder layers, see `supports`.

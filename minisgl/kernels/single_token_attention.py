@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl.attention.triton_tiles import tile_range
 from minisgl.kernels.launch import launch_early, wide
 
 SPLITS = 16
@@ -139,7 +140,7 @@ def _attention_kernel(
         acc = tl.zeros((GROUP_BLOCK, HEAD_DIM), dtype=WIDE)
         narrow = k_cache_ptr.dtype.element_ty
         narrow_q1, narrow_q2 = q1.to(narrow), q2.to(narrow)
-        for start in range(first, stop, BLOCK):
+        for start in tile_range(first, stop, BLOCK):
             scores = tl.dot(narrow_q1, k1, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
             scores += tl.dot(narrow_q2, k2, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
             scores = tl.where(visible[None, :], scores * scale, -float("inf"))

@@ -18,7 +18,9 @@ from minisgl.kernels.launch import launch_early, wide
 
 
 @triton.jit
-def _fetch(weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _fetch(  # type: ignore[no-untyped-def]
+    weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
+):
     """What a program needs of the weights for some columns: those of its rows, of their up projections, of the norm."""
     mask = (rows < N)[:, None] & (columns < K)[None, :]
     tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]

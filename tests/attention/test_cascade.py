@@ -41,7 +41,8 @@ def family(specs: Sequence[AttentionSpec], **options: object) -> PagedSequences:
 def check(sequences: PagedSequences, step: Step, shared: bool = True) -> None:
     key = sequences.backend.plan(step.batch, step.inputs)
     assert key == ("shared" if shared else None)
-    outputs = [sequences.backend.forward(*qkv, spec) for (qkv, _), spec in zip(step.layers, sequences.specs, strict=True)]
+    pairs = zip(step.layers, sequences.specs, strict=True)
+    outputs = [sequences.backend.forward(*qkv, spec) for (qkv, _), spec in pairs]
     sequences.check(outputs, step)
 
 

@@ -20,29 +20,19 @@ def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "capability", "packages", "name", "reason"),
+    ("device", "dtype", "triton", "name", "reason"),
     [
-        ("cpu", torch.float32, (9, 0), {"triton", "flashinfer"}, "torch", "fastest on a CPU"),
-        ("cuda", torch.bfloat16, (9, 0), {"triton", "flashinfer"}, "flashinfer,cascade", "FlashAttention 3 prefills"),
-        ("cuda", torch.bfloat16, (9, 0), {"triton"}, "cascade", "but it is not installed"),
-        ("cuda", torch.float32, (9, 0), {"triton", "flashinfer"}, "cascade", "the KV cache is float32"),
-        ("cuda", torch.bfloat16, (8, 0), {"triton", "flashinfer"}, "cascade", "needs a Hopper GPU"),
-        ("cuda", torch.bfloat16, (9, 0), set(), "torch", "Triton is not installed"),
+        ("cpu", torch.float32, True, "torch", "fastest on a CPU"),
+        ("cuda", torch.bfloat16, True, "cascade", "decodes fastest"),
+        ("cuda", torch.float32, True, "cascade", "decodes fastest"),
+        ("cuda", torch.float64, True, "torch", "computes in float64"),
+        ("cuda", torch.bfloat16, False, "torch", "Triton, which is not installed"),
     ],
 )
 def test_auto_says_what_it_chose_and_why(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    packages: set[str],
-    name: str,
-    reason: str,
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, triton: bool, name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for module in ("registry", "flashinfer_support"):
-        found = {package: object() for package in packages}
-        monkeypatch.setattr(f"minisgl.attention.{module}.find_spec", found.get)
+    monkeypatch.setattr("minisgl.attention.registry.find_spec", lambda package: object() if triton else None)
     choice = auto_backend(cache_on(device, dtype))
     assert choice.name == name
     assert reason in choice.reason

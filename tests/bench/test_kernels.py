@@ -19,10 +19,12 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 def test_every_kernel_and_every_choice_of_fusions_is_measured() -> None:
     report = run_kernels((1,), repeat=1)
-    kernels, *layers = report.tables
+    kernels, experts, *layers = report.tables
     names = ["add + RMSNorm", "RoPE + store", "SiLU·mul"]
     assert [row[0] for row in kernels.rows] == [*names, *names, "greedy sample", "random sample"]
     assert all(isinstance(cell, float) and cell > 0 for row in kernels.rows for cell in row[2:])
+    assert [row[0] for row in experts.rows] == [1]
+    assert all(isinstance(cell, float) and cell > 0 for row in experts.rows for cell in row[1:])
     for layer in layers:
         launched = {str(row[0]): float(row[2]) for row in layer.rows}
         assert launched["plain"] - launched["all fused"] >= 10

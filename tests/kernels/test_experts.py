@@ -80,7 +80,7 @@ def test_every_way_of_routing(experts: torch.Tensor, dtype: torch.dtype) -> None
     assert error(experts, 32, 16, dtype) <= 3 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 200, 1600])
+@pytest.mark.parametrize("tokens", [1, 60, 200, 400])
 def test_each_plan_at_the_size_that_it_is_for(tokens: int) -> None:
     experts = random_routing(tokens, 8)
     assert error(experts, 64, 48, torch.bfloat16) <= 3 * TOLERANCE[torch.bfloat16]
