@@ -97,6 +97,8 @@ class EngineConfig:
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
         self._check_graph_batches()
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager: must be True or False, got {self.enforce_eager!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap: must be True, False or None, got {self.overlap!r}")
         if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):

@@ -143,8 +143,8 @@ class Engine:
         return self._send_back(rows, self.runner.run(batch, rows))
 
     def _send_back(self, rows: SamplingRows, sampled: SampledTokens) -> PendingStep:
-        if self.device.type != "cuda":
-            return PendingStep(rows, sampled.tokens, sampled.logprobs, None)
+        if self.device.type != "cuda":  # a copy here as well: the next step may write its tokens to the same place
+            return PendingStep(rows, sampled.tokens.clone(), sampled.logprobs, None)
         tokens = _to_pinned(sampled.tokens)
         logprobs = None if sampled.logprobs is None else Logprobs(*map(_to_pinned, sampled.logprobs))
         arrived = torch.cuda.Event()

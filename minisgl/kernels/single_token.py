@@ -47,8 +47,11 @@ class SingleTokenDecoder:
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
-        """Whether all layers are plain ones: a gated MLP, no experts, and heads of a power of two of 32 or more."""
+        """Whether all layers are plain ones: a gated MLP, no experts, heads of a power of two of 32 or more, and weights
+        that are not laid out for a CPU."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
+            return False
+        if any(parameter.is_mkldnn for parameter in model.parameters()):
             return False
         layers = list(model.model.layers)
         plain = all(type(layer) is DecoderLayer and isinstance(layer.mlp, GatedMLP) for layer in layers)

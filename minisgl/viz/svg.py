@@ -7,6 +7,7 @@ sign: what a colour says is also written.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -17,8 +18,12 @@ _STYLE = """
 .viz-card{fill:var(--viz-card,#fbfaf7);stroke:var(--viz-line,#b9b6ae)}
 .viz-empty{fill:none;stroke:var(--viz-line,#b9b6ae)}
 .viz-shared{fill:var(--viz-shared,#d9d7d0);stroke:var(--viz-ink,#24231f)}
+.viz-shade{fill:var(--viz-shared,#d9d7d0)}
 .viz-text{fill:var(--viz-ink,#24231f)}
 .viz-muted{fill:var(--viz-muted,#66645d)}
+.viz-line{fill:none;stroke:var(--viz-ink,#24231f);stroke-width:1.5}
+.viz-rule{fill:none;stroke:var(--viz-line,#b9b6ae)}
+.viz-dashed{stroke-dasharray:4 4}
 .viz text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;font-size:14px}
 .viz .viz-small{font-size:12px}
 .viz .viz-strong{font-weight:600}
@@ -60,6 +65,32 @@ def request_colors(number: int) -> tuple[str, str]:
     return _PALETTE[number % len(_PALETTE)]
 
 
+def visible(text: str) -> str:
+    """Text in which one can see the spaces and the ends of lines, as a token needs it."""
+    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+
+
+def shorten(text: str, longest: int) -> str:
+    """The beginning of a text, in at most ``longest`` signs."""
+    return text if len(text) <= longest else text[: max(longest - 1, 0)] + "…"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 page``, ``2 pages``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """``3 5–8 2``: numbers in their order, each ascending run as its first and last."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return " ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+
+
 class Canvas:
     """Collects shapes and text, and makes a `Picture` of them. All lengths are CSS pixels."""
 
@@ -80,6 +111,12 @@ class Canvas:
         self._parts.append(
             f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{escape(str(text))}</text>'
         )
+
+    def path(self, d: str, kind: str = "line", fill: str = "") -> None:
+        """Lines, or an area in the colour ``fill``: ``d`` as in SVG, such as ``M0 0H10V10``."""
+        classes = " ".join(f"viz-{name}" for name in kind.split())
+        look = f'fill="{fill}"' if fill else f'class="{classes}"'
+        self._parts.append(f'<path d="{d}" {look}/>')
 
     def picture(self, height: float, text: str) -> Picture:
         """Everything drawn so far on a card of ``height``. ``text`` says the same in words."""

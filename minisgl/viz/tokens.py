@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from minisgl.core import Batch
-from minisgl.viz.svg import WIDTH, Canvas, Picture
+from minisgl.viz.svg import WIDTH, Canvas, Picture, shorten, visible
 
 _COLUMNS = 8
 _MARGIN = 14
@@ -46,7 +46,6 @@ def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:
 
 def _draw_token(canvas: Canvas, x: float, y: float, text: str, position: int, place: int) -> None:
     middle = x + _CELL / 2
-    shown = text.replace("\n", "↵").replace(" ", "·")
-    canvas.text(middle, y + 37, shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…", "text mono")
+    canvas.text(middle, y + 37, shorten(visible(text), _LONGEST), "text mono")
     canvas.text(middle, y + 54, f"position {position}", "muted small")
     canvas.text(middle, y + 70, f"place {place}", "text small strong")

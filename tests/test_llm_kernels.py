@@ -1,0 +1,87 @@
+"""An engine on our own kernels, from end to end: interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl import LLM, ConfigError, SamplingParams
+from minisgl.graphs import GraphRunner
+from minisgl.graphs.fused_buffers import FusedDecodeBuffers
+from minisgl.graphs.recorder import RerunRecorder
+from minisgl.kernels.single_token import SingleTokenDecoder
+from tests.model_zoo import tiny_checkpoint
+
+PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=3),
+    SamplingParams(temperature=0.8, seed=4, max_tokens=4),
+    SamplingParams(temperature=0.0, max_tokens=6),
+]
+PLAIN: dict[str, Any] = {"attention_backend": "torch", "fusions": "none", "sampler": "default"}
+OURS: dict[str, Any] = {
+    "attention_backend": "cascade",
+    "fusions": "norm,rope,activation,single-token",
+    "sampler": "triton",
+    "overlap": True,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM", head_dim=32, vocab_size=64)[0]
+
+
+def engine(path: Path, **options: Any) -> LLM:
+    return LLM(path, device="cpu", dtype="float32", num_pages=32, page_size=4, max_running_requests=4, **options)
+
+
+def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs, whose replays are run again, and the single-token decoder for the last request's steps."""
+    monkeypatch.setattr("minisgl.engine.engine.block_weights", lambda model: None)  # row-major weights, as on a GPU
+    expected = [output.token_ids for output in engine(path, **PLAIN).generate(PROMPTS, PARAMS)]
+    llm = engine(path, **OURS)
+    parts = llm.engine.parts
+    assert SingleTokenDecoder.supports(parts.model)
+    single = SingleTokenDecoder(parts.model, parts.kv_cache)
+    steps: list[int] = []
+
+    def counted(inputs):  # type: ignore[no-untyped-def]
+        steps.append(len(inputs.slots))
+        return single(inputs)
+
+    llm.engine.runner = GraphRunner(parts, (1, 3), RerunRecorder(), FusedDecodeBuffers, counted)
+    recorded = len(steps)
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
+    assert len(steps) >= recorded + 2
+    assert set(steps) == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"fusions": "norm,everything"}, "fusions: 'everything'"),
+        ({"fusions": 3}, "fusions"),
+        ({"graph_batches": ()}, "graph_batches"),
+        ({"graph_batches": (4, 0)}, "graph_batches"),
+        ({"graph_batches": (4, 8), "max_graph_batch": 16}, "graph_batches: the largest is 8"),
+        ({"max_graph_batch": 0}, "max_graph_batch"),
+        ({"sampler": "quantum"}, "sampler"),
+        ({"attention_backend": "cascade,triton,torch"}, "attention_backend: give one name, or two"),
+        ({"attention_backend": "torch,warp"}, "attention_backend"),
+        ({"overlap": "yes"}, "overlap"),
+        ({"enforce_eager": 1}, "enforce_eager"),
+        ({"attention_backend": "triton", "dtype": "float64"}, "choose 'torch'"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(path: Path, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        LLM(path, **{"device": "cpu", "dtype": "float32", "num_pages": 8, **options})
+
+
+def test_the_engine_says_which_attention_backend_it_chose_and_why(path: Path) -> None:
+    assert engine(path).attention_backend.name == "torch"
+    assert "CPU" in engine(path).attention_backend.reason
+    assert engine(path, attention_backend="triton").attention_backend.reason == "it was asked for"
