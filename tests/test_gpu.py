@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.core.batch import Batch
 from minisgl.engine import PendingStep
 from minisgl.engine.runner import EagerRunner
 from minisgl.graphs import GraphRunner
-from tests.model_zoo import tiny_checkpoint
+from minisgl.kernels import apply_fusions
+from minisgl.models import ModelConfig, load_model
+from tests.model_zoo import PagedRunner, hf_logits, random_tokens, tiny_checkpoint
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +63,23 @@ def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
     settings = {"device": "cuda", "dtype": "float32", "attention_backend": backend, **options}
     outputs = run(wide_oracle, "radix", 16, composition, memory, 64, overlap, **settings)
     assert_answers(wide_oracle, outputs, "radix", memory)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "cascade"])
+def test_logits_of_fused_layers_are_those_of_transformers(tmp_path: Path, architecture: str, backend: str) -> None:
+    """A prompt in chunks, then decode steps, all on the device in float32."""
+    path, reference = tiny_checkpoint(tmp_path, architecture, head_dim=32)
+    config = ModelConfig.from_dir(path)
+    model = load_model(path, config, torch.float32, torch.device("cuda"))
+    apply_fusions(("norm", "rope", "activation"), model)
+    runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=96, page_size=16)
+    runner.backend = ATTENTION_BACKENDS.get(backend)(runner.cache)
+    (tokens,) = random_tokens(90)
+    expected = hf_logits(reference, tokens)
+    chunks = [tokens[:50], tokens[50:83], *np.split(tokens[83:], 7)]
+    logits = torch.cat([runner.step({0: chunk})[0] for chunk in chunks])
+    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
 HALF_BACKENDS = ["triton", "cascade", *(["flashinfer", "flashinfer,triton"] if find_spec("flashinfer") else [])]

@@ -19,6 +19,7 @@ from minisgl.bench.compare import run_compare
 from minisgl.bench.cpu import CpuWorkload, run_cpu
 from minisgl.bench.host import HostWorkload, run_host
 from minisgl.bench.offline import run_offline
+from minisgl.bench.profile import run_profile
 from minisgl.bench.report import Report
 from minisgl.bench.shapes import SHAPES
 from minisgl.bench.workloads import WORKLOADS
@@ -58,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--input-len", type=int, default=batch.input_len, help="prompt tokens a request")
     cpu.add_argument("--output-len", type=int, default=batch.output_len, help="generated tokens a request")
     cpu.add_argument("--prefix-len", type=int, default=batch.prefix_len, help="tokens of the cached prefix")
-
     cpu.set_defaults(run=_cpu)
 
     host = command("host", "host time of the scheduler, with a model that computes nothing")
@@ -66,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     host.add_argument("--steps", type=int, default=load.steps, help="decode steps that are timed")
     host.add_argument("--prefix-len", type=int, default=load.prefix_len, help="tokens of the shared prefix")
     host.add_argument("--page-size", type=int, default=load.page_size, help="tokens a page")
-
     host.set_defaults(run=_host)
 
     kernels = command("kernels", "the fused GPU kernels against memory speed, plain PyTorch and torch.compile")
@@ -87,20 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     compare = command("compare", "the same workloads with one optimisation switched on after another")
     compare.add_argument("--model", default="Qwen3-0.6B", help="a shape, a directory, or a hub id")
     compare.set_defaults(run=_compare)
-    for parser_of_workloads in (offline, compare):
+    profile = command("profile", "where the time of a workload goes, step by step and kernel by kernel")
+    profile.add_argument("--model", default="Qwen3-0.6B", help="a shape, a directory, or a hub id")
+    profile.add_argument("--work", default="mixed", choices=list(WORKLOADS), help="workload")
+    profile.add_argument("--trace", type=Path, help="also write a trace for Perfetto or chrome://tracing to this file")
+    profile.set_defaults(run=_profile)
+
+    for each in (offline, compare):
         choices = list(WORKLOADS)
-        parser_of_workloads.add_argument("--work", nargs="+", default=choices, choices=choices, help="workloads")
-        parser_of_workloads.add_argument(
-            "--repeat", type=int, default=3, help="runs of each, of which the median counts"
-        )
-    offline.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        type=_option,
-        metavar="NAME=VALUE",
-        help="options of minisgl.LLM, values in JSON",
-    )
+        each.add_argument("--work", nargs="+", default=choices, choices=choices, help="workloads")
+        each.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts")
+    summary = "options of minisgl.LLM, with values in JSON"
+    for each in (offline, profile):
+        each.add_argument("--set", nargs="+", default=[], type=_option, metavar="NAME=VALUE", help=summary)
     return parser
 
 
@@ -125,6 +123,10 @@ def _attention(options: argparse.Namespace) -> Report:
 
 def _offline(options: argparse.Namespace) -> Report:
     return run_offline(options.model, options.work, options.repeat, dict(options.set), options.start)
+
+
+def _profile(options: argparse.Namespace) -> Report:
+    return run_profile(options.model, options.work, dict(options.set), options.trace)
 
 
 def _compare(options: argparse.Namespace) -> Report:

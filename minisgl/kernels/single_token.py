@@ -47,8 +47,8 @@ class SingleTokenDecoder:
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
-        """Whether all layers are plain ones: a gated MLP, no experts, heads of a power of two of 32 or more, and weights
-        that are not laid out for a CPU."""
+        """Whether all layers are plain ones: a gated MLP, no experts, heads of a power of two of 32 or more, and
+        weights that are not laid out for a CPU."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
             return False
         if any(parameter.is_mkldnn for parameter in model.parameters()):

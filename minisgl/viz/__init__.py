@@ -1,12 +1,17 @@
 """The reader's tools: pictures of live objects, listings of live source, tables. They only read the engine."""
 
+from minisgl.viz.attention_map import attention_map
 from minisgl.viz.attention_mask import attention_mask
 from minisgl.viz.batch_arrays import batch_arrays
 from minisgl.viz.chapters import chapter_map
+from minisgl.viz.layer import layer_flow
 from minisgl.viz.lengths import Lengths, length_strip
 from minisgl.viz.markdown import Markdown, table
+from minisgl.viz.memory_budget import engine_memory, memory_budget
 from minisgl.viz.pages import page_map
+from minisgl.viz.player import player
 from minisgl.viz.radix_tree import radix_tree
+from minisgl.viz.rotation import rotation_dials
 from minisgl.viz.source import show
 from minisgl.viz.svg import Picture
 from minisgl.viz.timeline import step_timeline
@@ -16,10 +21,18 @@ __all__ = [
     "Lengths",
     "Markdown",
     "Picture",
+    "attention_map",
+    "attention_mask",
+    "batch_arrays",
     "chapter_map",
+    "engine_memory",
+    "layer_flow",
     "length_strip",
+    "memory_budget",
     "page_map",
+    "player",
     "radix_tree",
+    "rotation_dials",
     "show",
     "step_timeline",
     "table",

@@ -65,12 +65,12 @@ def _draw_row(canvas: Canvas, y: float, row: int, seq_len: int, positions: list[
     grid = [f"M{left + column * cell:g} {top:g}v{height:g}" for column in columns]
     grid += [f"M{left:g} {top + index * line:g}h{cell * seq_len:g}" for index in lines]
     canvas.path("".join(grid), "rule")
-    if 0 < cached:
+    if cached > 0:
         canvas.path(f"M{left + cached * cell:g} {top - 3:g}v{height + 6:g}", "line")
     for index in range(len(positions)) if line >= 14 else (0, len(positions) - 1):
         baseline = top + (index + 0.5) * line + 4 if line >= 14 else (top + 12 if index == 0 else top + height)
         canvas.text(left - 8, baseline, f"position {positions[index]}", "text small", "end")
-    return top + height + 4
+    return top + height + 8
 
 
 def _area(left: float, top: float, cell: float, line: float, spans: Iterable[Span]) -> str:

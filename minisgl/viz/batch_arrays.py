@@ -11,8 +11,9 @@ from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors
 
 _MARGIN = 14
 _LABEL = 112
-_COLUMNS = 16
-_CELL = (WIDTH - 2 * _MARGIN - _LABEL) / _COLUMNS
+_ROOM = WIDTH - 2 * _MARGIN - _LABEL
+_MOST_COLUMNS = 16
+_DIGIT = 7.7
 _ARRAY = 20
 _BLOCK = 132
 _FEW = 64
@@ -31,14 +32,16 @@ def batch_arrays(batch: Batch) -> Picture:
         batch: the step. Of a large one, the middles of long rows and all rows after the first 24 are left out.
     """
     columns = _columns(batch)
-    decode = f"{batch.num_decode} of them decode rows"
+    digits = max(len(str(int(array.max()))) for array in (batch.positions, batch.token_slots, batch.out_locs))
+    a_line = min(_MOST_COLUMNS, int(_ROOM / (digits * _DIGIT + 6)))
+    decode = f"decode rows: {batch.num_decode}"
     title = f"One step: {counted(batch.num_tokens, 'token')} in {counted(batch.num_rows, 'row')}"
     canvas = Canvas()
     canvas.text(_MARGIN, 26, title, "text strong", "start")
     canvas.text(WIDTH - _MARGIN, 26, decode, anchor="end")
     y = 44.0
-    for start in range(0, len(columns), _COLUMNS):
-        _draw_tokens(canvas, y, columns[start : start + _COLUMNS], batch)
+    for start in range(0, len(columns), a_line):
+        _draw_tokens(canvas, y, columns[start : start + a_line], _ROOM / a_line, batch)
         y += _BLOCK
     y = _draw_rows(canvas, y, batch)
     return canvas.picture(y, "\n".join([f"{title}, {decode}.", *_words(batch)]))
@@ -57,7 +60,7 @@ def _columns(batch: Batch) -> list[Column]:
     return columns
 
 
-def _draw_tokens(canvas: Canvas, y: float, columns: list[Column], batch: Batch) -> None:
+def _draw_tokens(canvas: Canvas, y: float, columns: list[Column], cell: float, batch: Batch) -> None:
     """One line of tokens with the entries of the arrays below each."""
     names = ("cu_seqlens_q", "row", "flat index", "positions", "token_slots", "out_locs")
     baselines = [y + 12, y + 33, *(y + 56 + line * _ARRAY for line in range(4))]
@@ -66,7 +69,7 @@ def _draw_tokens(canvas: Canvas, y: float, columns: list[Column], batch: Batch) 
     left = _MARGIN + _LABEL
     for row, group in groupby(enumerate(columns), lambda item: item[1][0]):
         members = list(group)
-        x, width = left + members[0][0] * _CELL, len(members) * _CELL
+        x, width = left + members[0][0] * cell, len(members) * cell
         fill, ink = request_colors(row)
         canvas.box(x + 1, y + 17, width - 2, 23, fill=fill)
         canvas.box(x + 1, y + 42, width - 2, 4 * _ARRAY + 2)
@@ -76,7 +79,7 @@ def _draw_tokens(canvas: Canvas, y: float, columns: list[Column], batch: Batch) 
         if members[-1][1][1] == batch.num_tokens - 1:
             canvas.text(x + width - 2, y + 12, batch.num_tokens, "text small", "end")
         for column, (_, token) in members:
-            middle = left + (column + 0.5) * _CELL
+            middle = left + (column + 0.5) * cell
             arrays = (batch.positions, batch.token_slots, batch.out_locs)
             values = ["…"] * 4 if token is None else [token, *(int(array[token]) for array in arrays)]
             for line, value in enumerate(values):

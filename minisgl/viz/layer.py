@@ -9,7 +9,7 @@ from minisgl.models import DecoderLayer
 from minisgl.viz.svg import WIDTH, Canvas, Picture
 
 _MARGIN = 14
-_GAP = 22.0
+_GAP = 16.0
 _BOX = 52.0
 _STREAM = 88.0
 """From the top of a row's boxes down to the line of the residual stream."""
@@ -30,11 +30,11 @@ def layer_flow(layer: DecoderLayer) -> Picture:
 
 def _attention_steps(layer: DecoderLayer) -> list[tuple[str, str]]:
     attention, spec = layer.self_attn, layer.self_attn.spec
-    rotated = "rotate q, k" if attention.q_norm is None else "norm, rotate q, k"
+    rotated = "rotate" if attention.q_norm is None else "norm, rotate"
     return [
         ("qkv_proj", _widths(attention.qkv_proj.weight.shape)),
-        ("q, k, v heads", f"{spec.num_heads} + {spec.num_kv_heads} + {spec.num_kv_heads}, × {spec.head_dim}"),
-        (rotated, f"{spec.num_heads + spec.num_kv_heads} heads"),
+        ("q, k, v heads", f"{spec.num_heads} + {spec.num_kv_heads} + {spec.num_kv_heads}"),
+        (rotated, f"q, k: {spec.num_heads + spec.num_kv_heads} heads"),
         ("attend", f"T × {spec.num_heads} × {spec.head_dim}"),
         ("o_proj", _widths(attention.o_proj.weight.shape)),
     ]
@@ -47,7 +47,7 @@ def _mlp_steps(layer: DecoderLayer) -> list[tuple[str, str]]:
         return [
             ("router", _widths(mlp.gate.weight.shape)),
             ("top k", f"{mlp.experts_per_token} of {experts}"),
-            ("experts", f"{hidden} → {rows} → {rows // 2} → {hidden}"),
+            ("experts", f"{hidden} → {rows // 2} → {hidden}"),
             ("weighted sum", f"T × {hidden}"),
         ]
     assert isinstance(mlp, GatedMLP)
@@ -79,9 +79,9 @@ class _Flow:
         canvas, top = self.canvas, self.y + 24
         canvas.text(_MARGIN, self.y + 12, title, "text strong", "start")
         middle, stream = top + _BOX / 2, top + _STREAM
-        left, right = _MARGIN + 46.0, WIDTH - _MARGIN - 46.0
-        norm = 84.0
-        box = (right - left - norm - len(steps) * _GAP - _GAP) / len(steps)
+        left, right = _MARGIN + 48.0, WIDTH - _MARGIN - 22.0
+        norm = 78.0
+        box = (right - left - norm - len(steps) * _GAP) / len(steps)
         for lane, name in ((middle, "x"), (stream, "residual")):
             self._arrow(_MARGIN, left, lane)
             canvas.text(_MARGIN, lane - 7, name if lane == middle else "stream", "muted small", "start")

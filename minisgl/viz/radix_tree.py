@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 
 from minisgl.kvcache.radix import Node, RadixCache
-from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors, runs, shorten, visible
+from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors, runs, shorten
 
 Decode = Callable[[list[int]], str]
 """From token ids to text, such as ``llm.tokenizer.decode``."""

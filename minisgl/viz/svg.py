@@ -7,7 +7,8 @@ sign: what a colour says is also written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -29,6 +30,9 @@ _STYLE = """
 .viz .viz-strong{font-weight:600}
 .viz .viz-mono{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace;font-size:13px}
 """.replace("\n", "")
+
+_ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
+_HEADING_LEFT, _HEADING = 14, 34
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
 _PALETTE = (
@@ -55,6 +59,22 @@ class Picture:
 
     def __repr__(self) -> str:
         return self.text
+
+    @property
+    def height(self) -> float:
+        """In CSS pixels."""
+        return float(self._root["height"])
+
+    @property
+    def inside(self) -> str:
+        """All that is drawn, to be put into another drawing."""
+        return self._root["inside"]
+
+    @property
+    def _root(self) -> re.Match[str]:
+        root = _ROOT.fullmatch(self.svg)
+        assert root is not None, "not made by a Canvas"
+        return root
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -118,6 +138,10 @@ class Canvas:
         look = f'fill="{fill}"' if fill else f'class="{classes}"'
         self._parts.append(f'<path d="{d}" {look}/>')
 
+    def group(self, y: float, parts: str) -> None:
+        """Parts of another drawing, moved down by ``y``."""
+        self._parts.append(f'<g transform="translate(0 {y:g})">{parts}</g>')
+
     def picture(self, height: float, text: str) -> Picture:
         """Everything drawn so far on a card of ``height``. ``text`` says the same in words."""
         label = escape(text, quote=True).replace("\n", " ")
@@ -128,3 +152,19 @@ class Canvas:
             f"<style>{_STYLE}</style>{card}{''.join(self._parts)}</svg>"
         )
         return Picture(svg, text)
+
+
+def stack(pictures: Sequence[Picture], headings: Sequence[str]) -> Picture:
+    """Drawings below each other as one, each under its heading and with its own card.
+
+    Args:
+        pictures: made by a `Canvas`.
+        headings: one each.
+    """
+    canvas, y = Canvas(), 0.0
+    for picture, heading in zip(pictures, headings, strict=True):
+        canvas.text(_HEADING_LEFT, y + 22, heading, "text strong", "start")
+        canvas.group(y + _HEADING, picture.inside)
+        y += _HEADING + picture.height
+    says = [f"{heading}: {picture.text}" for heading, picture in zip(headings, pictures, strict=True)]
+    return canvas.picture(y, "\n".join(says))

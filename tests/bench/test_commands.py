@@ -153,3 +153,20 @@ def test_compare_climbs_the_ladder(
         "sampler": "triton",
         "overlap": True,
     }
+
+
+def test_profile_says_where_the_time_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_workloads: None
+) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    trace = tmp_path / "trace.json"
+    options = ["--set", "device=cpu", "max_seq_len=256", "num_pages=64"]
+    record = bench(tmp_path, "profile", "--model", str(model), "--trace", str(trace), *options)
+    steps, kernels = record["tables"]
+    assert {row[0]: row[1] for row in steps["rows"]} == {"prefill": 1, "decode": 5}
+    assert all(min(row[2:]) > 0 for row in steps["rows"])
+    assert sum(row[4] for row in kernels["rows"]) + 50 > 99  # the largest come first, the rest is left out
+    assert kernels["rows"] == sorted(kernels["rows"], key=lambda row: -row[2])
+    assert any("mm" in row[0] or "linear" in row[0] for row in kernels["rows"])
+    assert len(record["targets"]) == 1  # a CPU takes turns with its host, so its idle time says nothing
+    assert json.loads(trace.read_text())["traceEvents"]

@@ -1,0 +1,80 @@
+"""Pictures to step through: a slider and a play button in JupyterLab, a strip of the pictures anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from html import escape
+from typing import Any
+
+from minisgl.viz.svg import Picture, counted, stack
+
+_TALLEST = 2400.0
+"""Height of a strip in CSS pixels; of more pictures, some are left out."""
+_INTERVAL = 800
+"""Milliseconds that a picture stays when they play."""
+
+
+def player(frames: Sequence[Picture], captions: Sequence[str] | None = None) -> Player:
+    """Step through pictures of one thing at several times.
+
+    Args:
+        frames: pictures, at least one.
+        captions: what has happened before each; None numbers them only.
+    """
+    return Player(frames, captions or [""] * len(frames))
+
+
+class Player:
+    """What `player` makes. It is shown as a widget where there are widgets, and else as its `strip`.
+
+    The widget steps in the browser alone: it also works while Python is busy.
+
+    Args:
+        frames: pictures, at least one.
+        captions: one each, empty for none.
+    """
+
+    def __init__(self, frames: Sequence[Picture], captions: Sequence[str]) -> None:
+        if not frames or len(captions) != len(frames):
+            raise ValueError(f"player: {len(captions)} captions for {counted(len(frames), 'frame')}; give one each")
+        self.frames = list(frames)
+        of = f" of {len(frames)}"
+        self.headings = [
+            f"{number}{of}{': ' * bool(caption)}{caption}" for number, caption in enumerate(captions, start=1)
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{heading}\n{frame.text}" for heading, frame in zip(self.headings, self.frames, strict=True))
+
+    @cached_property
+    def strip(self) -> Picture:
+        """All frames below each other; the first, the last and some between if all would be too tall."""
+        tallest = max(frame.height for frame in self.frames)
+        count = min(len(self.frames), max(2, int(_TALLEST / tallest)))
+        chosen = sorted({round(index * (len(self.frames) - 1) / max(count - 1, 1)) for index in range(count)})
+        return stack([self.frames[index] for index in chosen], [self.headings[index] for index in chosen])
+
+    @cached_property
+    def widget(self) -> Any:
+        """The stepper, an `ipywidgets.VBox`."""
+        import ipywidgets
+
+        pages = [
+            ipywidgets.HTML(f"<strong>{escape(heading)}</strong><br>{frame.svg}")
+            for heading, frame in zip(self.headings, self.frames, strict=True)
+        ]
+        last = len(pages) - 1
+        play = ipywidgets.Play(min=0, max=last, interval=_INTERVAL)
+        slider = ipywidgets.IntSlider(min=0, max=last, readout=False, layout={"width": "420px"})
+        shown = ipywidgets.Stack(pages, selected_index=0)
+        ipywidgets.jslink((play, "value"), (slider, "value"))
+        ipywidgets.jslink((slider, "value"), (shown, "selected_index"))
+        return ipywidgets.VBox([ipywidgets.HBox([play, slider]), shown])
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        static = {"image/svg+xml": self.strip.svg, "text/plain": repr(self)}
+        try:
+            return {**self.widget._repr_mimebundle_(), **static}
+        except ImportError:  # no ipywidgets: the strip says the same
+            return static
