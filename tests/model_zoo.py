@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from minisgl.core import (
@@ -143,7 +144,7 @@ def tiny_checkpoint(directory: Path, architecture: str, **overrides: Any) -> tup
     Returns:
         The directory and the transformers model, in evaluation mode.
     """
-    model_type, defaults = _MODEL_TYPES[architecture]
+    model_type, defaults = _MODEL_TYPES.get(architecture) or (_model_type(architecture), {})
     config = AutoConfig.for_model(model_type, **{**_SIZES, **defaults, **overrides})
     from_config: Any = AutoModelForCausalLM.from_config
     model: PreTrainedModel = from_config(config, dtype=torch.float32, experts_implementation="eager")
@@ -156,6 +157,12 @@ def tiny_checkpoint(directory: Path, architecture: str, **overrides: Any) -> tup
     model.save_pretrained(path)
     model.train(False)
     return path, model
+
+
+def _model_type(architecture: str) -> str:
+    """That of an architecture that transformers has and we have not."""
+    model_type: str = getattr(transformers, architecture).config_class.model_type
+    return model_type
 
 
 def random_tokens(*lengths: int, seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.int32]]]:

@@ -1,8 +1,8 @@
 """pytest plugin: no test is green because it did not run.
 
 Every skip is printed with its reason, and the run fails when there are more than ``tests/skip-budget.txt`` allows.
-Tests marked ``gpu`` are left out on machines without CUDA, tests marked ``needs(package)`` where that optional package
-is not installed, and both are counted.
+Tests marked ``gpu`` are left out on machines without CUDA, tests marked ``needs(name)`` where that optional package or
+program is not installed, and both are counted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -35,18 +36,18 @@ class SkipBudget:
         self.budget = budget
         self.skips: list[str] = []
         self.gpu_tests = 0
-        self.without_package: Counter[str] = Counter()
+        self.without: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the tests that need CUDA, or a package, where there is none."""
+        """Leave out the tests that need CUDA, a package or a program, where there is none."""
         kept, left_out = [], []
         for item in items:
-            missing = _missing_package(item)
+            missing = _missing(item)
             if item.get_closest_marker("gpu") and not _cuda_is_available():
                 self.gpu_tests += 1
                 left_out.append(item)
             elif missing is not None:
-                self.without_package[missing] += 1
+                self.without[missing] += 1
                 left_out.append(item)
             else:
                 kept.append(item)
@@ -80,8 +81,8 @@ class SkipBudget:
             f"{len(self.skips)} skipped; {BUDGET_FILE} allows {self.budget}{': FAILED' if over else ''}"
         )
         terminalreporter.write_line(f"{self.gpu_tests} tests marked gpu left out for want of a CUDA device")
-        for package, count in self.without_package.items():
-            terminalreporter.write_line(f"{count} tests left out for want of {package}")
+        for name, count in self.without.items():
+            terminalreporter.write_line(f"{count} tests left out for want of {name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,9 +90,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SkipBudget(read_budget(config.rootpath / BUDGET_FILE)), "skip-budget")
 
 
-def _missing_package(item: pytest.Item) -> str | None:
-    packages = [str(name) for marker in item.iter_markers("needs") for name in marker.args]
-    return next((name for name in packages if find_spec(name) is None), None)
+def _missing(item: pytest.Item) -> str | None:
+    names = [str(name) for marker in item.iter_markers("needs") for name in marker.args]
+    return next((name for name in names if find_spec(name) is None and which(name) is None), None)
 
 
 def _cuda_is_available() -> bool:

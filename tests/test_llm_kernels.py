@@ -11,7 +11,11 @@ from minisgl import LLM, ConfigError, SamplingParams
 from minisgl.graphs import GraphRunner
 from minisgl.graphs.fused_buffers import FusedDecodeBuffers
 from minisgl.graphs.recorder import RerunRecorder
+from minisgl.graphs.runner import Model
+from minisgl.kernels import FUSIONS
+from minisgl.kernels.decoders import choose_decoders
 from minisgl.kernels.single_token import SingleTokenDecoder
+from minisgl.kernels.small_batch import SmallBatchDecoder
 from tests.model_zoo import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9]]
@@ -45,18 +49,40 @@ def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.M
     llm = engine(path, **OURS)
     parts = llm.engine.parts
     assert SingleTokenDecoder.supports(parts.model)
-    single = SingleTokenDecoder(parts.model, parts.kv_cache)
+    decoder_for = choose_decoders(parts, FUSIONS)
+    assert isinstance(decoder_for(1), SingleTokenDecoder)
+    assert isinstance(decoder_for(3), SmallBatchDecoder)
     steps: list[int] = []
 
-    def counted(inputs):  # type: ignore[no-untyped-def]
-        steps.append(len(inputs.slots))
-        return single(inputs)
+    def counted(rows: int) -> Model:
+        steps.append(rows)
+        return decoder_for(rows)
 
     llm.engine.runner = GraphRunner(parts, (1, 3), RerunRecorder(), FusedDecodeBuffers, counted)
-    recorded = len(steps)
+    del steps[:]
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
-    assert len(steps) >= recorded + 2
-    assert set(steps) == {1}
+    assert steps.count(1) >= 2
+    assert steps.count(3) >= 2
+
+
+@pytest.mark.parametrize(
+    ("fusions", "rows", "kind"),
+    [
+        ((), 1, "Qwen3"),
+        (("norm", "rope"), 1, "Qwen3"),
+        (("single-token",), 1, "SingleTokenDecoder"),
+        (("single-token",), 2, "Qwen3"),
+        (("small-batch",), 1, "SmallBatchDecoder"),
+        (("small-batch",), 256, "SmallBatchDecoder"),
+        (("small-batch", "single-token"), 257, "Qwen3"),
+    ],
+)
+def test_a_number_of_rows_has_its_decoder(
+    path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], rows: int, kind: str
+) -> None:
+    monkeypatch.setattr("minisgl.engine.engine.block_weights", lambda model: None)
+    parts = engine(path).engine.parts
+    assert type(choose_decoders(parts, fusions)(rows)).__name__ == kind
 
 
 @pytest.mark.parametrize(

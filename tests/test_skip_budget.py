@@ -61,14 +61,14 @@ def test_gpu_tests_are_left_out_where_there_is_no_gpu(
     result.stdout.fnmatch_lines([f"{0 if cuda else 1} tests marked gpu left out *"])
 
 
-def test_tests_are_left_out_and_counted_where_their_package_is_missing(pytester: pytest.Pytester) -> None:
+def test_tests_are_left_out_and_counted_where_their_package_or_program_is_missing(pytester: pytest.Pytester) -> None:
     tests = """
         import pytest
 
         @pytest.mark.needs("no_such_package")
         def test_with_package(): assert False
 
-        @pytest.mark.needs("pytest")
+        @pytest.mark.needs("pytest", "sh")
         def test_plain(): pass
     """
     result = run(pytester, "0\n", tests)

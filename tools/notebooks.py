@@ -27,6 +27,7 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\S+")
 _LISTING = re.compile(r"`(?P<path>minisgl/[\w/]+\.py)`, line \d+\n\n```python\n(?P<code>.*)\n```", re.DOTALL)
 
@@ -43,7 +44,11 @@ def read_chapter(path: Path) -> Any:
 
 
 def run(chapter: Path, notebook_path: Path) -> None:
-    """Execute a chapter and write its notebook, without times or anything else that differs from run to run."""
+    """Execute a chapter and write its notebook, without times or anything else that differs from run to run.
+
+    A widget lives in the kernel that made it, under an id of chance. What is kept of it are its other forms, such as
+    the strip of a `minisgl.viz.player`; the widget appears when a reader runs the cell.
+    """
     notebook = read_chapter(chapter)
     NotebookClient(
         notebook,
@@ -55,6 +60,9 @@ def run(chapter: Path, notebook_path: Path) -> None:
         coalesce_streams=True,
     ).execute()
     notebook.metadata = nbformat.from_dict(_METADATA)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(_WIDGET, None)
     nbformat.write(notebook, notebook_path)
 
 
@@ -101,6 +109,8 @@ def _output_problems(notebook: Any, root: Path) -> list[str]:
         for output in cell.outputs:
             if output.output_type == "error" or output.get("name") == "stderr":
                 problems.append(f"{where} ends in an error or writes to stderr")
+            if _WIDGET in output.get("data", {}):
+                problems.append(f"{where} keeps a widget, which only the kernel that made it can show")
             text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])]))
             if path := _MACHINE_PATH.search(text):
                 problems.append(f"{where} shows a path of some machine: {path[0]}")

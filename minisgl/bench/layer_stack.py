@@ -10,7 +10,8 @@ import torch
 from minisgl.bench.gpu_timing import Call, launches, microseconds
 from minisgl.bench.report import Cell, Table
 from minisgl.core import AttentionSpec, Batch, DeviceBatch, ForwardContext, forward_context
-from minisgl.kernels.fuse import LAYER_FUSIONS, fuse
+from minisgl.kernels import LAYER_FUSIONS
+from minisgl.kernels.fuse import fuse
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
 from minisgl.layers import RopeSettings

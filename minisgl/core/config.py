@@ -40,10 +40,11 @@ class EngineConfig:
             default.
         sampler: ``"default"`` (plain PyTorch), ``"triton"`` (one fused kernel) or another registered name; ``"auto"``
             chooses by device.
-        fusions: fused kernels to use: ``"auto"`` is all on CUDA and none on the CPU; ``"none"``; or some of ``norm``
-            (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store), ``activation`` (SiLU·mul),
-            ``experts`` (a mixture's experts as grouped products; without it CUDA graphs cannot hold a mixture) and
-            ``single-token`` (all of a step with one token), separated by commas.
+        fusions: fused kernels to use: ``"auto"`` is all that were measured to pay on CUDA, and none on the CPU;
+            ``"none"``; or some of ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store),
+            ``activation`` (SiLU·mul), ``experts`` (a mixture's experts as grouped products; without it CUDA graphs
+            cannot hold a mixture), ``single-token`` (all of a decode step with one token) and ``small-batch`` (the
+            matrix products of one with some dozen), separated by commas.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger ones run eagerly. None
             is ``max_running_requests``, up to 512.

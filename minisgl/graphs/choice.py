@@ -7,10 +7,9 @@ from collections.abc import Collection
 import torch
 
 from minisgl.core.config import EngineConfig
-from minisgl.engine.runner import EagerRunners, EngineParts, RunnerFactory
-from minisgl.graphs.buffers import DecodeBuffers
+from minisgl.engine.runner import EagerRunners, RunnerFactory
 from minisgl.graphs.padding import graph_sizes
-from minisgl.graphs.runner import GraphRunners, Model
+from minisgl.graphs.runner import GraphRunners
 from minisgl.kernels.choice import has_triton
 
 _MAX_ROWS = 512
@@ -22,24 +21,15 @@ def choose_runners(config: EngineConfig, device: torch.device, fusions: Collecti
     Args:
         config: ``enforce_eager``, ``graph_batches``, ``max_graph_batch`` and ``max_running_requests`` count.
         device: of the engine.
-        fusions: names from `minisgl.kernels.FUSIONS`, of which ``"single-token"`` counts.
+        fusions: names from `minisgl.kernels.FUSIONS`, of which those of whole decoders count.
     """
     if device.type != "cuda" or config.enforce_eager:
         return EagerRunners()
     largest = config.max_graph_batch or min(config.max_running_requests, _MAX_ROWS)
     sizes = config.graph_batches or graph_sizes(largest)
-    return GraphRunners(sizes, _buffers(), _single_token if "single-token" in fusions else None)
-
-
-def _buffers() -> type[DecodeBuffers]:
     if not has_triton():
-        return DecodeBuffers
+        return GraphRunners(sizes)
     from minisgl.graphs.fused_buffers import FusedDecodeBuffers
+    from minisgl.kernels.decoders import choose_decoders
 
-    return FusedDecodeBuffers
-
-
-def _single_token(parts: EngineParts) -> Model | None:
-    from minisgl.kernels.single_token import SingleTokenDecoder
-
-    return SingleTokenDecoder(parts.model, parts.kv_cache) if SingleTokenDecoder.supports(parts.model) else None
+    return GraphRunners(sizes, FusedDecodeBuffers, lambda parts: choose_decoders(parts, fusions))

@@ -36,7 +36,7 @@ class GraphRunner:
         sizes: numbers of rows to record.
         recorder: makes the graphs.
         make_buffers: class of their inputs.
-        single_token: replaces ``parts.model`` in steps of one row.
+        decoder_for: for a number of rows, what computes their logits; None is always ``parts.model``.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class GraphRunner:
         sizes: Sequence[int],
         recorder: Recorder,
         make_buffers: type[DecodeBuffers] = DecodeBuffers,
-        single_token: Model | None = None,
+        decoder_for: Callable[[int], Model] | None = None,
     ) -> None:
         self.parts = parts
         self.eager = EagerRunner(parts)
         self._recorder = recorder
         self._make_buffers = make_buffers
-        self._single_token = single_token
+        self._decoder_for = decoder_for or (lambda rows: parts.model)
         self._buffers: dict[int, DecodeBuffers] = {}
         self.graphs: dict[tuple[int, Hashable], Recording] = {}
         """By number of rows, and the attention backend's name for the work of the step."""
@@ -105,9 +105,9 @@ class GraphRunner:
             [B, vocab] logits, and [B] tokens that were sampled with temperatures alone.
         """
         inputs, parts = buffers.inputs, self.parts
-        model = self._single_token if buffers.rows == 1 and self._single_token is not None else parts.model
+        decoder = self._decoder_for(buffers.rows)
         with forward_context(ForwardContext(inputs, parts.attention)):
-            logits = model(inputs)
+            logits = decoder(inputs)
         if not parts.sampler.capturable:
             return (logits,)
         tokens = parts.sampler.sample(logits, buffers.sampling, None).tokens
@@ -130,18 +130,18 @@ class GraphRunners:
     Args:
         sizes: numbers of rows to record.
         make_buffers: as in `GraphRunner`.
-        single_token: makes what replaces the model in steps of one row.
+        decoders: makes the ``decoder_for`` of `GraphRunner`.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
         make_buffers: type[DecodeBuffers] = DecodeBuffers,
-        single_token: Callable[[EngineParts], Model | None] | None = None,
+        decoders: Callable[[EngineParts], Callable[[int], Model]] | None = None,
     ) -> None:
         self.sizes = sizes
         self._make_buffers = make_buffers
-        self._single_token = single_token
+        self._decoders = decoders
 
     def memory(self, parts: EngineParts) -> int:
         """Record the two largest sizes on trial: what the second adds to the first is what each other one adds."""
@@ -161,8 +161,8 @@ class GraphRunners:
         """Record all sizes."""
         if not _capturable(parts):
             return EagerRunner(parts)
-        single_token = None if self._single_token is None else self._single_token(parts)
-        return GraphRunner(parts, self.sizes, CudaRecorder(parts.device), self._make_buffers, single_token)
+        decoder_for = None if self._decoders is None else self._decoders(parts)
+        return GraphRunner(parts, self.sizes, CudaRecorder(parts.device), self._make_buffers, decoder_for)
 
 
 def _capturable(parts: EngineParts) -> bool:

@@ -5,9 +5,9 @@ that hold kernels and by nothing else, so that this package can be imported wher
 """
 
 from minisgl.engine.sampler import SAMPLERS, Sampler
-from minisgl.kernels.choice import FUSIONS, apply_fusions, choose_fusions, choose_sampler, has_triton
+from minisgl.kernels.choice import FUSIONS, LAYER_FUSIONS, apply_fusions, choose_fusions, choose_sampler, has_triton
 
-__all__ = ["FUSIONS", "apply_fusions", "choose_fusions", "choose_sampler", "has_triton"]
+__all__ = ["FUSIONS", "LAYER_FUSIONS", "apply_fusions", "choose_fusions", "choose_sampler", "has_triton"]
 
 if has_triton():
 

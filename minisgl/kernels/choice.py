@@ -10,9 +10,12 @@ from torch import nn
 
 from minisgl.errors import ConfigError
 
-FUSIONS = ("norm", "rope", "activation", "experts", "single-token")
-"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products; all of
-a step with one token."""
+LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
+"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products."""
+FUSIONS = (*LAYER_FUSIONS, "single-token", "small-batch")
+"""Also: all of a decode step with one token, and the matrix products of one with some dozen."""
+AUTO = (*LAYER_FUSIONS, "single-token")
+"""Those that were measured to pay."""
 
 
 def has_triton() -> bool:
@@ -24,15 +27,15 @@ def choose_fusions(names: str, device: torch.device) -> tuple[str, ...]:
     """The fusions called ``names``.
 
     Args:
-        names: ``"auto"``, all of them where there are CUDA and Triton and none elsewhere; ``"none"``; or names from
-            `FUSIONS`, separated by commas.
+        names: ``"auto"``, which is `AUTO` where there are CUDA and Triton and none elsewhere; ``"none"``; or names
+            from `FUSIONS`, separated by commas.
         device: of the engine.
 
     Raises:
         ConfigError: an unknown name, or Triton is missing.
     """
     if names == "auto":
-        return FUSIONS if device.type == "cuda" and has_triton() else ()
+        return AUTO if device.type == "cuda" and has_triton() else ()
     if names == "none":
         return ()
     chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -46,7 +49,7 @@ def choose_fusions(names: str, device: torch.device) -> tuple[str, ...]:
 
 def apply_fusions(names: Collection[str], model: nn.Module) -> None:
     """Exchange layers of ``model`` for the fused ones among ``names``. See `minisgl.kernels.fuse`."""
-    layers = set(names) - {"single-token"}
+    layers = set(names) & set(LAYER_FUSIONS)
     if layers:
         from minisgl.kernels.fuse import fuse
 

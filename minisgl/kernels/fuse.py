@@ -8,13 +8,11 @@ from typing import TypeVar
 from torch import nn
 
 from minisgl.errors import ConfigError
+from minisgl.kernels.choice import LAYER_FUSIONS
 from minisgl.kernels.launch import check_device
 from minisgl.kernels.layers import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.layers import Attention, Experts, GatedMLP, RMSNorm
 from minisgl.models.decoder import Decoder, DecoderLayer
-
-LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
-"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products."""
 
 M = TypeVar("M", bound=nn.Module)
 

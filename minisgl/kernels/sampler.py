@@ -1,4 +1,4 @@
-"""The sampler that draws with the kernel of `minisgl.kernels.sampling`."""
+"""The sampler that draws with the kernels of `minisgl.kernels.threshold` and `minisgl.kernels.sampling`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from minisgl.engine.sampler import DefaultSampler, SampledTokens
 from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
 from minisgl.kernels.launch import check_device
 from minisgl.kernels.sampling import sample_tokens
+from minisgl.kernels.threshold import find_thresholds
 
 
 class FusedSampler(DefaultSampler):
-    """The stages of `DefaultSampler`, with the last two, temperature and draw, as one pass over the logits.
+    """The stages of `DefaultSampler`, with temperature and draw as one pass over the logits.
 
-    A batch that needs nothing else, greedy or random, never leaves the model's dtype. The other stages are those of
-    the default sampler; what they remove is at −inf when the kernel draws.
+    Top-k, top-p and min-p are a threshold that this pass compares with, found in two launches and without sorting. A
+    batch that needs nothing else never leaves the model's dtype. Biases, penalties and masks are the default sampler's.
 
     The same seed draws the same token as with the default sampler, unless the first two arrivals of the race lie
-    within rounding error of each other.
+    within rounding error of each other, or a token within that of where top-p or min-p end.
 
     Raises:
         ConfigError: there is no CUDA device, and Triton does not interpret.
@@ -30,12 +31,12 @@ class FusedSampler(DefaultSampler):
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
         """See `minisgl.engine.Sampler.sample`."""
         adjusted = logits
-        if any(stage is not None for stage in (inputs.bias, inputs.penalties, inputs.mask, inputs.top, inputs.min_p)):
+        if inputs.bias is not None or inputs.penalties is not None or inputs.mask is not None:
             adjusted = self._adjust(logits, inputs, history)
+        thresholds = None
         if inputs.random is not None and (inputs.top is not None or inputs.min_p is not None):
-            weights = self._weights(adjusted, inputs, inputs.random)
-            adjusted = adjusted.masked_fill(weights == 0, float("-inf"))
+            thresholds = find_thresholds(adjusted, inputs.random.temperature, inputs.top, inputs.min_p)
         tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        sample_tokens(adjusted, inputs.random, tokens)
+        sample_tokens(adjusted, inputs.random, tokens, thresholds)
         logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens.long(), inputs.logprobs)
         return SampledTokens(tokens, logprobs)

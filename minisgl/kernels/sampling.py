@@ -22,6 +22,7 @@ from minisgl.kernels.launch import INTERPRETED, wide
 
 if TYPE_CHECKING:
     from minisgl.engine.sampling_stages import RandomStage
+    from minisgl.kernels.threshold import Thresholds
 
 
 @triton.jit
@@ -30,6 +31,8 @@ def _winners_of_parts_kernel(
     temperature_ptr: tl.tensor,
     key_low_ptr: tl.tensor,
     key_high_ptr: tl.tensor,
+    threshold_ptr: tl.tensor,
+    last_tied_ptr: tl.tensor,
     score_ptr: tl.tensor,
     token_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -38,13 +41,15 @@ def _winners_of_parts_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANDOM: tl.constexpr,
+    LIMITED: tl.constexpr,
     WIDE: tl.constexpr,
     FAST_LOG: tl.constexpr,
 ) -> None:
     """One program ROWS rows and BLOCK tokens of the vocabulary: the best score among them and its token.
 
     logits: [S, vocab] with any row stride. temperature: float32[S], 0 for a greedy row; key_low, key_high: int32[S];
-    all three are read if RANDOM. score: [S, parts] in WIDE. token: int32[S, parts].
+    all three are read if RANDOM. threshold: [S] in WIDE; last_tied: int32[S]; both are read if LIMITED.
+    score: [S, parts] in WIDE. token: int32[S, parts].
     """
     part = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -54,6 +59,11 @@ def _winners_of_parts_kernel(
     source = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + tokens[None, :]
     score = tl.load(source, mask=exists, other=float("-inf")).to(WIDE)
     score = tl.where(score == score, score, float("-inf"))  # NaN is no number to be compared with
+    if LIMITED:
+        threshold = tl.load(threshold_ptr + rows, mask=row_exists, other=0.0)[:, None]
+        last_tied = tl.load(last_tied_ptr + rows, mask=row_exists, other=0)[:, None]
+        stays = (score > threshold) | ((score == threshold) & (tokens[None, :] <= last_tied))
+        score = tl.where(stays, score, float("-inf"))
     if RANDOM:
         temperature = tl.load(temperature_ptr + rows, mask=row_exists, other=0.0).to(WIDE)
         key_low = tl.load(key_low_ptr + rows, mask=row_exists, other=0)
@@ -126,13 +136,19 @@ def _log(x: tl.tensor, FAST_LOG: tl.constexpr) -> tl.tensor:
     return libdevice.fast_logf(x) if FAST_LOG else tl.log(x)
 
 
-def sample_tokens(logits: torch.Tensor, random: RandomStage[torch.Tensor] | None, out: torch.Tensor) -> None:
+def sample_tokens(
+    logits: torch.Tensor,
+    random: RandomStage[torch.Tensor] | None,
+    out: torch.Tensor,
+    thresholds: Thresholds | None = None,
+) -> None:
     """Sample one token a row. May be recorded in a CUDA graph.
 
     Args:
         logits: [S, vocab] of any floating-point dtype, each row contiguous.
         random: temperatures and keys; None if all rows are greedy, and greedy is a row of temperature 0.
         out: int32[S], receives the tokens. Among equal scores the lowest id wins; −inf wins against nothing else.
+        thresholds: what may be drawn in each row; None for every token.
     """
     num_rows, vocab = logits.shape
     # A row alone needs many small parts to fill the GPU; many rows need fewer and larger ones. A vocabulary smaller
@@ -146,6 +162,7 @@ def sample_tokens(logits: torch.Tensor, random: RandomStage[torch.Tensor] | None
     _winners_of_parts_kernel[(triton.cdiv(num_rows, rows), parts)](
         logits,
         *(random or (out, out, out)),
+        *(thresholds or (out, out)),
         score,
         token,
         num_rows,
@@ -154,6 +171,7 @@ def sample_tokens(logits: torch.Tensor, random: RandomStage[torch.Tensor] | None
         ROWS=rows,
         BLOCK=block,
         RANDOM=random is not None,
+        LIMITED=thresholds is not None,
         WIDE=wide(logits.dtype),
         FAST_LOG=not INTERPRETED,
     )

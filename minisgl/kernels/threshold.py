@@ -2,15 +2,12 @@
 
 Whatever the three leave are the likeliest tokens of a row, so one logit says all: what lies above it stays, what lies
 below it goes, and of the tokens equal to it the first few stay. The twin, `minisgl.engine.logits_processors`, sorts to
-find that logit; here it is searched for. The bits of a float, read as a whole number, have the order of the floats, and
-the answer to "how much do the tokens from here on weigh?" only falls as that number, the key, rises. So every pass over
-the tokens asks the question for 16 keys at once, which leaves a 17th of the interval (FlashInfer's sampling kernels
-narrow an interval of probabilities likewise; Ye et al. 2025). Counting tokens for top-k is weighing them at an infinite
-temperature, where each weighs 1.
+find that logit; here `minisgl.kernels.search` narrows it down to a 17th of the interval in every pass over the row
+(FlashInfer's kernels narrow an interval of probabilities likewise; Ye et al. 2025).
 
-Few tokens are looked at twice. The k-th largest among the maxima of chunks of the vocabulary is a lower bound of the
-k-th largest logit, since k chunks hold a token as large: for k = 50 that leaves 50 chunks of 128 tokens. Likewise for
-weights: if the chunk maxima from some logit on weigh enough, so do all tokens from there on.
+Few tokens are passed over more than once. The k-th largest among the maxima of chunks of the vocabulary is a lower
+bound of the k-th largest logit, since k chunks hold a token as large: for k = 50 that leaves 50 chunks of 128 tokens.
+Likewise for weights: if the chunk maxima from some logit on weigh enough, so do all tokens from there on.
 """
 
 from __future__ import annotations
@@ -21,8 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import INTERPRETED, wide
-from minisgl.kernels.search import load_entries, key_of, search, value_of, weigh, weight_of
+from minisgl.kernels.launch import INTERPRETED
+from minisgl.kernels.search import (
+    FAR,
+    key_of,
+    load_candidates,
+    load_logits,
+    logit_of,
+    search,
+    weigh_from,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from minisgl.engine.sampling_stages import TopStage
@@ -33,6 +39,7 @@ _ENTRIES = 1024
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """How many of a float32's lowest bits are 0 in every number of a narrower type."""
 _ALL = tl.constexpr(2**30)
+"""Room for every token that equals the threshold."""
 
 
 class Thresholds(NamedTuple):
@@ -47,7 +54,7 @@ class Thresholds(NamedTuple):
     last_tied: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _chunks_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -62,16 +69,199 @@ def _chunks_kernel(
 ) -> None:
     """One program CHUNKS chunks, counted through all rows: their largest logit, and their weight if that weighs 1.
 
-    logits: [S, vocab] with any row stride. temperature: float32[S]. maximum, weight: [S, num_chunks] in what is
-    computed with.
+    logits: [S, vocab] with any row stride. temperature: float32[S]. maximum, weight: [S, num_chunks], float32 or
+    float64.
     """
-    pairs = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
-    row, chunk = pairs // num_chunks, (pairs % num_chunks).to(tl.int32)
-    tokens = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    found = (row < num_rows)[:, None] & (tokens < vocab)
-    x = load_entries(logits_ptr + row[:, None] * row_stride + tokens, found, maximum_ptr.dtype.element_ty)
+    pairs = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    row, chunk = pairs // num_chunks, pairs % num_chunks
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    found = (row < num_rows)[:, None] & (token < vocab)
+    x = load_logits(logits_ptr + row.to(tl.int64)[:, None] * row_stride + token, found, maximum_ptr.dtype.element_ty)
     maximum = tl.max(x, axis=1)
-    inverse = _inverse(temperature_ptr + row, row < num_rows, x.dtype)
+    inverse = 1.0 / _temperature(temperature_ptr + row, row < num_rows, x.dtype)
     weight = tl.where(found, weight_of(x, maximum[:, None], inverse[:, None]), 0.0)
     tl.store(maximum_ptr + pairs, maximum, mask=row < num_rows)
     tl.store(weight_ptr + pairs, tl.sum(weight, axis=1), mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_top"])
+def _threshold_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    top_row_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor,
+    maximum_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    chunk_ptr: tl.tensor,
+    threshold_ptr: tl.tensor,
+    last_tied_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    vocab: tl.tensor,
+    row_stride: tl.tensor,
+    num_chunks: tl.tensor,
+    num_top: tl.tensor,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    UNUSED: tl.constexpr,
+    MIN_P: tl.constexpr,
+) -> None:
+    """One program ROWS rows: their thresholds.
+
+    top_row, top_k: int32[F]; top_p: float32[F]. min_p: float32[S], read if MIN_P. maximum, weight: of `_chunks_kernel`.
+    chunk: int32[S, num_chunks], for its own use. threshold: [S]. last_tied: int32[S].
+    """
+    WIDE: tl.constexpr = maximum_ptr.dtype.element_ty
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = rows < num_rows
+    entry = _entry_of(rows, top_row_ptr, num_top)
+    k = tl.load(top_k_ptr + entry, mask=entry >= 0, other=vocab)
+    p = tl.load(top_p_ptr + entry, mask=entry >= 0, other=1.0).to(tl.float64)
+    counted, weighed = k < vocab, p < 1.0
+    temperature = _temperature(temperature_ptr + rows, exists, WIDE)
+    inverse = 1.0 / temperature
+    logits = logits_ptr + rows.to(tl.int64) * row_stride
+    start = rows.to(tl.int64) * num_chunks
+    chunks = maximum_ptr + start, None, tl.where(exists, num_chunks, 0), num_chunks
+
+    # The likeliest logit, and what the whole row weighs if that weighs 1.
+    maximum = tl.full([ROWS], float("-inf"), WIDE)
+    for first in range(0, num_chunks, CHUNKS):
+        x, _, _ = load_candidates(chunks, first, 1, CHUNKS, WIDE)
+        maximum = tl.maximum(maximum, tl.max(x, axis=1))
+    total = tl.zeros([ROWS], WIDE)
+    for first in range(0, num_chunks, CHUNKS):
+        x, chunk, found = load_candidates(chunks, first, 1, CHUNKS, WIDE)
+        weight = tl.load(weight_ptr + start[:, None] + chunk, mask=found, other=0.0)
+        total += tl.sum(weight * weight_of(x, maximum[:, None], inverse[:, None]), axis=1)
+
+    # A lower bound from the maxima of the chunks, and the list of those that reach it.
+    lowest = key_of(tl.full([ROWS], -FAR, WIDE), UNUSED)
+    highest = key_of(maximum, UNUSED)
+    searched = counted | weighed
+    needed = tl.where(counted, k.to(tl.float64), p * total)
+    rate = tl.where(counted, 0.0, inverse)
+    high = tl.where(searched, highest, lowest)
+    low, _ = search(lowest, high, needed, chunks, maximum, rate, 1, CHUNKS, UNUSED)
+    num_listed = tl.zeros([ROWS], tl.int32)
+    for first in range(0, num_chunks, CHUNKS):
+        x, chunk, found = load_candidates(chunks, first, 1, CHUNKS, WIDE)
+        reaches = (found & searched[:, None] & (key_of(x, UNUSED) >= low[:, None])).to(tl.int32)
+        place = (start + num_listed)[:, None] + tl.cumsum(reaches, axis=1) - 1
+        tl.store(chunk_ptr + place, chunk, mask=reaches == 1)
+        num_listed += tl.sum(reaches, axis=1)
+    tl.debug_barrier()  # what one thread has listed, others read
+    row = logits, chunk_ptr + start, num_listed, vocab
+
+    # Top-k: the k-th largest logit, and how many of those equal to it are among the k.
+    high = tl.where(counted, highest, low)
+    key, above = search(low, high, k.to(tl.float64), row, maximum, tl.zeros_like(inverse), CHUNK, ENTRIES, UNUSED)
+    room = tl.where(counted, k - above.to(tl.int32), _ALL)
+
+    # Top-p of what that left, which is weighed first.
+    above = tl.sum(weigh_from((key + 1)[:, None], row, maximum, inverse, CHUNK, ENTRIES, UNUSED), axis=1)
+    left = above + room.to(tl.float64) * weight_of(logit_of(key, UNUSED), maximum, inverse)
+    needed = p * tl.where(counted, left, total)
+    high, kth = tl.where(weighed, highest, key), key
+    key, heavier = search(key, high, needed, row, maximum, inverse, CHUNK, ENTRIES, UNUSED)
+    threshold = logit_of(key, UNUSED)
+    above = tl.where(key == kth, above, heavier)
+    each = weight_of(threshold, maximum, inverse)
+    enough = tl.clamp(tl.ceil((needed - above) / tl.maximum(each, 1e-30)), 1.0, 1e9).to(tl.int32)
+    room = tl.where(weighed, tl.minimum(enough, tl.where(key == kth, room, _ALL)), room)
+
+    # Where the last of the equal ones is that there is room for.
+    seen = tl.zeros([ROWS], tl.int32)
+    last_tied = tl.full([ROWS], -1, tl.int32)
+    for first in range(0, tl.max(num_listed) * CHUNK, ENTRIES):
+        x, token, found = load_candidates(row, first, CHUNK, ENTRIES, WIDE)
+        tied = (found & (x == threshold[:, None])).to(tl.int32)
+        place = seen[:, None] + tl.cumsum(tied, axis=1)
+        last_tied = tl.maximum(last_tied, tl.max(tl.where((tied == 1) & (place <= room[:, None]), token, -1), axis=1))
+        seen += tl.sum(tied, axis=1)
+    if MIN_P:
+        min_p = tl.load(min_p_ptr + rows, mask=exists, other=0.0).to(WIDE)
+        bound = maximum + temperature * tl.log(tl.maximum(min_p, 2.0**-126))
+        last_tied = tl.where(bound > threshold, vocab, last_tied)
+        threshold = tl.maximum(threshold, bound)
+    tl.store(threshold_ptr + rows, threshold, mask=exists)
+    tl.store(last_tied_ptr + rows, last_tied, mask=exists)
+
+
+@triton.jit
+def _temperature(pointers: tl.tensor, mask: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Temperatures, 1 for greedy rows."""
+    temperature = tl.load(pointers, mask=mask, other=1.0).to(WIDE)
+    return tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
+def _entry_of(rows: tl.tensor, top_row_ptr: tl.tensor, num_top: tl.tensor) -> tl.tensor:
+    """Where each of the rows is in the list of those that have top-k or top-p; −1 if it is not."""
+    entry = tl.full(rows.shape, -1, tl.int32)
+    for first in range(0, num_top, 64):
+        index = first + tl.arange(0, 64)
+        listed = tl.load(top_row_ptr + index, mask=index < num_top, other=-1)
+        entry = tl.maximum(entry, tl.max(tl.where(listed[None, :] == rows[:, None], index[None, :], -1), axis=1))
+    return entry
+
+
+def find_thresholds(
+    logits: torch.Tensor, temperature: torch.Tensor, top: TopStage[torch.Tensor] | None, min_p: torch.Tensor | None
+) -> Thresholds:
+    """What top-k, top-p and min-p leave, in two launches. May be recorded in a CUDA graph.
+
+    Equal to the twin but for rounding. Sums of weights have a relative error under 1e-5 in float32, so the last token
+    of top-p may be another where the weights up to it, as a share, come that close to p; and min-p may decide otherwise
+    about a token whose logit is within three units in the last place of its bound. Top-k is exact. A row's thresholds
+    depend on nothing but the row.
+
+    Args:
+        logits: [S, vocab] of any floating-point dtype, each row contiguous; fewer than 2**24 tokens.
+        temperature: [S] float32, 0 in greedy rows.
+        top: of some of the rows.
+        min_p: [S] float32, 0 where it is off.
+    """
+    num_rows, vocab = logits.shape
+    chunk = min(_CHUNK, triton.next_power_of_2(vocab))
+    num_chunks = triton.cdiv(vocab, chunk)
+    entries = max(min(_ENTRIES, triton.next_power_of_2(vocab)), chunk)
+    # To the interpreter a program of few elements costs as much as one of many.
+    elements = 32 * _ENTRIES if INTERPRETED else _ENTRIES
+    rows = min(elements // entries, triton.next_power_of_2(max(num_rows, 1)))
+    scores = torch.promote_types(logits.dtype, torch.float32)
+    maximum, weight = torch.empty((2, num_rows, num_chunks), dtype=scores, device=logits.device)
+    listed = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    thresholds = Thresholds(
+        torch.empty(num_rows, dtype=scores, device=logits.device),
+        torch.empty(num_rows, dtype=torch.int32, device=logits.device),
+    )
+    sizes = num_rows, vocab, logits.stride(0), num_chunks
+    block = 4 * elements // chunk
+    _chunks_kernel[(triton.cdiv(num_rows * num_chunks, block),)](
+        logits, temperature, maximum, weight, *sizes, CHUNK=chunk, CHUNKS=block
+    )
+    num_top = 0 if top is None else len(top.rows)
+    _threshold_kernel[(triton.cdiv(num_rows, rows),)](
+        logits,
+        temperature,
+        *((temperature,) * 3 if top is None else (top.rows, top.top_k, top.top_p)),
+        temperature if min_p is None else min_p,
+        maximum,
+        weight,
+        listed,
+        *thresholds,
+        *sizes,
+        num_top,
+        ROWS=rows,
+        CHUNK=chunk,
+        CHUNKS=min(_ENTRIES, triton.next_power_of_2(num_chunks)),
+        ENTRIES=entries,
+        UNUSED=_UNUSED_BITS.get(logits.dtype, 0),
+        MIN_P=min_p is not None,
+        num_warps=16,
+    )
+    return thresholds

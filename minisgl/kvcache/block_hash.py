@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,6 +128,10 @@ class BlockHashCache:
         for block in evicted:
             del self._blocks[block.key]
         return _pages(evicted)
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, each after its parent."""
+        yield from self._blocks.values()
 
     def held_pages(self) -> Int32Array:
         """Pages of all blocks, int32[num_pages]."""

@@ -4,6 +4,8 @@ from minisgl.viz.attention_map import attention_map
 from minisgl.viz.attention_mask import attention_mask
 from minisgl.viz.batch_arrays import batch_arrays
 from minisgl.viz.chapters import chapter_map
+from minisgl.viz.hash_chain import hash_chain
+from minisgl.viz.host_device import host_device_timeline
 from minisgl.viz.layer import layer_flow
 from minisgl.viz.lengths import Lengths, length_strip
 from minisgl.viz.markdown import Markdown, table
@@ -12,6 +14,7 @@ from minisgl.viz.pages import page_map
 from minisgl.viz.player import player
 from minisgl.viz.radix_tree import radix_tree
 from minisgl.viz.rotation import rotation_dials
+from minisgl.viz.schedule import schedule_timeline
 from minisgl.viz.source import show
 from minisgl.viz.svg import Picture
 from minisgl.viz.timeline import step_timeline
@@ -26,6 +29,8 @@ __all__ = [
     "batch_arrays",
     "chapter_map",
     "engine_memory",
+    "hash_chain",
+    "host_device_timeline",
     "layer_flow",
     "length_strip",
     "memory_budget",
@@ -33,6 +38,7 @@ __all__ = [
     "player",
     "radix_tree",
     "rotation_dials",
+    "schedule_timeline",
     "show",
     "step_timeline",
     "table",

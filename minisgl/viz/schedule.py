@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from minisgl.trace import Event, Trace
@@ -19,7 +18,7 @@ _BOX = 26
 _DIGIT = 8.0
 _TICK = 30
 _TOP = 84
-_LEGEND = "tall: prefill, with its tokens  ·  flat: decode, a token a step  ·  × preempted  ·  dashed: waits to be computed again"
+_LEGEND = "tall: prefill, with its tokens  ·  flat: decode, one a step  ·  ×: preempted  ·  dashed: waits to go on"
 
 
 @dataclass(slots=True)
@@ -58,6 +57,7 @@ def schedule_timeline(trace: Trace) -> Picture:
     left = _MARGIN + _LABEL
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if step * width >= _TICK or step > 500)
     canvas.text(_MARGIN, _TOP - 8, "step", "muted small", "start")
+    canvas.text(WIDTH - _MARGIN, _TOP - 8, "ends with", "muted small", "end")
     for step in range(0, num_steps, every):
         canvas.text(left + (step + 0.5) * width, _TOP - 8, step, "muted small")
     for line, (uid, life) in enumerate(lives.items()):
@@ -112,16 +112,12 @@ def _gap(width: float) -> float:
     return 1.0 if width >= 8 else 0.0
 
 
-def _decodes(life: _Life) -> Iterator[tuple[int, int]]:
-    """First and last of each run of decode steps without a gap."""
-    first = last = None
-    for step in sorted(life.decoded):
-        if last is not None and first is not None and step != last + 1:
-            yield first, last
-            first = step
-        first, last = step if first is None else first, step
-    if first is not None and last is not None:
-        yield first, last
+def _decodes(life: _Life) -> list[tuple[int, int]]:
+    """First and last step of each run of decode steps without a gap."""
+    steps = sorted(life.decoded)
+    firsts = [step for step in steps if step - 1 not in life.decoded]
+    lasts = [step for step in steps if step + 1 not in life.decoded]
+    return list(zip(firsts, lasts, strict=True))
 
 
 def _words(uid: int, life: _Life) -> str:
@@ -129,7 +125,8 @@ def _words(uid: int, life: _Life) -> str:
     for step in sorted(life.fed):
         if step not in life.decoded:
             parts.append(f"prefills {counted(life.fed[step], 'token')} on top of {life.cached[step]} in step {step}")
-    parts += [f"decodes in the steps {first} to {last}" for first, last in _decodes(life)]
+    runs = [f"{first} to {last}" if first < last else f"{first}" for first, last in _decodes(life)]
+    parts += [f"decodes in step {', '.join(runs)}"] * bool(runs)
     parts += [f"is preempted before step {step}" for step in life.preempted]
     parts += [f"finishes: {life.reason}" if life.reason else "is not finished"]
     return f"Request r{uid} {', '.join(parts)}."

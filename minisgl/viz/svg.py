@@ -8,6 +8,7 @@ sign: what a colour says is also written.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -32,7 +33,7 @@ _STYLE = """
 """.replace("\n", "")
 
 _ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
-_HEADING_LEFT, _HEADING = 14, 34
+_HEADING_LEFT, _HEADING_LINE, _HEADING_LENGTH = 14, 20, 80
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
 _PALETTE = (
@@ -87,7 +88,8 @@ def request_colors(number: int) -> tuple[str, str]:
 
 def visible(text: str) -> str:
     """Text in which one can see the spaces and the ends of lines, as a token needs it."""
-    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+    signs = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
+    return "".join(sign if sign.isprintable() else "�" for sign in signs)
 
 
 def shorten(text: str, longest: int) -> str:
@@ -163,8 +165,10 @@ def stack(pictures: Sequence[Picture], headings: Sequence[str]) -> Picture:
     """
     canvas, y = Canvas(), 0.0
     for picture, heading in zip(pictures, headings, strict=True):
-        canvas.text(_HEADING_LEFT, y + 22, heading, "text strong", "start")
-        canvas.group(y + _HEADING, picture.inside)
-        y += _HEADING + picture.height
+        for line in textwrap.wrap(heading, _HEADING_LENGTH):
+            canvas.text(_HEADING_LEFT, y + 22, line, "text strong", "start")
+            y += _HEADING_LINE
+        canvas.group(y + 12, picture.inside)
+        y += 12 + picture.height
     says = [f"{heading}: {picture.text}" for heading, picture in zip(headings, pictures, strict=True)]
     return canvas.picture(y, "\n".join(says))

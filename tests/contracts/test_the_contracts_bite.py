@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from minisgl.models import MODELS
 
 SUITES = Path(__file__).parent
 CACHES = "test_prefix_cache.py"
 BACKENDS = "test_attention_backend.py"
+ARCHITECTURES = "test_architecture.py"
 
 
 class Verdict:
@@ -56,6 +60,21 @@ def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed
     assert "test_starts_empty" in verdict.passed, "the suite did run"
+
+
+def test_a_right_architecture_passes() -> None:
+    status, verdict = grade("minisgl.models.architectures:Qwen3", ARCHITECTURES)
+    assert status == pytest.ExitCode.OK
+    assert len(verdict.passed) == 4
+
+
+def test_a_broken_architecture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    items: dict[str, Any] = dict(MODELS._items)
+    monkeypatch.setattr(MODELS, "_items", items)  # the mutant registers itself
+    status, verdict = grade("tests.contracts.mutant_architecture:ForgetsToRotate", ARCHITECTURES)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert verdict.failed == {"test_scores_of_whole_prompts", "test_scores_of_a_prompt_in_chunks"}
+    assert len(verdict.passed) == 2, "the suite did run"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from tools.notebooks import check, main, read_chapter, run
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 CHAPTER = """# A chapter
 
 What is it?
@@ -126,6 +127,7 @@ def test_a_notebook_that_was_not_run(book: Path) -> None:
         (nbformat.v4.new_output("stream", name="stderr", text="Warning!\n"), "writes to stderr"),
         (nbformat.v4.new_output("error", ename="E", evalue="v", traceback=[]), "ends in an error"),
         (nbformat.v4.new_output("stream", name="stdout", text="/home/somebody/model\n"), "/home/somebody/model"),
+        (nbformat.v4.new_output("display_data", {WIDGET: {"model_id": "1f"}, "text/plain": "a slider"}), "a widget"),
         (shown("def f(self):\n    return 2"), "source that the package no longer has"),
         (shown("def g(self):\n    return 1"), "source that the package no longer has"),
     ],
@@ -148,6 +150,18 @@ def test_run_writes_the_same_notebook_every_time(book: Path) -> None:
     ]
     assert notebook.metadata.kernelspec.name == "python3"
     assert "iopub" not in first.decode()
+    assert check(book) == []
+    run(chapter, path)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.needs("ipywidgets")
+def test_of_a_widget_the_other_forms_are_kept(book: Path) -> None:
+    chapter, path = book / "chapters" / "00-a-chapter.md", book / "notebooks" / "00-a-chapter.ipynb"
+    chapter.write_text(CHAPTER.replace("print(answer)", "from ipywidgets import IntSlider\n\nIntSlider(answer)"))
+    run(chapter, path)
+    first = path.read_bytes()
+    assert code_cells(load(book))[0].outputs[0].data == {"text/plain": "IntSlider(value=42)"}
     assert check(book) == []
     run(chapter, path)
     assert path.read_bytes() == first

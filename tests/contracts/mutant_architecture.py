@@ -1,0 +1,23 @@
+"""An architecture that is broken in one way, for its suite to notice. Importing it registers it."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.layers import Rotary, Rotation
+from minisgl.models import MODELS, CausalLM, ModelConfig
+
+
+class Unrotated(Rotary):
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        cos, sin = super().forward(positions, dtype)
+        return Rotation(torch.ones_like(cos), torch.zeros_like(sin))
+
+
+@MODELS.register("GraniteForCausalLM")
+class ForgetsToRotate(CausalLM):
+    """Granite is a Llama as long as its multipliers are 1, which they are by default; but it has positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.model.rotary = Unrotated(config.head_dim, config.max_position_embeddings, config.rope)

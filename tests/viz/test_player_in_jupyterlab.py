@@ -1,0 +1,80 @@
+"""The player in a real JupyterLab, in a real browser: it appears, it steps, it plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+
+import nbformat
+import pytest
+
+from tests.browser import browser
+
+CELL = """
+import numpy as np
+from minisgl.kvcache.radix import RadixCache
+from minisgl.viz import player, radix_tree
+
+cache, frames, captions = RadixCache(1), [], []
+for length in (1, 2, 3):
+    cache.insert(np.arange(length, dtype=np.int32), np.arange(length, dtype=np.int32))
+    frames.append(radix_tree(cache))
+    captions.append(f"{length} <inserted>")
+player(frames, captions)
+"""
+# The caption of the frame that is seen: the others are in the page and hidden.
+SEEN = """[...document.querySelectorAll('.jp-OutputArea strong')].filter(e => e.offsetParent).map(e => e.innerText).join()"""
+
+
+@contextmanager
+def jupyterlab(root: Path) -> Iterator[str]:
+    """A server of its own, with no settings but its own; yields its address."""
+    directories = {f"JUPYTER_{name}_DIR": str(root / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    environment = {**os.environ, **directories, "IPYTHONDIR": str(root / "ipython")}
+    options = ["--no-browser", "--allow-root", "--IdentityProvider.token=", "--ServerApp.port=0", "--ServerApp.port_retries=0"]
+    command = [sys.executable, "-m", "jupyterlab", *options, "--LabApp.expose_app_in_browser=True", "--LabApp.news_url="]
+    log = (root / "lab.log").open("w")
+    with log, subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log) as process:
+        try:
+            yield _address(root / "runtime", process)
+        finally:
+            process.terminate()
+
+
+def _address(runtime: Path, process: subprocess.Popen[bytes], timeout: float = 60.0) -> str:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        for file in runtime.glob("jpserver-*.json"):
+            url = json.loads(file.read_text())["url"]
+            try:
+                urllib.request.urlopen(f"{url}api").close()
+            except URLError:
+                break
+            return str(url)
+        time.sleep(0.1)
+    raise AssertionError("JupyterLab does not start")
+
+
+@pytest.mark.slow
+@pytest.mark.needs("chromium", "jupyterlab", "ipywidgets", "websocket")
+def test_the_player_steps_and_plays(tmp_path: Path) -> None:
+    lab = tmp_path / "lab"
+    lab.mkdir()
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)]), lab / "x.ipynb")
+    with jupyterlab(lab) as url, browser(tmp_path / "chromium") as page:
+        page.open(f"{url}lab/tree/x.ipynb")
+        page.wait_for("window.jupyterapp && document.querySelector('.jp-NotebookPanel .jp-Cell')")
+        page.evaluate("window.jupyterapp.restored.then(() => 1)")
+        page.wait_for("window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'")
+        page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => 1)")
+        page.wait_for(f"({SEEN}) === '1 of 3: 1 <inserted>'")
+        page.screenshot(Path("/tmp/w/viz/lab.png"))
+        print(page.evaluate("document.querySelector('.jp-OutputArea').innerHTML.slice(0,3000)"))
