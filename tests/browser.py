@@ -32,6 +32,7 @@ class Browser:
         """Errors on the page's console, exceptions of its scripts, and what it could not load."""
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send one command and return its result. Events that come before it are looked at for problems."""
@@ -66,18 +67,37 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, timeout: float = 60.0) -> Any:
-        """Value of an expression, once it is true in JavaScript's sense.
+    def wait_for(self, script: str, timeout: float = 60.0) -> None:
+        """Wait until a JavaScript expression is true, or something.
 
         Raises:
-            TimeoutError: it was not within ``timeout`` seconds.
+            TimeoutError: it is not within ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
-        while not (value := self.evaluate(script)):
+        while not self.evaluate(f"Boolean({script})"):
             if time.monotonic() > end:
-                raise TimeoutError(f"{script} is still {value!r}; problems: {self.problems}")
+                raise TimeoutError(f"not true: {script}; problems of the page: {self.problems}")
             time.sleep(_POLL)
-        return value
+
+    def click(self, selector: str) -> None:
+        """Press and release the mouse in the middle of the first element that a CSS selector finds."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = (self.evaluate(f"{box}.{start} + {box}.{size} / 2") for start, size in (("x", "width"), ("y", "height")))
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def press(self, key: str, code: int, shift: bool = False) -> None:
+        """Press and release a key.
+
+        Args:
+            key: its name in the DOM, such as ``Enter``.
+            code: its number there, such as 13.
+            shift: with the shift key held.
+        """
+        for kind in ("rawKeyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, modifiers=8 * shift
+            )
 
     def screenshot(self, path: Path) -> None:
         """Write what is seen as PNG."""

@@ -28,7 +28,7 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _WIDGET = "application/vnd.jupyter.widget-view+json"
-_MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\S+")
+_MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
 _LISTING = re.compile(r"`(?P<path>minisgl/[\w/]+\.py)`, line \d+\n\n```python\n(?P<code>.*)\n```", re.DOTALL)
 
 

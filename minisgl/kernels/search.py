@@ -144,3 +144,50 @@ def search(
         low += passed
         width = tl.minimum(step, width - passed)
     return low, above
+
+
+@triton.jit
+def list_from(
+    key: tl.tensor,
+    row: tl.tuple,
+    listed: tl.tensor,
+    ENTRIES: tl.constexpr,
+    UNUSED: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """List the entries of each row that have at least its key, in order.
+
+    Args:
+        key: [R].
+        row: as in `load_candidates`, all of it.
+        listed: [R] pointers to where the list goes.
+
+    Returns:
+        int32[R], length of the list.
+    """
+    num_listed = tl.zeros_like(row[2])
+    for first in range(0, tl.max(row[2]), ENTRIES):
+        x, entry, found = load_candidates(row, first, 1, ENTRIES, WIDE)
+        reaches = (found & (key_of(x, UNUSED) >= key[:, None])).to(tl.int32)
+        place = num_listed[:, None] + tl.cumsum(reaches, axis=1) - 1
+        tl.store(listed[:, None] + place, entry, mask=reaches == 1)
+        num_listed += tl.sum(reaches, axis=1)
+    tl.debug_barrier()  # what one thread has listed, others will read
+    return num_listed
+
+
+@triton.jit
+def token_of_tie(
+    logit: tl.tensor, number: tl.tensor, row: tl.tuple, CHUNK: tl.constexpr, ENTRIES: tl.constexpr
+) -> tl.tensor:
+    """int32[R]: the ``number``-th candidate, counted from 1, that equals ``logit``; the last if there are fewer."""
+    seen = tl.zeros_like(number)
+    last = tl.full(number.shape, -1, tl.int32)
+    for first in range(0, tl.max(row[2]) * CHUNK, ENTRIES):
+        x, token, found = load_candidates(row, first, CHUNK, ENTRIES, logit.dtype)
+        tied = (found & (x == logit[:, None])).to(tl.int32)
+        place = seen[:, None] + tl.cumsum(tied, axis=1)
+        counts = (tied == 1) & (place <= number[:, None])
+        last = tl.maximum(last, tl.max(tl.where(counts, token, -1), axis=1))
+        seen += tl.sum(tied, axis=1)
+    return last

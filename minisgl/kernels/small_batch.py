@@ -1,4 +1,4 @@
-"""A decoder for steps with some dozen rows: seven kernels a layer, whose matrix products take in what is around them."""
+"""A decoder for steps with some dozen rows: seven kernels a layer; its products take in what stands around them."""
 
 from __future__ import annotations
 

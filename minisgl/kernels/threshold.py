@@ -22,10 +22,12 @@ from minisgl.kernels.launch import INTERPRETED
 from minisgl.kernels.search import (
     FAR,
     key_of,
+    list_from,
     load_candidates,
     load_logits,
     logit_of,
     search,
+    token_of_tie,
     weigh_from,
     weight_of,
 )
@@ -127,61 +129,36 @@ def _threshold_kernel(
     start = rows.to(tl.int64) * num_chunks
     chunks = maximum_ptr + start, None, tl.where(exists, num_chunks, 0), num_chunks
 
-    # The likeliest logit, and what the whole row weighs if that weighs 1.
-    maximum = tl.full([ROWS], float("-inf"), WIDE)
-    for first in range(0, num_chunks, CHUNKS):
-        x, _, _ = load_candidates(chunks, first, 1, CHUNKS, WIDE)
-        maximum = tl.maximum(maximum, tl.max(x, axis=1))
-    total = tl.zeros([ROWS], WIDE)
-    for first in range(0, num_chunks, CHUNKS):
-        x, chunk, found = load_candidates(chunks, first, 1, CHUNKS, WIDE)
-        weight = tl.load(weight_ptr + start[:, None] + chunk, mask=found, other=0.0)
-        total += tl.sum(weight * weight_of(x, maximum[:, None], inverse[:, None]), axis=1)
+    maximum, total = _whole_row(chunks, weight_ptr + start, inverse, CHUNKS)
+    lowest, highest = key_of(tl.full([ROWS], -FAR, WIDE), UNUSED), key_of(maximum, UNUSED)
 
-    # A lower bound from the maxima of the chunks, and the list of those that reach it.
-    lowest = key_of(tl.full([ROWS], -FAR, WIDE), UNUSED)
-    highest = key_of(maximum, UNUSED)
+    # A lower bound from the maxima of the chunks, and the list of those that reach it. A single chunk says nothing.
     searched = counted | weighed
     needed = tl.where(counted, k.to(tl.float64), p * total)
     rate = tl.where(counted, 0.0, inverse)
-    high = tl.where(searched, highest, lowest)
+    high = tl.where(searched & (num_chunks > 1), highest, lowest)
     low, _ = search(lowest, high, needed, chunks, maximum, rate, 1, CHUNKS, UNUSED)
-    num_listed = tl.zeros([ROWS], tl.int32)
-    for first in range(0, num_chunks, CHUNKS):
-        x, chunk, found = load_candidates(chunks, first, 1, CHUNKS, WIDE)
-        reaches = (found & searched[:, None] & (key_of(x, UNUSED) >= low[:, None])).to(tl.int32)
-        place = (start + num_listed)[:, None] + tl.cumsum(reaches, axis=1) - 1
-        tl.store(chunk_ptr + place, chunk, mask=reaches == 1)
-        num_listed += tl.sum(reaches, axis=1)
-    tl.debug_barrier()  # what one thread has listed, others read
+    num_listed = list_from(tl.where(searched, low, highest + 1), chunks, chunk_ptr + start, CHUNKS, UNUSED, WIDE)
     row = logits, chunk_ptr + start, num_listed, vocab
 
     # Top-k: the k-th largest logit, and how many of those equal to it are among the k.
     high = tl.where(counted, highest, low)
-    key, above = search(low, high, k.to(tl.float64), row, maximum, tl.zeros_like(inverse), CHUNK, ENTRIES, UNUSED)
-    room = tl.where(counted, k - above.to(tl.int32), _ALL)
+    kth, above = search(low, high, k.to(tl.float64), row, maximum, tl.zeros_like(inverse), CHUNK, ENTRIES, UNUSED)
+    room_k = tl.where(counted, k - above.to(tl.int32), _ALL)
 
     # Top-p of what that left, which is weighed first.
-    above = tl.sum(weigh_from((key + 1)[:, None], row, maximum, inverse, CHUNK, ENTRIES, UNUSED), axis=1)
-    left = above + room.to(tl.float64) * weight_of(logit_of(key, UNUSED), maximum, inverse)
+    above = tl.sum(weigh_from((kth + 1)[:, None], row, maximum, inverse, CHUNK, ENTRIES, UNUSED), axis=1)
+    left = above + room_k.to(tl.float64) * weight_of(logit_of(kth, UNUSED), maximum, inverse)
     needed = p * tl.where(counted, left, total)
-    high, kth = tl.where(weighed, highest, key), key
-    key, heavier = search(key, high, needed, row, maximum, inverse, CHUNK, ENTRIES, UNUSED)
+    high = tl.where(weighed, highest, kth)
+    key, heavier = search(kth, high, needed, row, maximum, inverse, CHUNK, ENTRIES, UNUSED)
     threshold = logit_of(key, UNUSED)
-    above = tl.where(key == kth, above, heavier)
-    each = weight_of(threshold, maximum, inverse)
-    enough = tl.clamp(tl.ceil((needed - above) / tl.maximum(each, 1e-30)), 1.0, 1e9).to(tl.int32)
-    room = tl.where(weighed, tl.minimum(enough, tl.where(key == kth, room, _ALL)), room)
+    lacking = needed - tl.where(key == kth, above, heavier)
+    room_p = tl.ceil(lacking / tl.maximum(weight_of(threshold, maximum, inverse), 1e-30))
+    room_p = tl.where(weighed, tl.clamp(room_p, 1.0, 1e9).to(tl.int32), _ALL)
+    room = tl.minimum(room_p, tl.where(key == kth, room_k, _ALL))
+    last_tied = token_of_tie(threshold, room, row, CHUNK, ENTRIES)
 
-    # Where the last of the equal ones is that there is room for.
-    seen = tl.zeros([ROWS], tl.int32)
-    last_tied = tl.full([ROWS], -1, tl.int32)
-    for first in range(0, tl.max(num_listed) * CHUNK, ENTRIES):
-        x, token, found = load_candidates(row, first, CHUNK, ENTRIES, WIDE)
-        tied = (found & (x == threshold[:, None])).to(tl.int32)
-        place = seen[:, None] + tl.cumsum(tied, axis=1)
-        last_tied = tl.maximum(last_tied, tl.max(tl.where((tied == 1) & (place <= room[:, None]), token, -1), axis=1))
-        seen += tl.sum(tied, axis=1)
     if MIN_P:
         min_p = tl.load(min_p_ptr + rows, mask=exists, other=0.0).to(WIDE)
         bound = maximum + temperature * tl.log(tl.maximum(min_p, 2.0**-126))
@@ -189,6 +166,27 @@ def _threshold_kernel(
         threshold = tl.maximum(threshold, bound)
     tl.store(threshold_ptr + rows, threshold, mask=exists)
     tl.store(last_tied_ptr + rows, last_tied, mask=exists)
+
+
+@triton.jit
+def _whole_row(chunks: tl.tuple, weights: tl.tensor, inverse: tl.tensor, CHUNKS: tl.constexpr) -> tl.tuple:
+    """The largest logit of each row, and what the whole row weighs if that weighs 1; both [R].
+
+    Args:
+        chunks: their maxima, as candidates.
+        weights: [R] pointers to their weights.
+        inverse: [R] 1 / temperature.
+    """
+    maximum = tl.full(inverse.shape, -FAR, inverse.dtype)
+    for first in range(0, tl.max(chunks[2]), CHUNKS):
+        x, _, _ = load_candidates(chunks, first, 1, CHUNKS, inverse.dtype)
+        maximum = tl.maximum(maximum, tl.max(x, axis=1))
+    total = tl.zeros_like(inverse)
+    for first in range(0, tl.max(chunks[2]), CHUNKS):
+        x, chunk, found = load_candidates(chunks, first, 1, CHUNKS, inverse.dtype)
+        weight = tl.load(weights[:, None] + chunk, mask=found, other=0.0)
+        total += tl.sum(weight * weight_of(x, maximum[:, None], inverse[:, None]), axis=1)
+    return maximum, total
 
 
 @triton.jit
@@ -202,8 +200,8 @@ def _temperature(pointers: tl.tensor, mask: tl.tensor, WIDE: tl.constexpr) -> tl
 def _entry_of(rows: tl.tensor, top_row_ptr: tl.tensor, num_top: tl.tensor) -> tl.tensor:
     """Where each of the rows is in the list of those that have top-k or top-p; −1 if it is not."""
     entry = tl.full(rows.shape, -1, tl.int32)
-    for first in range(0, num_top, 64):
-        index = first + tl.arange(0, 64)
+    for first in range(0, num_top, 256):
+        index = first + tl.arange(0, 256)
         listed = tl.load(top_row_ptr + index, mask=index < num_top, other=-1)
         entry = tl.maximum(entry, tl.max(tl.where(listed[None, :] == rows[:, None], index[None, :], -1), axis=1))
     return entry
@@ -229,9 +227,9 @@ def find_thresholds(
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))
     num_chunks = triton.cdiv(vocab, chunk)
     entries = max(min(_ENTRIES, triton.next_power_of_2(vocab)), chunk)
-    # To the interpreter a program of few elements costs as much as one of many.
-    elements = 32 * _ENTRIES if INTERPRETED else _ENTRIES
-    rows = min(elements // entries, triton.next_power_of_2(max(num_rows, 1)))
+    rows, block = _ENTRIES // entries, 4 * _ENTRIES // chunk
+    if INTERPRETED:  # which takes as long for a program of few elements as for one of many
+        rows, block = min(64 * rows, triton.next_power_of_2(max(num_rows, 1))), 64 * block
     scores = torch.promote_types(logits.dtype, torch.float32)
     maximum, weight = torch.empty((2, num_rows, num_chunks), dtype=scores, device=logits.device)
     listed = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
@@ -240,7 +238,6 @@ def find_thresholds(
         torch.empty(num_rows, dtype=torch.int32, device=logits.device),
     )
     sizes = num_rows, vocab, logits.stride(0), num_chunks
-    block = 4 * elements // chunk
     _chunks_kernel[(triton.cdiv(num_rows * num_chunks, block),)](
         logits, temperature, maximum, weight, *sizes, CHUNK=chunk, CHUNKS=block
     )

@@ -4,6 +4,7 @@ from minisgl.viz.attention_map import attention_map
 from minisgl.viz.attention_mask import attention_mask
 from minisgl.viz.batch_arrays import batch_arrays
 from minisgl.viz.chapters import chapter_map
+from minisgl.viz.distribution import distribution
 from minisgl.viz.hash_chain import hash_chain
 from minisgl.viz.host_device import host_device_timeline
 from minisgl.viz.layer import layer_flow
@@ -28,6 +29,7 @@ __all__ = [
     "attention_mask",
     "batch_arrays",
     "chapter_map",
+    "distribution",
     "engine_memory",
     "hash_chain",
     "host_device_timeline",

@@ -64,4 +64,5 @@ def _draw_dial(canvas: Canvas, x: float, points: Sequence[tuple[float, float]], 
 
 
 def _circle(x: float, y: float, radius: float) -> str:
-    return f"M{x - radius:g} {y:g}a{radius:g} {radius:g} 0 1 0 {2 * radius:g} 0a{radius:g} {radius:g} 0 1 0 {-2 * radius:g} 0"
+    half = f"a{radius:g} {radius:g} 0 1 0"
+    return f"M{x - radius:g} {y:g}{half} {2 * radius:g} 0{half} {-2 * radius:g} 0"

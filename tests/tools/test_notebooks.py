@@ -78,6 +78,13 @@ def test_a_sound_pair_passes(book: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert main(["check"]) == 0
 
 
+def test_a_type_variable_before_a_line_break_is_no_drive(book: Path) -> None:
+    notebook = load(book)
+    code_cells(notebook)[0].outputs = [nbformat.v4.new_output("stream", name="stdout", text="def f() -> T:\n    ...\n")]
+    save(book, notebook)
+    assert check(book) == []
+
+
 def test_nothing_to_compare_is_a_failure(tmp_path: Path) -> None:
     assert "nothing to compare" in check(tmp_path)[0]
 
@@ -127,6 +134,7 @@ def test_a_notebook_that_was_not_run(book: Path) -> None:
         (nbformat.v4.new_output("stream", name="stderr", text="Warning!\n"), "writes to stderr"),
         (nbformat.v4.new_output("error", ename="E", evalue="v", traceback=[]), "ends in an error"),
         (nbformat.v4.new_output("stream", name="stdout", text="/home/somebody/model\n"), "/home/somebody/model"),
+        (nbformat.v4.new_output("stream", name="stdout", text="C:\\Users\\somebody\n"), "C:"),
         (nbformat.v4.new_output("display_data", {WIDGET: {"model_id": "1f"}, "text/plain": "a slider"}), "a widget"),
         (shown("def f(self):\n    return 2"), "source that the package no longer has"),
         (shown("def g(self):\n    return 1"), "source that the package no longer has"),

@@ -16,6 +16,7 @@ from urllib.error import URLError
 import nbformat
 import pytest
 
+import minisgl
 from tests.browser import browser
 
 CELL = """
@@ -38,9 +39,10 @@ SEEN = """[...document.querySelectorAll('.jp-OutputArea strong')].filter(e => e.
 def jupyterlab(root: Path) -> Iterator[str]:
     """A server of its own, with no settings but its own; yields its address."""
     directories = {f"JUPYTER_{name}_DIR": str(root / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
-    environment = {**os.environ, **directories, "IPYTHONDIR": str(root / "ipython")}
-    options = ["--no-browser", "--allow-root", "--IdentityProvider.token=", "--ServerApp.port=0", "--ServerApp.port_retries=0"]
-    command = [sys.executable, "-m", "jupyterlab", *options, "--LabApp.expose_app_in_browser=True", "--LabApp.news_url="]
+    package = {"PYTHONPATH": str(Path(minisgl.__file__).parents[1])}
+    environment = {**os.environ, **directories, **package, "IPYTHONDIR": str(root / "ipython")}
+    options = ["--no-browser", "--allow-root", "--IdentityProvider.token=", "--ServerApp.port=0"]
+    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
     log = (root / "lab.log").open("w")
     with log, subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log) as process:
         try:
@@ -68,13 +70,15 @@ def _address(runtime: Path, process: subprocess.Popen[bytes], timeout: float = 6
 def test_the_player_steps_and_plays(tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     lab.mkdir()
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)]), lab / "x.ipynb")
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=metadata)
+    nbformat.write(notebook, lab / "x.ipynb")
     with jupyterlab(lab) as url, browser(tmp_path / "chromium") as page:
         page.open(f"{url}lab/tree/x.ipynb")
-        page.wait_for("window.jupyterapp && document.querySelector('.jp-NotebookPanel .jp-Cell')")
-        page.evaluate("window.jupyterapp.restored.then(() => 1)")
-        page.wait_for("window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'")
-        page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => 1)")
-        page.wait_for(f"({SEEN}) === '1 of 3: 1 <inserted>'")
+        page.wait_for("document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=idle]')")
+        page.click(".jp-Cell .cm-content")
+        page.press("Enter", 13, shift=True)
+        page.wait_for(f"{SEEN} === '1 of 3: 1 <inserted>'")
         page.screenshot(Path("/tmp/w/viz/lab.png"))
         print(page.evaluate("document.querySelector('.jp-OutputArea').innerHTML.slice(0,3000)"))
+        print(page.problems)
