@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FAR = tl.constexpr(2.0**126)
-"""Logits are brought within ± this, so that no difference of two is infinite, and none times 0 is NaN."""
+FAR = tl.constexpr(2.0**100)
+"""Logits are brought within ± this, so that differences are finite, divided by a temperature too, and times 0 are 0."""
 _PIVOTS = tl.constexpr(16)
 """Keys that one pass over the candidates asks about."""
 

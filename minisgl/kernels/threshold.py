@@ -161,7 +161,8 @@ def _threshold_kernel(
 
     if MIN_P:
         min_p = tl.load(min_p_ptr + rows, mask=exists, other=0.0).to(WIDE)
-        bound = maximum + temperature * tl.log(tl.maximum(min_p, 2.0**-126))
+        bound = maximum + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
+        bound = tl.where(min_p > 0, bound, threshold)
         last_tied = tl.where(bound > threshold, vocab, last_tied)
         threshold = tl.maximum(threshold, bound)
     tl.store(threshold_ptr + rows, threshold, mask=exists)

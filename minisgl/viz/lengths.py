@@ -13,7 +13,9 @@ _LABEL = 206
 _NUMBERS = 150
 _LINE = 34
 _WIDEST = 36.0
-_LEGEND = "kv: keys and values computed, or being computed  ·  id: known, not fed yet  ·  ?: being sampled  ·  outline: room"
+_LEGEND = (
+    "kv: keys and values computed, or being computed  ·  id: known, not fed yet  ·  ?: being sampled  ·  outline: room"
+)
 
 
 @dataclass(frozen=True, slots=True)
