@@ -86,18 +86,15 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def press(self, key: str, code: int, shift: bool = False) -> None:
-        """Press and release a key.
+    def press(self, key: str, number: int) -> None:
+        """Press and release a key that prints nothing.
 
         Args:
-            key: its name in the DOM, such as ``Enter``.
-            code: its number there, such as 13.
-            shift: with the shift key held.
+            key: its name, such as ``ArrowRight``.
+            number: its ``keyCode``, such as 39.
         """
         for kind in ("rawKeyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, modifiers=8 * shift
-            )
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=number)
 
     def screenshot(self, path: Path) -> None:
         """Write what is seen as PNG."""

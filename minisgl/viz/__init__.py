@@ -11,6 +11,8 @@ from minisgl.viz.layer import layer_flow
 from minisgl.viz.lengths import Lengths, length_strip
 from minisgl.viz.markdown import Markdown, table
 from minisgl.viz.memory_budget import engine_memory, memory_budget
+from minisgl.viz.memory_curve import memory_curve
+from minisgl.viz.packed_rows import packed_rows
 from minisgl.viz.pages import page_map
 from minisgl.viz.player import player
 from minisgl.viz.radix_tree import radix_tree
@@ -36,6 +38,8 @@ __all__ = [
     "layer_flow",
     "length_strip",
     "memory_budget",
+    "memory_curve",
+    "packed_rows",
     "page_map",
     "player",
     "radix_tree",

@@ -36,8 +36,7 @@ def memory_curve(curves: Mapping[str, Sequence[tuple[float, float]]], title: str
     for number, (name, points) in enumerate(curves.items()):
         fill, ink = request_colors(number)
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in points))
-        # An outline in the colour of the text keeps a light line legible on either card.
-        canvas.path(f"M{path}")
+        canvas.path(f"M{path}", "line dashed" if number % 2 else "line")
         highest = max(points, key=lambda point: point[1])
         x, y = place(*highest)
         x = min(max(x, _LEFT + 12), _RIGHT - 80)

@@ -64,13 +64,14 @@ class Player:
             ipywidgets.HTML(f"<strong>{escape(heading)}</strong><br>{frame.svg}")
             for heading, frame in zip(self.headings, self.frames, strict=True)
         ]
-        last = len(pages) - 1
-        play = ipywidgets.Play(min=0, max=last, interval=_INTERVAL)
-        slider = ipywidgets.IntSlider(min=0, max=last, readout=False, layout={"width": "420px"})
-        shown = ipywidgets.Stack(pages, selected_index=0)
-        ipywidgets.jslink((play, "value"), (slider, "value"))
-        ipywidgets.jslink((slider, "value"), (shown, "selected_index"))
-        return ipywidgets.VBox([ipywidgets.HBox([play, slider]), shown])
+        bounds = {"min": 1, "max": len(pages), "value": 1}
+        play = ipywidgets.Play(**bounds, interval=_INTERVAL)
+        slider = ipywidgets.IntSlider(**bounds, readout=False, layout={"width": "420px"})
+        number = ipywidgets.BoundedIntText(**bounds, layout={"width": "70px"})
+        shown = ipywidgets.Stack([ipywidgets.HTML(), *pages], selected_index=1)  # frames are counted from 1
+        for control, name in ((play, "value"), (number, "value"), (shown, "selected_index")):
+            ipywidgets.jslink((slider, "value"), (control, name))
+        return ipywidgets.VBox([ipywidgets.HBox([play, slider, number]), shown])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         static = {"image/svg+xml": self.strip.svg, "text/plain": repr(self)}

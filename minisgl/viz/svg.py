@@ -150,7 +150,7 @@ class Canvas:
         card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6" class="viz-card"/>'
         svg = (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="viz" role="img" aria-label="{label}" '
-            f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}">'
+            f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}" style="max-width:100%;height:auto">'
             f"<style>{_STYLE}</style>{card}{''.join(self._parts)}</svg>"
         )
         return Picture(svg, text)

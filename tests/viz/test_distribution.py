@@ -29,7 +29,7 @@ def test_tokens_stand_in_the_order_of_their_probability_and_the_rest_is_added_up
 
 def test_what_a_stage_cuts_is_an_outline_and_what_it_keeps_a_bar() -> None:
     picture = distribution({"softmax": BEFORE, "cut": AFTER, "again": AFTER}, str, columns=4)
-    assert texts(picture)[12:19] == ["cut", "2 tokens left", "67", "–", "33", "–", "–"]
+    assert texts(picture)[13:20] == ["cut", "2 tokens left", "67", "–", "33", "–", "–"]
     bars = [box for box in found(picture, "rect") if box.get("fill")]
     assert len(bars) == 4 + 2 + 2
     outlines = [path for path in found(picture, "path") if "dashed" in path.get("class", "")]
