@@ -74,7 +74,7 @@ def _draw_node(canvas: Canvas, x: float, y: float, node: Node, text: str, state:
     canvas.box(x, y, _RIGHT - x, _BOX, "shared", fill)
     room = _RIGHT - x - 20
     pages = "page " if len(node.pages) == 1 else "pages "
-    where = f"node {node.uid} · {counted(len(node.tokens), 'token')} · {pages}{' '.join(map(str, node.pages.tolist()))}"
+    where = f"node {node.uid} · {counted(len(node.tokens), 'token')} · {pages}{runs(node.pages.tolist())}"
     canvas.text(x + 10, y + 17, shorten(text, int(room / _CHARACTER)), "text mono", "start", ink)
     canvas.text(x + 10, y + 33, shorten(where, int(room / _SMALL_CHARACTER)), "text small", "start", ink)
     canvas.text(_RIGHT + 12, y + 17, state, "text strong", "start")

@@ -10,18 +10,8 @@ from minisgl.core import Request, RunningTable, SamplingParams, build_batch
 from minisgl.kvcache.radix import RadixCache
 from minisgl.scheduler import KVMemory
 from minisgl.viz import page_map, step_timeline, token_strip
-from minisgl.viz.svg import _PALETTE, WIDTH, Picture
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def texts(picture: Picture) -> list[str]:
-    return [element.text or "" for element in ElementTree.fromstring(picture.svg).iter(f"{SVG}text")]
-
-
-def boxes(picture: Picture) -> list[ElementTree.Element]:
-    """All rectangles but the card."""
-    return list(ElementTree.fromstring(picture.svg).iter(f"{SVG}rect"))[1:]
+from minisgl.viz.svg import _PALETTE, WIDTH
+from tests.viz.drawing import boxes, texts
 
 
 def start(memory: KVMemory, uid: int, tokens: list[int]) -> int:

@@ -85,5 +85,4 @@ def test_the_player_steps_and_plays(tmp_path: Path) -> None:
         page.wait_for(f"{SEEN} === '2 of 3: 2 <inserted>'", timeout=10)
         page.click(".jp-OutputArea .widget-play button")
         page.wait_for(f"{SEEN} === '3 of 3: 3 <inserted>'", timeout=10)
-        page.screenshot(Path("/tmp/w/viz/lab.png"))
         assert page.problems == []
