@@ -117,7 +117,8 @@ def _cases(tokens: tuple[int, ...]) -> Iterator[Case]:
     for rows in (count for count in tokens if count <= 256):
         yield _sampling(rows, temperature=0.0)
         yield _sampling(rows, temperature=1.0)
-        yield _top_sampling(rows)
+        yield _top_sampling(rows, top_k=50)
+        yield _top_sampling(rows, top_k=_VOCAB)
 
 
 def _random(*size: int) -> torch.Tensor:
@@ -199,19 +200,20 @@ def _sampling(rows: int, temperature: float) -> Case:
     return Case(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
 
 
-def _top_sampling(rows: int) -> Case:
-    """Top-k 50 and top-p 0.9 in every row.
+def _top_sampling(rows: int, top_k: int) -> Case:
+    """Top-p 0.9 of what top-k leaves, in every row.
 
-    The threshold takes one pass over all logits and about a dozen over the 50 chunks of 128 tokens that hold the
-    likeliest 50, a twelfth of the row each; the draw takes another over all. Predicted for one H200: 35 µs for one row,
-    bound by those dozen passes of one program, and 130 µs for 256 rows, of which reading twice takes 40.
+    Logits are read from memory twice: once for the maxima of the chunks, once by the draw. In between one program a row
+    searches. With top-k 50 it makes about ten passes over 50 chunks of 128 tokens, predicted for an H200: 40 µs in all
+    for one row and 130 for 256. Without top-k, logits as flat as these are the worst case: top-p leaves three fifths of
+    the vocabulary, and about six passes take the whole row, 55 µs each; predicted: 350 µs for one row and 750 for 256.
     """
 
     def calls() -> tuple[Call, Callable[..., object], tuple[object, ...]]:
         logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
         stage = RandomStage(torch.ones(rows, device=_DEVICE), *_integers(-(2**31), 2**31, 2, rows))
         of_rows = torch.arange(rows, dtype=torch.int32, device=_DEVICE)
-        top = TopStage(of_rows, torch.full_like(of_rows, 50), torch.full((rows,), 0.9, device=_DEVICE), 50)
+        top = TopStage(of_rows, torch.full_like(of_rows, top_k), torch.full((rows,), 0.9, device=_DEVICE), top_k)
 
         def fused() -> None:
             sample_tokens(logits, stage, out, find_thresholds(logits, stage.temperature, top, None))
@@ -223,4 +225,5 @@ def _top_sampling(rows: int) -> Case:
 
         return fused, plain, (logits,)
 
-    return Case("top-k, top-p sample", f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
+    name = "top-p sample" if top_k == _VOCAB else f"top-k {top_k}, top-p sample"
+    return Case(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)

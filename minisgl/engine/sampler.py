@@ -99,9 +99,7 @@ class DefaultSampler:
             logits = mask_tokens(logits, inputs.mask)
         return logits
 
-    def _weights(
-        self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]
-    ) -> torch.Tensor:
+    def _weights(self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]) -> torch.Tensor:
         """Stage 6, for all rows; those of a greedy row are not used. What is 0 may not be drawn."""
         temperature = random.temperature.masked_fill(random.temperature == 0, 1.0)
         weights = softmax_weights(logits, temperature)

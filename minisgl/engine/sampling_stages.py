@@ -150,7 +150,6 @@ class SamplingStages(Generic[A]):
         """True if every row takes its likeliest token (after bias, penalties and mask)."""
         return self.random is None
 
-
     @property
     def needs_only_temperatures(self) -> bool:
         """True if the random stage is the only one, or there is none."""

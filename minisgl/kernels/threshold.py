@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from minisgl.engine.sampling_stages import TopStage
 
 _CHUNK = 128
-_ENTRIES = 1024
-"""Tokens, or chunks, that a program looks at together; of smaller vocabularies it takes several rows."""
+_ENTRIES = 512
+"""Tokens, or chunks, that a program looks at together, one a thread; of smaller vocabularies it takes several rows."""
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """How many of a float32's lowest bits are 0 in every number of a narrower type."""
 _ALL = tl.constexpr(2**30)
@@ -147,13 +147,15 @@ def _threshold_kernel(
     room_k = tl.where(counted, k - above.to(tl.int32), _ALL)
 
     # Top-p of what that left, which is weighed first.
-    above = tl.sum(weigh_from((kth + 1)[:, None], row, maximum, inverse, CHUNK, ENTRIES, UNUSED), axis=1)
-    left = above + room_k.to(tl.float64) * weight_of(logit_of(kth, UNUSED), maximum, inverse)
-    needed = p * tl.where(counted, left, total)
+    left = total.to(tl.float64)
+    if tl.max((counted & weighed).to(tl.int32)) == 1:
+        above = tl.sum(weigh_from((kth + 1)[:, None], row, maximum, inverse, CHUNK, ENTRIES, UNUSED), axis=1)
+        tied = room_k.to(tl.float64) * weight_of(logit_of(kth, UNUSED), maximum, inverse)
+        left = tl.where(counted, above + tied, left)
     high = tl.where(weighed, highest, kth)
-    key, heavier = search(kth, high, needed, row, maximum, inverse, CHUNK, ENTRIES, UNUSED)
+    key, above = search(kth, high, p * left, row, maximum, inverse, CHUNK, ENTRIES, UNUSED)
     threshold = logit_of(key, UNUSED)
-    lacking = needed - tl.where(key == kth, above, heavier)
+    lacking = p * left - above
     room_p = tl.ceil(lacking / tl.maximum(weight_of(threshold, maximum, inverse), 1e-30))
     room_p = tl.where(weighed, tl.clamp(room_p, 1.0, 1e9).to(tl.int32), _ALL)
     room = tl.minimum(room_p, tl.where(key == kth, room_k, _ALL))
@@ -228,9 +230,9 @@ def find_thresholds(
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))
     num_chunks = triton.cdiv(vocab, chunk)
     entries = max(min(_ENTRIES, triton.next_power_of_2(vocab)), chunk)
-    rows, block = _ENTRIES // entries, 4 * _ENTRIES // chunk
+    rows, block = _ENTRIES // entries, 8 * _ENTRIES // chunk
     if INTERPRETED:  # which takes as long for a program of few elements as for one of many
-        rows, block = min(64 * rows, triton.next_power_of_2(max(num_rows, 1))), 64 * block
+        rows, block = min(128 * rows, triton.next_power_of_2(max(num_rows, 1))), 128 * block
     scores = torch.promote_types(logits.dtype, torch.float32)
     maximum, weight = torch.empty((2, num_rows, num_chunks), dtype=scores, device=logits.device)
     listed = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)

@@ -17,7 +17,7 @@ from minisgl.viz.pages import page_map
 from minisgl.viz.player import player
 from minisgl.viz.radix_tree import radix_tree
 from minisgl.viz.rotation import rotation_dials
-from minisgl.viz.schedule import schedule_timeline
+from minisgl.viz.schedule import schedule_player, schedule_timeline
 from minisgl.viz.source import show
 from minisgl.viz.svg import Picture
 from minisgl.viz.timeline import step_timeline
@@ -44,6 +44,7 @@ __all__ = [
     "player",
     "radix_tree",
     "rotation_dials",
+    "schedule_player",
     "schedule_timeline",
     "show",
     "step_timeline",

@@ -57,7 +57,7 @@ def _draw_row(canvas: Canvas, y: float, row: int, seq_len: int, positions: list[
     canvas.text(_MARGIN, y + 18, f"row {row}: {counted(seq_len, 'position')}, {', '.join(parts)}", "text", "start")
     for position in _ticks(seq_len, cell):
         canvas.text(left + (position + 0.5) * cell, top - 5, position, "muted small")
-    canvas.path(_area(left, top, cell, line, [(first, min(end, cached)) for first, end in seen]), "shade")
+    canvas.path(_area(left, top, cell, line, [(first, cached) for first, _ in seen]), "shade")
     canvas.path(_area(left, top, cell, line, [(max(first, cached), end) for first, end in seen]), fill=fill)
     height = line * len(positions)
     columns = range(seq_len + 1) if cell >= 8 else (0, seq_len)

@@ -10,8 +10,8 @@ from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors, sho
 
 _MARGIN = 14
 _LABEL = 150
-_LINE = 92
-_TALLEST = 46
+_LINE = 96
+_TALLEST = 54
 _TOP = 78
 _LONGEST = 8
 _TOKEN, _OTHERS = request_colors(0)[0], request_colors(1)[0]
@@ -74,7 +74,7 @@ def _draw_bar(canvas: Canvas, middle: float, base: float, width: float, now: flo
         canvas.box(left, base - max(now, 1.0), width, max(now, 1.0), fill=fill)
     elif then > 0:
         top = base - max(then, 6.0)
-        canvas.path(f"M{left:g} {base}V{top:g}H{left + width:g}V{base}", "rule dashed")
+        canvas.path(f"M{left:g} {base}V{top:g}H{left + width:g}V{base}", "line dashed")
 
 
 def _percent(share: float) -> str:

@@ -97,4 +97,4 @@ def _bytes(count: int) -> str:
     while size >= 1024 and len(units) > 1:
         size /= 1024
         del units[0]
-    return f"{count} bytes" if units[0] == "bytes" else f"{size:.2f} {units[0]}"
+    return counted(count, "byte") if units[0] == "bytes" else f"{size:.2f} {units[0]}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minisgl.viz.svg import WIDTH, Canvas, Picture, request_colors
+from minisgl.viz.svg import Canvas, Picture, request_colors
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 746.0, 48.0, 248.0
-_STEPS = (1, 2, 5)
 
 
 def memory_curve(curves: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Picture:
@@ -52,11 +51,7 @@ def memory_curve(curves: Mapping[str, Sequence[tuple[float, float]]], title: str
 
 
 def _ticks(top: float) -> list[float]:
-    """About four round numbers from 0 to ``top``."""
-    size = 1.0
-    while size * 50 < top:
-        size *= 10
-    while size * 5 > top:
-        size /= 10
-    step = next((size * factor for factor in _STEPS if top / (size * factor) <= 6), size * 10)
+    """At most seven round numbers from 0 to ``top``."""
+    steps = (factor * 10.0**power for power in range(-4, 9) for factor in (1, 2, 5))
+    step = next(step for step in steps if top <= 6 * step)
     return [step * number for number in range(int(top / step) + 1)]

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from minisgl.trace import Event, Trace
+from minisgl.viz.player import Player, player
 from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors
 
 _MARGIN = 14
@@ -18,6 +19,7 @@ _BOX = 26
 _DIGIT = 8.0
 _TICK = 30
 _TOP = 84
+_MOST_STOPS = 60
 _LEGEND = "tall: prefill, with its tokens  ·  flat: decode, one a step  ·  ×: preempted  ·  dashed: waits to go on"
 
 
@@ -30,14 +32,24 @@ class _Life:
         cached: positions in the KV cache before each of these steps.
         decoded: the steps in which it was a decode row.
         preempted: steps at whose beginning it was preempted.
-        reason: why it finished; None while it runs.
+        finished_by: how many steps had been launched when it finished; None while it runs.
+        reason: why it finished.
     """
 
     fed: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     decoded: set[int] = field(default_factory=set)
     preempted: list[int] = field(default_factory=list)
-    reason: str | None = None
+    finished_by: int | None = None
+    reason: str = "not finished"
+
+    def until(self, step: int) -> _Life:
+        """The part of it that was over when as many steps had been launched."""
+        known = {other: fed for other, fed in self.fed.items() if other < step}
+        preempted = [other for other in self.preempted if other < step]
+        if self.finished_by is not None and self.finished_by <= step:
+            return _Life(known, self.cached, self.decoded & set(known), preempted, self.finished_by, self.reason)
+        return _Life(known, self.cached, self.decoded & set(known), preempted)
 
 
 def schedule_timeline(trace: Trace) -> Picture:
@@ -48,7 +60,22 @@ def schedule_timeline(trace: Trace) -> Picture:
     Args:
         trace: of `LLM.trace`.
     """
+    return _picture(*_read(trace.events))
+
+
+def schedule_player(trace: Trace) -> Player:
+    """`schedule_timeline` growing step by step, with what happens in each step in words.
+
+    Args:
+        trace: of `LLM.trace`; at least one step. Of more than 60, only every second, third, … stops.
+    """
     lives, num_steps = _read(trace.events)
+    stops = range(0, num_steps, -(-num_steps // _MOST_STOPS))
+    frames = [_picture({uid: life.until(step + 1) for uid, life in lives.items()}, num_steps) for step in stops]
+    return player(frames, [_caption(lives, step) for step in stops])
+
+
+def _picture(lives: dict[int, _Life], num_steps: int) -> Picture:
     width = min(_ROOM / max(num_steps, 1), _WIDEST)
     canvas = Canvas()
     title = f"Schedule: {counted(len(lives), 'request')}, {counted(num_steps, 'step')}"
@@ -84,7 +111,8 @@ def _read(events: list[Event]) -> tuple[dict[int, _Life], int]:
             following = bisect_left(starts, event.start)  # a preemption makes room for the step that is launched next
             lives.setdefault(event.args["uid"], _Life()).preempted.append(following)
         elif event.name == "finish":
-            lives.setdefault(event.args["uid"], _Life()).reason = event.args["reason"]
+            life = lives.setdefault(event.args["uid"], _Life())
+            life.finished_by, life.reason = bisect_left(starts, event.start), event.args["reason"]
     return dict(sorted(lives.items())), len(launches)
 
 
@@ -104,7 +132,7 @@ def _draw(canvas: Canvas, left: float, y: float, width: float, uid: int, life: _
         if again > step:
             canvas.path(f"M{left + step * width + 12:g} {y + _BOX / 2:g}H{left + again * width:g}", "line dashed")
         canvas.text(left + step * width + 1, y + 19, "×", "text strong", "start")
-    canvas.text(WIDTH - _MARGIN, y + 18, life.reason or "not finished", "text small", "end")
+    canvas.text(WIDTH - _MARGIN, y + 18, life.reason, "text small", "end")
 
 
 def _gap(width: float) -> float:
@@ -128,5 +156,20 @@ def _words(uid: int, life: _Life) -> str:
     runs = [f"{first} to {last}" if first < last else f"{first}" for first, last in _decodes(life)]
     parts += [f"decodes in step {', '.join(runs)}"] * bool(runs)
     parts += [f"is preempted before step {step}" for step in life.preempted]
-    parts += [f"finishes: {life.reason}" if life.reason else "is not finished"]
+    parts += ["is not finished" if life.finished_by is None else f"finishes: {life.reason}"]
     return f"Request r{uid} {', '.join(parts)}."
+
+
+def _caption(lives: dict[int, _Life], step: int) -> str:
+    """What happens in a step: ``step 5: r1 preempted; r0 r3 decode; r4 prefills 8``."""
+    preempted = [f"r{uid}" for uid, life in lives.items() if step in life.preempted]
+    decoding = [f"r{uid}" for uid, life in lives.items() if step in life.decoded]
+    prefills = [
+        f"r{uid} prefills {life.fed[step]}"
+        for uid, life in lives.items()
+        if step in life.fed and step not in life.decoded
+    ]
+    finished = [f"r{uid} ends with {life.reason}" for uid, life in lives.items() if life.finished_by == step + 1]
+    parts = [f"{' '.join(preempted)} preempted"] * bool(preempted)
+    parts += [f"{' '.join(decoding)} decode"] * bool(decoding)
+    return f"step {step}: {'; '.join([*parts, *prefills, *finished])}"

@@ -21,7 +21,8 @@ def test_every_kernel_and_every_choice_of_fusions_is_measured() -> None:
     report = run_kernels((1,), repeat=1)
     kernels, experts, *layers = report.tables
     names = ["add + RMSNorm", "RoPE + store", "SiLU·mul"]
-    assert [row[0] for row in kernels.rows] == [*names, *names, "greedy sample", "random sample", "top-k, top-p sample"]
+    samples = ["greedy sample", "random sample", "top-k 50, top-p sample", "top-p sample"]
+    assert [row[0] for row in kernels.rows] == [*names, *names, *samples]
     assert all(isinstance(cell, float) and cell > 0 for row in kernels.rows for cell in row[2:])
     assert [row[0] for row in experts.rows] == [1]
     assert all(isinstance(cell, float) and cell > 0 for row in experts.rows for cell in row[1:])

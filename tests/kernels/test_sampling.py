@@ -17,6 +17,7 @@ from minisgl.engine.sampling_stages import RandomStage
 from minisgl.kernels.launch import INTERPRETED
 from minisgl.kernels.sampler import FusedSampler
 from minisgl.kernels.sampling import _log_exponential, sample_tokens
+from minisgl.kernels.threshold import Thresholds
 from tests.kernels.closeness import DEVICE, every_dtype, random, spread
 from tests.sampling import Row, sample
 
@@ -90,6 +91,23 @@ def test_rows_without_a_distribution_still_give_a_token(bad: float) -> None:
     for stage in (None, random_stage([0.0, 1.0, 0.5])):
         tokens = sampled(logits, stage)
         assert ((tokens >= 0) & (tokens < 1500)).all()
+
+
+def test_what_lies_below_a_threshold_is_not_drawn_and_of_what_equals_it_the_first() -> None:
+    logits = torch.zeros(6, 2100, device=DEVICE)
+    logits[:, ::100] = 5.0
+    logits[4:, 77] = 5.5
+    last_tied = torch.tensor([0, 1499, 1500, 2100, -1, 0], dtype=torch.int32, device=DEVICE)
+    thresholds = Thresholds(torch.full((6,), 5.0, device=DEVICE), last_tied)
+    expected = [{0}, set(range(0, 1401, 100)), set(range(0, 1501, 100)), set(range(0, 2001, 100)), {77}, {0, 77}]
+    drawn: list[set[int]] = [set() for _ in expected]
+    for index in range(40):
+        out = torch.empty(6, dtype=torch.int32, device=DEVICE)
+        sample_tokens(logits, random_stage([100.0] * 6, index), out, thresholds)
+        for tokens, token in zip(drawn, out.tolist(), strict=True):
+            tokens.add(token)
+    assert all(tokens <= allowed for tokens, allowed in zip(drawn, expected, strict=True))
+    assert all(len(tokens) > len(allowed) // 2 for tokens, allowed in zip(drawn, expected, strict=True))
 
 
 def test_nan_loses_against_a_number() -> None:

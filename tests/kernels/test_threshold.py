@@ -90,7 +90,7 @@ def assert_equal(logits: torch.Tensor, limits: list[Limits]) -> None:
     assert not wrong
 
 
-@pytest.fixture(params=[(128, 1024), (4, 32)], ids=["as it is", "small chunks"])
+@pytest.fixture(params=[(128, 512), (4, 32)], ids=["as it is", "small chunks"])
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small chunks a short row has many of them, and takes several rounds of a program's loops."""
     monkeypatch.setattr(threshold, "_CHUNK", request.param[0])
@@ -135,20 +135,19 @@ def test_a_larger_vocabulary(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_sizes")
 def test_a_rows_threshold_does_not_depend_on_the_batch() -> None:
-    logits = random(len(LIMITS), 300, dtype=torch.float32) * 0.1
+    logits = random(len(LIMITS), 100, dtype=torch.float32) * 0.1
     together = find(logits, LIMITS)
-    for i in (7, 10, 16):
+    for i in (7, 16):
         alone = find(logits[i : i + 1], [LIMITS[i]])
         assert [part.item() for part in alone] == [part[i].item() for part in together]
     apart = find(spread(logits), LIMITS)
     assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
-@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.99])
-def test_the_share_that_stays_is_within_the_bound_of_rounding(top_p: float) -> None:
-    """All weights are about equal, so that many are summed up, and one more or less is a tenth of the bound."""
+def test_the_share_that_stays_is_within_the_bound_of_rounding() -> None:
+    """All weights are about equal, so that many are summed up, and an error moves the end."""
     logits = random(1, 20_000, dtype=torch.float32) * 1e-3
-    weights = logits.double().exp().cpu().numpy()
+    weights, top_p = logits.double().exp().cpu().numpy(), 0.7
     share = (weights * kept(logits, [Limits(top_p=top_p)])).sum() / weights.sum()
     assert top_p - 1e-5 <= share <= top_p + 1e-5 + 1 / 20_000
 
@@ -170,7 +169,8 @@ def test_no_rows_are_no_work() -> None:
 def test_nothing_waits_for_the_device_and_a_graph_holds_it() -> None:
     logits = random(len(LIMITS), 5000, dtype=torch.bfloat16)
     rows = [
-        Row(SamplingParams(temperature=r.temperature, top_k=r.top_k % OFF, top_p=max(r.top_p, 1e-6))) for r in LIMITS
+        Row(SamplingParams(temperature=row.temperature, top_k=row.top_k % OFF, top_p=row.top_p, min_p=row.min_p))
+        for row in LIMITS
     ]
     _, inputs, history = prepare(rows, device=DEVICE)
     sampler = FusedSampler()

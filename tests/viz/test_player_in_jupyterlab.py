@@ -32,7 +32,9 @@ for length in (1, 2, 3):
 player(frames, captions)
 """
 # The caption of the frame that is seen: the others are in the page and hidden.
-SEEN = """[...document.querySelectorAll('.jp-OutputArea strong')].filter(e => e.offsetParent).map(e => e.innerText).join()"""
+SEEN = (
+    "[...document.querySelectorAll('.jp-OutputArea strong')].filter(it => it.offsetParent).map(it => it.innerText)[0]"
+)
 
 
 @contextmanager

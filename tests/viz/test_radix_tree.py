@@ -9,6 +9,7 @@ import pytest
 
 from minisgl.kvcache.radix import Node, RadixCache
 from minisgl.viz import radix_tree
+from minisgl.viz.svg import runs
 from tests.viz.drawing import assert_sound, boxes, texts
 
 
@@ -64,6 +65,8 @@ def test_every_node_has_its_tokens_pages_locks_and_age(tree: Filler) -> None:
 
 
 def test_runs_of_pages_are_written_short() -> None:
+    assert runs([3, 5, 6, 7, 9, 8, 8, 2]) == "3 5–7 9 8 8 2"
+    assert runs([]) == ""
     long = Filler(1)
     long.add(*range(40))
     assert texts(radix_tree(long.cache))[4] == "node 1 · 40 tokens · pages 0–39"
