@@ -40,7 +40,7 @@ class EngineConfig:
             default.
         sampler: ``"default"`` (plain PyTorch), ``"triton"`` (one fused kernel) or another registered name; ``"auto"``
             chooses by device.
-        fusions: fused kernels to use: ``"auto"`` is all that were measured to pay on CUDA, and none on the CPU;
+        fusions: fused kernels to use: ``"auto"`` is all but ``small-batch`` on CUDA, and none on the CPU;
             ``"none"``; or some of ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store),
             ``activation`` (SiLU·mul), ``experts`` (a mixture's experts as grouped products; without it CUDA graphs
             cannot hold a mixture), ``single-token`` (all of a decode step with one token) and ``small-batch`` (the

@@ -15,7 +15,7 @@ LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
 FUSIONS = (*LAYER_FUSIONS, "single-token", "small-batch")
 """Also: all of a decode step with one token, and the matrix products of one with some dozen."""
 AUTO = (*LAYER_FUSIONS, "single-token")
-"""Those that were measured to pay."""
+"""Those that were measured to pay; and the experts, without which CUDA graphs cannot hold a mixture."""
 
 
 def has_triton() -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from minisgl.attention.triton_tiles import EARLY
 from minisgl.errors import ConfigError
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -37,20 +36,14 @@ def wide(dtype: torch.dtype) -> tl.dtype:
 
 
 def launch_early(tensor: torch.Tensor) -> dict[str, bool]:
-    """Keyword arguments of a launch for programmatic dependent launch, which Hopper and later GPUs have.
+    """Keyword arguments of a launch for programmatic dependent launch, where the GPU has it.
 
     Normally a kernel starts when the one before it has ended. With this, its programs are put in place while the last
     programs of the one before still run; they fetch what does not depend on it, such as weights, and then wait for its
-    results at ``gdc_wait``. A kernel of one or two microseconds gets 0.3 to 0.7 of
-    them back, one over many tokens none.
+    results at ``gdc_wait``. A kernel of one or two microseconds gets 0.3 to 0.7 of them back, one over many tokens
+    none.
 
     Args:
-        tensor: [T, …] that the kernel reads.
+        tensor: [T, …] that the kernel reads; the vector of a single token is [1, …].
     """
-    early = tensor.is_cuda and len(tensor) <= _MOST_ROWS and _capability(tensor.device.index) >= 9
-    return {"EARLY": early, "launch_pdl": early} if early else {"EARLY": False}
-
-
-@functools.cache
-def _capability(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
+    return EARLY if tensor.is_cuda and len(tensor) <= _MOST_ROWS else {"EARLY": False}

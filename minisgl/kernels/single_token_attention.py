@@ -20,7 +20,7 @@ _BLOCK = 64
 
 
 @triton.jit
-def _norm_and_rotate(first, second, first_norm, second_norm, cos, sin, eps, SIZE: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_and_rotate(first, second, first_norm, second_norm, cos, sin, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
     """RMSNorm over both halves of the last dimension, then the rotation of each pair (first[i], second[i])."""
     if NORM:
         squares = tl.sum(first * first, axis=-1, keep_dims=True) + tl.sum(second * second, axis=-1, keep_dims=True)
@@ -30,7 +30,7 @@ def _norm_and_rotate(first, second, first_norm, second_norm, cos, sin, eps, SIZE
 
 
 @triton.jit
-def _cut(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cut(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """The keys that a token sees, cut into at most SPLITS parts of whole blocks: their begin, size and number."""
     begin = 0
     if WINDOW > 0:
@@ -40,7 +40,7 @@ def _cut(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _load_block(  # type: ignore[no-untyped-def]
+def _load_block(
     k_cache_ptr, v_cache_ptr, page_row, start, stop, position, kv_head,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +286,7 @@ class SingleTokenAttention:
             NORM=norms is not None,
             WIDE=wide(qkv.dtype),
             num_warps=4,
-            **launch_early(qkv),
+            **launch_early(qkv.unsqueeze(0)),
         )
         _merge_kernel[(self.kv_heads * self.group,)](
             self._parts,
@@ -299,5 +299,5 @@ class SingleTokenAttention:
             SPLITS=SPLITS,
             BLOCK=_BLOCK,
             num_warps=4,
-            **launch_early(qkv),
+            **launch_early(qkv.unsqueeze(0)),
         )

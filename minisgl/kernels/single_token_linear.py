@@ -18,7 +18,7 @@ from minisgl.kernels.launch import launch_early, wide
 
 
 @triton.jit
-def _fetch(  # type: ignore[no-untyped-def]
+def _fetch(
     weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
 ):
     """What a program needs of the weights for some columns: those of its rows, of their up projections, of the norm."""
@@ -146,7 +146,7 @@ def linear(
         ADD=residual is not None,
         WIDE=wide(x.dtype),
         num_warps=num_warps,
-        **launch_early(x),
+        **launch_early(x.unsqueeze(0)),
     )
 
 

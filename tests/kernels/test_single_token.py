@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.kernels import single_token_attention, single_token_linear
 from minisgl.kernels.single_token import SingleTokenDecoder
 from minisgl.kernels.single_token_linear import linear
-from minisgl.models import ModelConfig, load_model
-from minisgl.models.decoder import CausalLM
+from tests.kernels.loading import DEVICE, load
 from tests.model_zoo import PagedRunner, Variant, random_tokens
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GROUPED = {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
 VARIANTS = [
     Variant("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
@@ -23,14 +22,6 @@ VARIANTS = [
     Variant("qwen2-tied", "Qwen2ForCausalLM", {"tie_word_embeddings": True, **GROUPED}),
     Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 40, **GROUPED}),
 ]
-
-
-def load(directory: Path, variant: Variant, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelConfig]:
-    path, _ = variant.checkpoint(directory)
-    config = ModelConfig.from_dir(path)
-    model = load_model(path, config, dtype, DEVICE)
-    assert isinstance(model, CausalLM)
-    return model, config
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
@@ -81,3 +72,20 @@ def test_the_linear_kernel_fuses_norm_bias_gate_and_residual(size: int, width: i
         expected = torch.nn.functional.silu(gate) * up
     expected += residual.double()
     assert ((out.double() - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def test_every_kernel_of_a_step_may_start_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with one token has one row, however wide its vectors are: early launches are for few rows."""
+    rows: list[int] = []
+
+    def noted(tensor: torch.Tensor) -> dict[str, bool]:
+        rows.append(len(tensor))
+        return {"EARLY": False}
+
+    for module in (single_token_linear, single_token_attention):
+        monkeypatch.setattr(module, "launch_early", noted)
+    model, config = load(tmp_path, VARIANTS[-1])
+    runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=8, page_size=8)
+    runner.model = SingleTokenDecoder(model, runner.cache)  # type: ignore[assignment]
+    runner.step({0: np.array([7], dtype=np.int32)})
+    assert rows == [1] * (6 * config.num_layers + 1)

@@ -10,25 +10,15 @@ import torch
 
 from minisgl.kernels.small_batch import SmallBatchDecoder
 from minisgl.kernels.small_batch_linear import linear
-from minisgl.models import ModelConfig, load_model
-from minisgl.models.decoder import CausalLM
+from tests.kernels.loading import DEVICE, load
 from tests.model_zoo import PagedRunner, Variant, random_tokens
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VARIANTS = [
     Variant("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     Variant("mistral-window", "MistralForCausalLM", {"sliding_window": 9}),
     Variant("qwen2-tied", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 40, "head_dim": 16}),
 ]
-
-
-def load(directory: Path, variant: Variant, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelConfig]:
-    path, _ = variant.checkpoint(directory)
-    config = ModelConfig.from_dir(path)
-    model = load_model(path, config, dtype, DEVICE)
-    assert isinstance(model, CausalLM)
-    return model, config
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

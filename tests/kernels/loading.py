@@ -1,0 +1,22 @@
+"""Tiny models of ours, where the kernels run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from minisgl.models import ModelConfig, load_model
+from minisgl.models.decoder import CausalLM
+from tests.model_zoo import Variant
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(directory: Path, variant: Variant, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelConfig]:
+    """The model of a tiny checkpoint that is saved under ``directory``, and its config."""
+    path, _ = variant.checkpoint(directory)
+    config = ModelConfig.from_dir(path)
+    model = load_model(path, config, dtype, DEVICE)
+    assert isinstance(model, CausalLM)
+    return model, config
