@@ -15,7 +15,6 @@ from minisgl.graphs.runner import Model
 from minisgl.kernels import FUSIONS
 from minisgl.kernels.decoders import choose_decoders
 from minisgl.kernels.single_token import SingleTokenDecoder
-from minisgl.kernels.small_batch import SmallBatchDecoder
 from tests.model_zoo import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9]]
@@ -42,16 +41,17 @@ def engine(path: Path, **options: Any) -> LLM:
     return LLM(path, device="cpu", dtype="float32", num_pages=32, page_size=4, max_running_requests=4, **options)
 
 
-def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     """With graphs, whose replays are run again, and the single-token decoder for the last request's steps."""
     monkeypatch.setattr("minisgl.engine.engine.block_weights", lambda model: None)  # row-major weights, as on a GPU
-    expected = [output.token_ids for output in engine(path, **PLAIN).generate(PROMPTS, PARAMS)]
-    llm = engine(path, **OURS)
+    plain, llm = engine(path, **PLAIN, kv_dtype=kv_dtype), engine(path, **OURS, kv_dtype=kv_dtype)
+    expected = [output.token_ids for output in plain.generate(PROMPTS, PARAMS)]
     parts = llm.engine.parts
     assert SingleTokenDecoder.supports(parts.model)
     decoder_for = choose_decoders(parts, FUSIONS)
     assert isinstance(decoder_for(1), SingleTokenDecoder)
-    assert isinstance(decoder_for(3), SmallBatchDecoder)
+    assert decoder_for(3) is parts.model
     steps: list[int] = []
 
     def counted(rows: int) -> Model:
@@ -72,9 +72,6 @@ def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.M
         (("norm", "rope"), 1, "Qwen3"),
         (("single-token",), 1, "SingleTokenDecoder"),
         (("single-token",), 2, "Qwen3"),
-        (("small-batch",), 1, "SmallBatchDecoder"),
-        (("small-batch",), 256, "SmallBatchDecoder"),
-        (("small-batch", "single-token"), 257, "Qwen3"),
     ],
 )
 def test_a_number_of_rows_has_its_decoder(
@@ -100,6 +97,8 @@ def test_a_number_of_rows_has_its_decoder(
         ({"overlap": "yes"}, "overlap"),
         ({"enforce_eager": 1}, "enforce_eager"),
         ({"attention_backend": "triton", "dtype": "float64"}, "choose 'torch'"),
+        ({"attention_backend": "triton", "dtype": "float64", "kv_dtype": "fp8"}, "choose 'torch'"),
+        ({"kv_dtype": "int4"}, "kv_dtype: must be one of auto, fp8, got 'int4'"),
     ],
 )
 def test_an_option_that_cannot_work_is_named(path: Path, options: dict[str, Any], field: str) -> None:

@@ -95,7 +95,8 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], params: Sampling
 
 
 def make_oracle(directory: Path, architecture: str, **overrides: Any) -> Oracle:
-    path, model = tiny_checkpoint(directory, architecture, vocab_size=VOCAB, **MODELS[architecture], **overrides)
+    settings = MODELS.get(architecture, {}) | overrides
+    path, model = tiny_checkpoint(directory, architecture, vocab_size=VOCAB, **settings)
     model.double()
     prompts, params = make_prompts(), make_params()
     expected = [greedy_reference(model, *each) for each in zip(prompts[:NUM_GREEDY], params[:NUM_GREEDY], strict=True)]

@@ -24,7 +24,7 @@ from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, load_tile, sof
 from minisgl.core import AttentionSpec, DeviceBatch
 
 _TILE_BYTES = 16384
-"""Of a tile of keys; the values are as many again."""
+"""Of a tile of keys in the queries' dtype; the values are as many again."""
 
 _FEW_ROWS = 16
 """Up to here latency counts: wider programs, each with more tiles on the way. Beyond, more programs."""
@@ -89,8 +89,6 @@ def decode_kernel(
         WINDOW: 0 is none. BLOCK_R, BLOCK_M, BLOCK_D: R, GROUP and HEAD_DIM or more. BLOCK_N: keys a tile.
     """
     if EARLY:
-        if not SHARED:
-            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -114,6 +112,8 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if EARLY and not SHARED:  # what was read so far was written before the step's first layer
+        tl.extra.cuda.gdc_wait()
     for tile in tile_range(begin, stop):
         positions = first + (tile - row_begin) * BLOCK_N + tl.arange(0, BLOCK_N)
         page_row = page_table + slot * table_width
@@ -168,7 +168,7 @@ def decode(
     page_size, kv_heads = keys.shape[1:3]
     group = num_heads // kv_heads
     block_m, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
-    block_n = min(128, max(16, _TILE_BYTES // (block_d * keys.element_size())))
+    block_n = min(128, max(16, _TILE_BYTES // (block_d * queries.element_size())))
     few = num_rows <= _FEW_ROWS
     block_r = _FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows))
     programs = max(1, num_sms * (2 if few else 4) // kv_heads)
@@ -205,4 +205,4 @@ def decode(
         num_stages=5 if few else 3,
         **EARLY,
     )
-    merge(out, part_out, part_lse, inputs.seq_lens, kv_heads, programs, block_r, block_n, window, prefix)
+    merge(out, part_out, part_lse, inputs.seq_lens, programs, block_r, block_n, window, prefix)

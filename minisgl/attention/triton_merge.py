@@ -17,6 +17,9 @@ from minisgl.attention.triton_tiles import EARLY, LOWEST, tile_range
 
 MAX_PREFIX_PARTS = 8
 
+_FEW_ROWS = 16
+"""Up to here narrow programs; beyond, no more programs than there is room for at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixParts:
@@ -41,33 +44,31 @@ def add_parts(
     part_lse,
     line,
     num_parts,
+    columns,
     acc,
     total,
     peak,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """Merge in parts that lie one after the other, of some neighbouring heads of one row.
+    """Merge in parts that lie one after the other, of some columns of one row.
 
     Args:
         part_out: pointer to float32[…, NUM_HEADS, HEAD_DIM]; part_lse: to float32[…, NUM_HEADS].
-        line: where the first part's first head is, in heads.
-        acc, total, peak: float32[BLOCK_W] so far: the sum of the parts, each times its weight; the sum of the weights;
-            and the largest part_lse, relative to which the weights are. Each element for itself.
-        WIDTH: heads × HEAD_DIM. BLOCK_W: as much or more. BLOCK_P: parts at a time.
+        line: where the first part is, in the dimension before NUM_HEADS.
+        columns: int32[W] of the last two dimensions taken together.
+        acc, total, peak: float32[W] so far: the sum of the parts, each times its weight; the sum of the weights; and
+            the largest part_lse, relative to which the weights are. Each element for itself.
+        BLOCK_P: parts at a time.
     """
-    columns = tl.arange(0, BLOCK_W)
     for start in tile_range(0, num_parts, BLOCK_P):
         parts = start + tl.arange(0, BLOCK_P)
-        exists = (parts < num_parts)[:, None] & (columns < WIDTH)[None, :]
-        heads = line + parts[:, None] * NUM_HEADS + columns[None, :] // HEAD_DIM
+        exists = (parts < num_parts)[:, None] & (columns < NUM_HEADS * HEAD_DIM)[None, :]
+        lines = (line + parts)[:, None] * NUM_HEADS
         # Past the first-level cache: nothing here is read twice.
-        lse = tl.load(part_lse + heads, exists, other=LOWEST, cache_modifier=".cg")
-        pointers = part_out + heads * HEAD_DIM + columns[None, :] % HEAD_DIM
-        out = tl.load(pointers, exists, other=0.0, cache_modifier=".cg")
+        lse = tl.load(part_lse + lines + columns[None, :] // HEAD_DIM, exists, other=LOWEST, cache_modifier=".cg")
+        out = tl.load(part_out + lines * HEAD_DIM + columns[None, :], exists, other=0.0, cache_modifier=".cg")
         new_peak = tl.maximum(peak, tl.max(lse, 0))
         weights = tl.exp2(lse - new_peak[None, :])
         decay = tl.exp2(peak - new_peak)
@@ -92,8 +93,7 @@ def merge_kernel(
     EARLY: tl.constexpr,
     SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PREFIX_PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -101,17 +101,20 @@ def merge_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Program (h, r): merge the parts of row r in the query heads of KV head h, if `decode_kernel` has left any.
+    """Program (c, r): merge the parts of row r in the c-th BLOCK_W columns, if `decode_kernel` has left any.
+
+    All heads of a row are cut in the same places, so columns may be of several heads. The programs are few enough to be
+    on the multiprocessors all at once, where each finds out what it has to do before `decode_kernel` has ended.
 
     Args:
-        out: [R, KV_HEADS × GROUP, HEAD_DIM] written.
+        out: [R, NUM_HEADS, HEAD_DIM] written.
         part_out, part_lse, seq_lens, shared_lens: as in `decode_kernel`.
         prefix_parts, prefix_out, prefix_lse: as in `PrefixParts`, if SHARED.
         programs: of `decode_kernel`, a head.
-        WINDOW, BLOCK_R, BLOCK_N: of `decode_kernel`. BLOCK_P, BLOCK_W: as in `add_parts`.
+        WINDOW, BLOCK_R, BLOCK_N: of `decode_kernel`. BLOCK_P: as in `add_parts`.
     """
-    WIDTH: tl.constexpr = GROUP * HEAD_DIM
-    head = tl.program_id(0)
+    WIDTH: tl.constexpr = NUM_HEADS * HEAD_DIM
+    columns = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     row = tl.program_id(1)
     all_rows = tl.arange(0, BLOCK_R)
     exists = all_rows < num_rows
@@ -133,20 +136,17 @@ def merge_kernel(
         acc = tl.zeros([BLOCK_W], tl.float32)
         total = tl.zeros([BLOCK_W], tl.float32)
         peak = tl.full([BLOCK_W], LOWEST, tl.float32)
-        line = (row + first_program) * (KV_HEADS * GROUP) + head * GROUP
+        line = row + first_program
         acc, total, peak = add_parts(
-            part_out, part_lse, line, num_parts, acc, total, peak, KV_HEADS * GROUP, HEAD_DIM, BLOCK_P, BLOCK_W, WIDTH
+            part_out, part_lse, line, num_parts, columns, acc, total, peak, NUM_HEADS, HEAD_DIM, BLOCK_P
         )
         if SHARED:
             num_parts = tl.load(prefix_parts + row, tl.load(shared_lens + row) > 0, other=0)
-            line = row * PREFIX_PARTS * (KV_HEADS * GROUP) + head * GROUP
+            line = row * PREFIX_PARTS
             acc, total, peak = add_parts(
-                prefix_out, prefix_lse, line, num_parts, acc, total, peak, KV_HEADS * GROUP, HEAD_DIM, BLOCK_P, BLOCK_W,
-                WIDTH,
-            )  # fmt: skip
-        columns = tl.arange(0, BLOCK_W)
-        pointers = out + (row * KV_HEADS + head) * WIDTH + columns
-        tl.store(pointers, (acc / total).to(out.dtype.element_ty), columns < WIDTH)
+                prefix_out, prefix_lse, line, num_parts, columns, acc, total, peak, NUM_HEADS, HEAD_DIM, BLOCK_P
+            )
+        tl.store(out + row * WIDTH + columns, (acc / total).to(out.dtype.element_ty), columns < WIDTH)
 
 
 def merge(
@@ -154,7 +154,6 @@ def merge(
     part_out: torch.Tensor,
     part_lse: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_heads: int,
     programs: int,
     block_r: int,
     block_n: int,
@@ -163,8 +162,11 @@ def merge(
 ) -> None:
     """Launch `merge_kernel`. Arguments as there."""
     num_rows, num_heads, head_dim = out.shape
-    block_w = triton.next_power_of_2(num_heads // kv_heads * head_dim)
-    merge_kernel[(kv_heads, num_rows)](
+    # One row is in many parts, many rows are in one or two.
+    few = num_rows <= _FEW_ROWS
+    width = num_heads * head_dim
+    block_w = min(256 if few else 1024, triton.next_power_of_2(width))
+    merge_kernel[(triton.cdiv(width, block_w), num_rows)](
         out,
         part_out,
         part_lse,
@@ -177,13 +179,12 @@ def merge(
         programs,
         SHARED=prefix is not None,
         WINDOW=window,
-        GROUP=num_heads // kv_heads,
-        KV_HEADS=kv_heads,
+        NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         PREFIX_PARTS=MAX_PREFIX_PARTS,
         BLOCK_R=block_r,
         BLOCK_N=block_n,
-        BLOCK_P=max(1, min(8, 4096 // block_w)),
+        BLOCK_P=8 if few else 2,
         BLOCK_W=block_w,
         num_warps=4,
         **EARLY,

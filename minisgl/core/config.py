@@ -19,6 +19,8 @@ class EngineConfig:
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` …; ``"auto"`` takes CUDA where it is present.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is the checkpoint's own on
             CUDA and float32 on the CPU.
+        kv_dtype: what keys and values are kept in: ``"auto"`` is the model's dtype; ``"fp8"`` is eight bits (e4m3), so
+            that memory holds twice the tokens of bfloat16 and decoding reads half as much, for a loss of precision.
         max_seq_len: most tokens a request may have, prompt and output; None takes the model's own limit.
         max_running_requests: most requests that run at the same time (rows of a decode batch).
         max_queued_requests: most requests that wait; one more is refused with `QueueFull`.
@@ -40,11 +42,10 @@ class EngineConfig:
             default.
         sampler: ``"default"`` (plain PyTorch), ``"triton"`` (one fused kernel) or another registered name; ``"auto"``
             chooses by device.
-        fusions: fused kernels to use: ``"auto"`` is all but ``small-batch`` on CUDA, and none on the CPU;
-            ``"none"``; or some of ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store),
-            ``activation`` (SiLU·mul), ``experts`` (a mixture's experts as grouped products; without it CUDA graphs
-            cannot hold a mixture), ``single-token`` (all of a decode step with one token) and ``small-batch`` (the
-            matrix products of one with some dozen), separated by commas.
+        fusions: fused kernels to use: ``"auto"`` is all on CUDA and none on the CPU; ``"none"``; or some of ``norm``
+            (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store), ``activation`` (SiLU·mul),
+            ``experts`` (a mixture's experts as grouped products; without it CUDA graphs cannot hold a mixture) and
+            ``single-token`` (all of a decode step with one token), separated by commas.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger ones run eagerly. None
             is ``max_running_requests``, up to 512.
@@ -61,6 +62,7 @@ class EngineConfig:
     model: str = "default"
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     max_seq_len: int | None = None
     max_running_requests: int = 256
     max_queued_requests: int = 65536
@@ -109,6 +111,7 @@ class EngineConfig:
         self._one_of("memory_formula", "free", "peak")
         self._one_of("load_format", "auto", "dummy")
         self._one_of("dtype", "auto", "float32", "bfloat16", "float16", "float64")
+        self._one_of("kv_dtype", "auto", "fp8")
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:

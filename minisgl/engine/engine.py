@@ -20,12 +20,14 @@ from minisgl.engine.runner import EagerRunners, EngineParts, RunnerFactory
 from minisgl.engine.sampler import SAMPLERS, SampledTokens
 from minisgl.engine.sampling_stages import SamplingRows
 from minisgl.engine.sampling_table import SamplingTable
+from minisgl.engine.warm_up import warm_up
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes
 from minisgl.models import ModelConfig, block_weights, load_model
 
 _INT32_LIMIT = 2**31
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class Engine:
     6. the attention backend, which reads the KV tensors;
     7. the sampler;
     8. the runner, which may record all of these in CUDA graphs. The memory that it will need is measured before step
-       4, by a trial over a KV cache of one page.
+       4, by a trial over a KV cache of one page;
+    9. on CUDA, steps on the dummy page, in which kernels are compiled and chosen before the first request.
 
     Args:
         config: options.
@@ -90,6 +93,7 @@ class Engine:
         self.model_config = model_config
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.kv_dtype = resolve_kv_dtype(config.kv_dtype, self.dtype, self.device)
         self.max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
         make_sampler = SAMPLERS.get(config.sampler)
         free_before = free_memory(self.device)
@@ -104,10 +108,10 @@ class Engine:
         sampler = make_sampler()
 
         shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
-        self.page_bytes = page_bytes(*shape, config.page_size, self.dtype.itemsize)
+        self.page_bytes = page_bytes(*shape, config.page_size, self.kv_dtype.itemsize)
 
         def parts(num_pages: int) -> EngineParts:
-            kv_cache = KVCache(*shape, num_pages, config.page_size, self.dtype, self.device)
+            kv_cache = KVCache(*shape, num_pages, config.page_size, self.dtype, self.device, self.kv_dtype)
             sizes = (config.max_running_requests, self.max_seq_len, config.page_size, num_pages)
             state = DeviceState(*sizes, self.device)
             return EngineParts(self.model, kv_cache, make_attention(kv_cache), state, sampler)
@@ -129,6 +133,8 @@ class Engine:
         check_num_pages(self.num_pages, config.page_size, self.page_bytes, self.device)
         self.parts = parts(self.num_pages)
         self.runner = runners.build(self.parts)
+        if self.device.type == "cuda":
+            warm_up(self.parts, config.max_prefill_tokens)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -199,3 +205,19 @@ def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> t
         return checkpoint if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the KV memory called ``name``; ``"auto"`` is the model's.
+
+    Raises:
+        ConfigError: this GPU has no instructions for 8-bit floats.
+    """
+    if name == "auto":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FP8_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (_FP8_CAPABILITY, capability))
+        raise ConfigError(
+            f"kv_dtype: 'fp8' needs a GPU of compute capability {needed} or later, this has {found}; use 'auto'"
+        )
+    return torch.float8_e4m3fn

@@ -12,10 +12,8 @@ from minisgl.errors import ConfigError
 
 LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
 """Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products."""
-FUSIONS = (*LAYER_FUSIONS, "single-token", "small-batch")
-"""Also: all of a decode step with one token, and the matrix products of one with some dozen."""
-AUTO = (*LAYER_FUSIONS, "single-token")
-"""Those that were measured to pay; and the experts, without which CUDA graphs cannot hold a mixture."""
+FUSIONS = (*LAYER_FUSIONS, "single-token")
+"""Also: all of a decode step with one token."""
 
 
 def has_triton() -> bool:
@@ -27,7 +25,7 @@ def choose_fusions(names: str, device: torch.device) -> tuple[str, ...]:
     """The fusions called ``names``.
 
     Args:
-        names: ``"auto"``, which is `AUTO` where there are CUDA and Triton and none elsewhere; ``"none"``; or names
+        names: ``"auto"``, which is all of them where there are CUDA and Triton and none elsewhere; ``"none"``; or names
             from `FUSIONS`, separated by commas.
         device: of the engine.
 
@@ -35,7 +33,7 @@ def choose_fusions(names: str, device: torch.device) -> tuple[str, ...]:
         ConfigError: an unknown name, or Triton is missing.
     """
     if names == "auto":
-        return AUTO if device.type == "cuda" and has_triton() else ()
+        return FUSIONS if device.type == "cuda" and has_triton() else ()
     if names == "none":
         return ()
     chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",")))

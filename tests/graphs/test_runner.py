@@ -18,6 +18,7 @@ from minisgl.graphs.fused_buffers import FusedDecodeBuffers
 from minisgl.graphs.recorder import RerunRecorder
 from minisgl.kernels.fuse import fuse
 from minisgl.kvcache.torch_attention import TorchAttention
+from tests.kernels.closeness import DEVICE
 from tests.model_zoo import tiny_checkpoint
 
 SIZES = (1, 2, 4, 8)
@@ -37,7 +38,18 @@ def path(tmp_path: Path) -> Path:
 
 
 def engine(path: Path, sizes: tuple[int, ...] | None, buffers: type[DecodeBuffers] = DecodeBuffers) -> LLM:
-    llm = LLM(path, device="cpu", dtype="float64", num_pages=64, page_size=4, max_running_requests=8)
+    llm = LLM(
+        path,
+        device=DEVICE,
+        dtype="float64",
+        num_pages=64,
+        page_size=4,
+        max_running_requests=8,
+        attention_backend="torch",
+        enforce_eager=True,
+        fusions="none",
+        sampler="default",
+    )
     if sizes is not None:
         llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder(), buffers)
     return llm
