@@ -44,7 +44,7 @@ bench: $(READY_FOR_ALL) ## measure the engine on this machine's CPU; results lan
 .PHONY: bench-gpu
 bench-gpu: $(READY_FOR_ALL) ## test and measure the engine on this machine's GPU, for about ten minutes
 	$(BIN)/pytest -m gpu
-	@for benchmark in "offline --start" compare kernels attention profile; do $(BIN)/python -m minisgl.bench $$benchmark; done
+	@for benchmark in "offline --start" compare kernels attention overlap preemption profile; do $(BIN)/python -m minisgl.bench $$benchmark; done
 	@$(BIN)/python -m minisgl.bench compare --model Qwen3-14B --work bs1 mixed --output benchmarks/results/compare-14b.json
 	@$(BIN)/python -m minisgl.bench profile --model Qwen3-14B --output benchmarks/results/profile-14b.json
 	@$(BIN)/python -m tools.readme
@@ -70,19 +70,23 @@ unit: $(READY_FOR_ALL) model ## run the tests of the package
 	$(BIN)/pytest
 
 .PHONY: check-pairs
-check-pairs: $(READY_FOR_ALL) ## check that every notebook is the one its chapter generates
+check-pairs: $(READY_FOR_ALL) ## generate the notebooks once more, and fail if one differs from what is there
 	@$(BIN)/python -m tools.notebooks check
 
-.PHONY: pairs
-pairs: $(READY_FOR_ALL) ## generate the notebooks from the chapters and run them, to keep their outputs
-	@$(BIN)/python -m tools.notebooks run
+.PHONY: pair
+pair: $(READY_FOR_ALL) ## generate the notebooks from the chapters; unchanged cells keep their outputs
+	@$(BIN)/python -m tools.notebooks pair $(CHAPTER)
+
+.PHONY: execute
+execute: $(READY_FOR_ALL) model ## the same and run them, to keep new outputs; CHAPTER=06 for one
+	@$(BIN)/python -m tools.notebooks run $(CHAPTER)
 
 .PHONY: notebooks
 notebooks: $(READY_FOR_ALL) ## run every notebook; the assertions in it are the test
 	$(BIN)/pytest --nbmake --nbmake-timeout=$(SECONDS_PER_NOTEBOOK) --timeout=$(SECONDS_PER_NOTEBOOK) notebooks
 
 .PHONY: book
-book: $(READY_FOR_ALL) ## build the book as HTML into book/
+book: $(READY_FOR_ALL) ## build the book's pages into book/: open book/index.html
 	@$(BIN)/python -m tools.mdbook
 
 .PHONY: clean

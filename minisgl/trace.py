@@ -111,6 +111,10 @@ class Trace:
         """Record a moment: ``at``, in seconds of ``time.perf_counter``, or now."""
         self._events.append(Event(name, track, time.perf_counter() if at is None else at, None, args))
 
+    def add(self, event: Event) -> None:
+        """Record what was measured elsewhere."""
+        self._events.append(event)
+
     @property
     def events(self) -> list[Event]:
         """All events in order of their start. Waits for device spans that have not ended."""
@@ -128,7 +132,26 @@ class Trace:
             for tid, track in enumerate(TRACKS)
         ]
         events = [self._as_json(event) for event in self.events]
-        Path(path).write_text(json.dumps({"traceEvents": tracks + events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        record = {"traceEvents": tracks + events, "displayTimeUnit": "ms", "otherData": {"on_cuda": self.on_cuda}}
+        Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `export` has written. Times count from the beginning of that trace."""
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        events = [_from_json(entry) for entry in record["traceEvents"] if entry["ph"] != "M"]
+        return cls._of(events, 0.0, record["otherData"]["on_cuda"])
+
+    def excerpt(self, first: int, count: int) -> Trace:
+        """The events of ``count`` steps from the step ``first`` on, as a trace of their own that begins with them."""
+        events = [event for event in self.events if first <= event.args.get("step", -1) < first + count]
+        return self._of(events, min((event.start for event in events), default=self.start), self.on_cuda)
+
+    @classmethod
+    def _of(cls, events: list[Event], start: float, on_cuda: bool) -> Trace:
+        trace = cls()
+        trace._events, trace.start, trace.on_cuda = events, start, on_cuda
+        return trace
 
     def _as_json(self, event: Event) -> dict[str, Any]:
         """One event; times are in microseconds since the trace began."""
@@ -152,6 +175,11 @@ class Trace:
         times = list(host.values()) or [0.0]
         idle = _idle_share(on_device) if self.on_cuda else None
         return Summary(len(host), median(times), float(np.percentile(times, 95)), idle)
+
+
+def _from_json(entry: dict[str, Any]) -> Event:
+    duration = entry["dur"] / 1e6 if entry["ph"] == "X" else None
+    return Event(entry["name"], TRACKS[entry["tid"]], entry["ts"] / 1e6, duration, entry["args"])
 
 
 def _idle_share(steps: list[Event]) -> float | None:

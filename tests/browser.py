@@ -30,7 +30,9 @@ class Browser:
         self._ids = itertools.count(1)
         self.problems: list[str] = []
         """Errors on the page's console, exceptions of its scripts, and what it could not load."""
-        for domain in ("Page", "Runtime", "Log"):
+        self.requested: list[str] = []
+        """Addresses that the page has asked for."""
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
@@ -53,6 +55,8 @@ class Browser:
             self.problems.append(details.get("exception", {}).get("description") or details["text"])
         elif message["method"] == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.problems.append(" ".join(str(arg.get("value", arg.get("description"))) for arg in params["args"]))
+        elif message["method"] == "Network.requestWillBeSent":
+            self.requested.append(params["request"]["url"])
         elif message["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 

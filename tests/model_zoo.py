@@ -223,12 +223,19 @@ class PagedRunner:
 
     @classmethod
     def of(
-        cls, model: torch.nn.Module, config: ModelConfig, dtype: torch.dtype, rows: int, max_len: int, page_size: int
+        cls,
+        model: torch.nn.Module,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        rows: int,
+        max_len: int,
+        page_size: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> PagedRunner:
         """With KV memory that fits the model and the rows."""
         pages = rows * -(-max_len // page_size)
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, pages, page_size)
-        return cls(model, KVCache(*shape, dtype, next(model.parameters()).device), rows, max_len)
+        return cls(model, KVCache(*shape, dtype, next(model.parameters()).device, kv_dtype), rows, max_len)
 
     def step(self, fed: Mapping[int, np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Feed tokens to some slots, those with a KV prefix and one token first (as decode rows must be).

@@ -7,6 +7,7 @@ program is not installed, and both are counted.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +93,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _missing(item: pytest.Item) -> str | None:
     names = [str(name) for marker in item.iter_markers("needs") for name in marker.args]
-    return next((name for name in names if find_spec(name) is None and which(name) is None), None)
+    return next((name for name in names if not _is_installed(name)), None)
+
+
+def _is_installed(name: str) -> bool:
+    """A package, or a program: on the path, or beside the interpreter, where pip puts those of packages."""
+    beside = str(Path(sys.executable).parent)
+    return find_spec(name) is not None or which(name) is not None or which(name, path=beside) is not None
 
 
 def _cuda_is_available() -> bool:

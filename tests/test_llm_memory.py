@@ -50,13 +50,39 @@ def test_dtypes(path: Path, name: str) -> None:
     assert len(llm.generate("the cat", GREEDY)[0].token_ids) == 12
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+def test_keys_and_values_of_eight_bits_with_every_dtype(path: Path, name: str) -> None:
+    llm = make(path, dtype=name, kv_dtype="fp8")
+    assert llm.engine.kv_cache.k.dtype == torch.float8_e4m3fn
+    assert {parameter.dtype for parameter in llm.engine.model.parameters()} == {getattr(torch, name)}
+    assert len(llm.generate("the cat", GREEDY)[0].token_ids) == 12
+
+
+def test_keys_and_values_of_eight_bits_change_logits_a_little(path: Path) -> None:
+    """With random weights, whose attention is far less sure than a trained model's."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
+    prompts = [list(range(1, 2 + i)) for i in range(60)]
+    exact, rounded = (make(path, kv_dtype=name).generate(prompts, params) for name in ("auto", "fp8"))
+    differences = []
+    for a, b in zip(exact, rounded, strict=True):
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        of_b = dict(b.logprobs[0].top)
+        differences += [abs(logprob - of_b[token]) for token, logprob in a.logprobs[0].top if token in of_b]
+    assert len(differences) > 60 * 15
+    assert 0.01 < sum(differences) / len(differences) < 0.2
+    assert max(differences) < 2.0
+    assert sum(a.token_ids == b.token_ids for a, b in zip(exact, rounded, strict=True)) >= 50
+
+
 def test_auto_is_float32_on_the_cpu(path: Path) -> None:
     assert make(path, dtype="auto").engine.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("formula", "budget"), [("free", 900_000), ("peak", 500_000)])
+@pytest.mark.parametrize(("kv_dtype", "itemsize"), [("auto", 8), ("fp8", 1)])
 def test_the_pool_is_sized_by_either_formula(
-    path: Path, formula: str, budget: int, monkeypatch: pytest.MonkeyPatch
+    path: Path, formula: str, budget: int, kv_dtype: str, itemsize: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Free: 0.9 of 1 MB + the model, less the model. Peak: 0.9 of 1 MB, less 400 kB in use, and the warm-up."""
     model_bytes = make(path).engine.model_bytes
@@ -66,9 +92,11 @@ def test_the_pool_is_sized_by_either_formula(
     monkeypatch.setattr("minisgl.engine.budget.free_memory", lambda device: scale - 400_000)
     monkeypatch.setattr("minisgl.engine.budget.total_memory", lambda device: scale)
     monkeypatch.setattr("minisgl.engine.budget.measure_peak", _no_peak)
-    llm = make(path, num_pages=None, memory_formula=formula, memory_ratio=0.9)
-    assert llm.engine.num_pages == budget // llm.engine.page_bytes
-    assert llm.engine.page_bytes == 2 * 2 * 8 * 4 * 8 * 2  # k and v, heads, width, tokens, bytes, layers
+    llm = make(path, num_pages=None, memory_formula=formula, memory_ratio=0.9, kv_dtype=kv_dtype)
+    engine = llm.engine
+    assert engine.num_pages == budget // engine.page_bytes
+    assert engine.page_bytes == 2 * 2 * 8 * 4 * itemsize * 2  # k and v, heads, width, tokens, bytes, layers
+    assert engine.kv_cache.k.nbytes + engine.kv_cache.v.nbytes == (engine.num_pages + 1) * engine.page_bytes
 
 
 class _no_peak:

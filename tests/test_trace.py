@@ -132,7 +132,10 @@ def test_spans_nest_and_are_recorded_even_if_they_fail() -> None:
     with pytest.raises(ValueError, match="no"):
         work()
     trace.instant("early", at=trace.start - 1.0)
-    early, outer, inner = trace.events
+    late = Event("late", DEVICE, trace.start + 60.0, 0.5)
+    trace.add(late)
+    early, outer, inner, last = trace.events
+    assert last is late
     assert (early.name, early.start, early.duration) == ("early", trace.start - 1.0, None)
     assert (outer.name, outer.args, inner.name, inner.args) == ("outer", {"answer": 1}, "inner", {"added": 2})
     assert outer.start <= inner.start <= inner.end <= outer.end
@@ -174,6 +177,34 @@ def test_a_summary_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Trace().summary().steps == 0
 
 
+def test_what_was_exported_can_be_loaded(llm: LLM, tmp_path: Path) -> None:
+    with llm.trace() as trace:
+        llm.generate(PROMPTS, GREEDY)
+    trace.export(tmp_path / "all.json")
+    loaded = Trace.load(tmp_path / "all.json")
+    assert [(e.name, e.track, e.args) for e in loaded.events] == [(e.name, e.track, e.args) for e in trace.events]
+    for read, event in zip(loaded.events, trace.events, strict=True):
+        assert (read.duration is None) == (event.duration is None)
+        assert read.start == pytest.approx(event.start - trace.start, abs=1e-9)
+        assert read.end - read.start == pytest.approx(event.end - event.start, abs=1e-9)
+    assert loaded.summary().steps == trace.summary().steps
+    assert loaded.summary().host_median == pytest.approx(trace.summary().host_median)
+    loaded.export(tmp_path / "again.json")
+    assert len(Trace.load(tmp_path / "again.json").events) == len(trace.events)
+
+
+def test_an_excerpt_begins_with_its_first_step(llm: LLM, tmp_path: Path) -> None:
+    with llm.trace() as trace:
+        llm.generate(PROMPTS, GREEDY)
+    excerpt = trace.excerpt(2, 3)
+    assert {event.args["step"] for event in excerpt.events} == {2, 3, 4}
+    assert numbers(named(excerpt, "launch")) == [2, 3, 4]
+    assert excerpt.start == named(trace, "schedule")[2].start == excerpt.events[0].start
+    excerpt.export(tmp_path / "x.json")
+    assert Trace.load(tmp_path / "x.json").events[0].start == 0.0
+    assert trace.excerpt(100, 2).events == []
+
+
 # -- the GPU's clock -----------------------------------------------------------------------------------------------
 
 
@@ -212,7 +243,7 @@ def test_device_spans_are_measured_by_the_device(monkeypatch: pytest.MonkeyPatch
     spans = [event for event in trace.events if event.track == DEVICE]
     assert [event.start for event in spans] == pytest.approx([100.010, 100.032, 100.060])
     assert [event.duration for event in spans] == pytest.approx([0.020, 0.018, 0.010])
-    assert trace.summary().gpu_idle == pytest.approx(2 / 20)
+    assert trace.summary().gpu_idle == trace.excerpt(0, 9).summary().gpu_idle == pytest.approx(2 / 20)
     assert len(trace.events) == 4 + 3, "resolved once"
 
 

@@ -1,6 +1,8 @@
 """The web pages: mdBook, with each notebook's outputs under the cells that made them.
 
-``python -m tools.mdbook`` builds the book into ``book/`` and fails on any warning of mdBook, which itself does not.
+``python -m tools.mdbook`` builds the book into ``book/``. It fails, with the pages written all the same, on a notebook
+that is not its chapter's or that was not run, on dead links, and on any warning of mdBook, which by itself is content
+with all of these.
 ``python -m tools.mdbook preprocess`` is what ``book.toml`` names as a preprocessor: the book as JSON, in and out.
 """
 
@@ -15,34 +17,57 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import jupytext
-import nbformat
+from tools.links import chapter_problems, site_problems
+from tools.maths import with_maths
+from tools.notebooks import check, pair
+
+_TOOLS = Path(__file__).parent.parent
 
 
-def build() -> int:
-    """Build with the Python that runs this; returns the exit status."""
-    bin_dir = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": bin_dir + os.pathsep + os.environ["PATH"]}
-    done = subprocess.run(["mdbook", "build"], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+def build(root: Path, site: Path) -> int:
+    """Build with the Python that runs this.
+
+    Args:
+        root: directory of ``book.toml``.
+        site: directory for the pages.
+
+    Returns:
+        The exit status.
+    """
+    paths = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(_TOOLS)}
+    added = {name: os.pathsep.join(filter(None, [path, os.environ.get(name)])) for name, path in paths.items()}
+    command = ["mdbook", "build", "--dest-dir", str(site.absolute()), str(root)]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, **added}, stderr=subprocess.PIPE, text=True, check=False
+    )
     sys.stderr.write(done.stderr)
-    if done.returncode == 0 and any(word in done.stderr for word in ("WARN", "ERROR")):
-        print("mdBook warns about the book: see above", file=sys.stderr)
-        return 1
-    return done.returncode
+    if done.returncode != 0:
+        return done.returncode
+    problems = [*check(root), *chapter_problems(root), *site_problems(site)]
+    if any(word in done.stderr for word in ("WARN", "ERROR")):
+        problems.append("mdBook warns about the book: see above")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 def preprocess(context: dict[str, Any], book: dict[str, Any]) -> dict[str, Any]:
-    """Insert the outputs into every chapter that has a notebook.
+    """Insert the outputs into every chapter, and formulas that browsers understand.
 
     Args:
         context: mdBook's, of which ``root`` is used, the directory of ``book.toml``.
         book: mdBook's tree of ``items``; changed in place.
+
+    Raises:
+        ValueError: a formula cannot be converted.
     """
     notebooks = Path(context["root"]) / "notebooks"
     for chapter in _chapters(book["items"]):
-        path = notebooks / f"{Path(chapter['path'] or '').stem}.ipynb"
-        if path.is_file():
-            chapter["content"] = with_outputs(chapter["content"], nbformat.read(path, as_version=4))
+        name = Path(chapter["path"] or "").stem
+        try:
+            chapter["content"] = as_markdown(pair(chapter["content"], notebooks / f"{name}.ipynb"))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     return book
 
 
@@ -53,23 +78,12 @@ def _chapters(items: list[Any]) -> Iterator[dict[str, Any]]:
             yield from _chapters(item["Chapter"]["sub_items"])
 
 
-def with_outputs(text: str, notebook: Any) -> str:
-    """Markdown of a chapter with its outputs.
-
-    Args:
-        text: the chapter.
-        notebook: its pair.
-
-    Raises:
-        ValueError: the two do not have the same cells.
-    """
-    cells = jupytext.reads(text, fmt="md").cells
-    if [cell.source for cell in cells] != [cell.source for cell in notebook.cells]:
-        raise ValueError(f"the notebook of {text.splitlines()[0]!r} is not up to date: run `make pairs`")
+def as_markdown(notebook: Any) -> str:
+    """A notebook with its outputs, for mdBook."""
     blocks: list[str] = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            blocks.append(cell.source)
+            blocks.append(with_maths(cell.source))
         else:
             blocks.append(f"```python\n{cell.source}\n```")
             blocks += [_render(output) for output in cell.outputs]
@@ -83,6 +97,13 @@ def _render(output: Any) -> str:
     data = output.data
     if "image/svg+xml" in data:
         return f'<figure class="output">{"".join(data["image/svg+xml"].splitlines())}</figure>'
+    if "image/png" in data:
+        description = escape(data.get("text/plain", ""))
+        png = "".join(data["image/png"].split())
+        return f'<figure class="output"><img alt="{description}" src="data:image/png;base64,{png}"></figure>'
+    if "text/html" in data:
+        lines = filter(str.strip, data["text/html"].splitlines())  # a blank line would end it
+        return "\n".join(['<div class="output">', *lines, "</div>"])
     if "text/markdown" in data:
         return f'<div class="output">\n\n{data["text/markdown"]}\n\n</div>'
     return _preformatted(data["text/plain"])
@@ -95,10 +116,14 @@ def _preformatted(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     if arguments[:1] != ["preprocess"]:
-        return build()
+        return build(Path.cwd(), Path("book"))
     if arguments[1:2] == ["supports"]:
         return 0 if arguments[2:] == ["html"] else 1
-    json.dump(preprocess(*json.load(sys.stdin)), sys.stdout)
+    try:
+        json.dump(preprocess(*json.load(sys.stdin)), sys.stdout)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

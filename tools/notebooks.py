@@ -1,16 +1,20 @@
 """Chapters and their notebooks: generated in one direction, and compared.
 
-``python -m tools.notebooks run [NAME ...]`` executes chapters (all, or those whose names begin so) into notebooks.
-``python -m tools.notebooks check`` fails unless every chapter has a notebook with the same cells and sound outputs.
+``python -m tools.notebooks pair [NAME ...]`` generates the notebooks of chapters (all, or those whose names begin so)
+without executing them: cells that are as they were keep their outputs.
+``python -m tools.notebooks run [NAME ...]`` executes chapters into notebooks.
+``python -m tools.notebooks check`` generates the notebooks once more, in memory, and fails if any differs from the one
+that is there, if its outputs are not sound, or if more of them are kept results than the budget allows. It looks at
+contents alone, never at the times of files, so it says the same of a fresh clone.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+
+from tools.outputs import WIDGET, kept_results, output_problems, over_budget
 
 CHAPTER_FILES = "[0-9][0-9]-*.md"
 CELL_TIMEOUT = 900
@@ -27,19 +33,30 @@ _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-_WIDGET = "application/vnd.jupyter.widget-view+json"
-_MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
-_LISTING = re.compile(r"`(?P<path>minisgl/[\w/]+\.py)`, line \d+\n\n```python\n(?P<code>.*)\n```", re.DOTALL)
 
 
-def read_chapter(path: Path) -> Any:
+def read_chapter(text: str) -> Any:
     """The cells of a chapter as a notebook without outputs. A cell's id is a hash of its text."""
-    notebook = jupytext.read(path, fmt="md")
+    notebook = jupytext.reads(text, fmt="md")
     seen: Counter[str] = Counter()
     for cell in notebook.cells:
         digest = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
         seen[digest] += 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    return notebook
+
+
+def pair(text: str, notebook_path: Path) -> Any:
+    """The notebook that a chapter generates, with what the one at ``notebook_path`` has below the same cells."""
+    notebook = read_chapter(text)
+    notebook.metadata = nbformat.from_dict(_METADATA)
+    if not notebook_path.is_file():
+        return notebook
+    before = {cell.get("id"): cell for cell in _read(notebook_path).cells}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and cell.id in before:
+            cell.outputs = before[cell.id].outputs
+            cell.execution_count = before[cell.id].execution_count
     return notebook
 
 
@@ -49,7 +66,7 @@ def run(chapter: Path, notebook_path: Path) -> None:
     A widget lives in the kernel that made it, under an id of chance. What is kept of it are its other forms, such as
     the strip of a `minisgl.viz.player`; the widget appears when a reader runs the cell.
     """
-    notebook = read_chapter(chapter)
+    notebook = read_chapter(_text(chapter))
     NotebookClient(
         notebook,
         kernel_name="python3",
@@ -62,7 +79,7 @@ def run(chapter: Path, notebook_path: Path) -> None:
     notebook.metadata = nbformat.from_dict(_METADATA)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
-            output.get("data", {}).pop(_WIDGET, None)
+            output.get("data", {}).pop(WIDGET, None)
     nbformat.write(notebook, notebook_path)
 
 
@@ -76,22 +93,33 @@ def check(root: Path) -> list[str]:
         if name not in notebooks:
             problems.append(f"chapters/{name}.md: no notebook")
             continue
-        notebook = nbformat.read(notebooks[name], as_version=4)
-        found = _pairing_problems(path, notebook) or _output_problems(notebook, root)
+        found = _pairing_problems(path, notebooks[name]) or output_problems(_read(notebooks[name]), root)
         problems += [f"notebooks/{name}.ipynb: {problem}" for problem in found]
     return problems
 
 
-def _pairing_problems(chapter: Path, notebook: Any) -> list[str]:
-    ours, theirs = read_chapter(chapter), notebook.cells
-    text = chapter.read_text()
-    if jupytext.writes(ours, fmt="md") != text:
+def _text(chapter: Path) -> str:
+    return chapter.read_text(encoding="utf-8")
+
+
+def _read(notebook_path: Path) -> Any:
+    return nbformat.read(notebook_path, as_version=4)
+
+
+def _pairing_problems(chapter: Path, notebook_path: Path) -> list[str]:
+    text = _text(chapter)
+    generated, there = pair(text, notebook_path), _read(notebook_path)
+    if jupytext.writes(read_chapter(text), fmt="md") != text:
         return [f"saving it in JupyterLab would change {chapter.name}: run `jupytext --to md {chapter}`"]
-    for number, (cell, other) in enumerate(zip(ours.cells, theirs, strict=False)):
+    for number, (cell, other) in enumerate(zip(generated.cells, there.cells, strict=False)):
         if _identity(cell) != _identity(other):
             return [f"cell {number} differs from the chapter: {other.source[:60]!r}"]
-    if len(ours.cells) != len(theirs):
-        return [f"{len(theirs)} cells, the chapter has {len(ours.cells)}"]
+        if cell.cell_type == "markdown" and cell.source.count("<details>") != cell.source.count("</details>"):
+            return [f"cell {number} folds an answer that it does not end: leave code cells out of <details>"]
+    if len(generated.cells) != len(there.cells):
+        return [f"{len(there.cells)} cells, the chapter has {len(generated.cells)}"]
+    if nbformat.writes(generated) + "\n" != notebook_path.read_text(encoding="utf-8"):
+        return ["is not written as the chapter generates it"]
     return []
 
 
@@ -99,63 +127,55 @@ def _identity(cell: Any) -> tuple[str, str, list[str]]:
     return cell.cell_type, cell.source, cell.metadata.get("tags", [])
 
 
-def _output_problems(notebook: Any, root: Path) -> list[str]:
-    problems: list[str] = []
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
-        problems.append("not every code cell was executed once, from top to bottom")
-    for cell in code:
-        where = f"the cell {cell.source[:40]!r}"
-        for output in cell.outputs:
-            if output.output_type == "error" or output.get("name") == "stderr":
-                problems.append(f"{where} ends in an error or writes to stderr")
-            if _WIDGET in output.get("data", {}):
-                problems.append(f"{where} keeps a widget, which only the kernel that made it can show")
-            text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])]))
-            if path := _MACHINE_PATH.search(text):
-                problems.append(f"{where} shows a path of some machine: {path[0]}")
-            if not _listing_is_current(output.get("data", {}).get("text/markdown", ""), root):
-                problems.append(f"{where} shows source that the package no longer has")
-    return problems
+def _chosen(root: Path, names: list[str]) -> Iterator[tuple[Path, Path]]:
+    """Chapters and the paths of their notebooks.
 
-
-def _listing_is_current(text: str, root: Path) -> bool:
-    """True for anything that is no listing of `minisgl.viz.show`, and for a listing that is in its file."""
-    listing = _LISTING.fullmatch(text)
-    if listing is None:
-        return True
-    path = root / listing["path"]
-    lines = [line.strip() for line in path.read_text().splitlines()] if path.is_file() else []
-    return "\n".join(line.strip() for line in listing["code"].splitlines()) in "\n".join(lines)
-
-
-def _run_all(root: Path, names: list[str]) -> int:
-    for path in sorted((root / "chapters").glob(CHAPTER_FILES)):
+    Raises:
+        SystemExit: no chapter's name begins so.
+    """
+    paths = sorted((root / "chapters").glob(CHAPTER_FILES))
+    for name in names:
+        if not any(path.name.startswith(name) for path in paths):
+            sys.exit(f"no chapter's name begins with {name!r}")
+    for path in paths:
         if not names or path.name.startswith(tuple(names)):
-            print(f"executing {path.name}", flush=True)
-            try:
-                run(path, root / "notebooks" / f"{path.stem}.ipynb")
-            except CellExecutionError as error:
-                print(error, file=sys.stderr)
-                return 1
-    return 0
+            yield path, root / "notebooks" / f"{path.stem}.ipynb"
+
+
+def _check_all(root: Path) -> int:
+    problems = check(root)
+    kept = {path.name: kept_results(_read(path)) for path in sorted((root / "notebooks").glob("*.ipynb"))}
+    for name, reasons in kept.items():
+        for reason in reasons:
+            print(f"notebooks/{name}: {reason}")
+    problems += over_budget(root, sum(map(len, kept.values())))
+    for problem in problems:
+        print(problem)
+    if problems:
+        print("\nNotebooks are generated: change the chapter, then run `make pair`, or `make execute` for new outputs.")
+    return 1 if problems else 0
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.notebooks", description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["run", "check"])
+    parser.add_argument("command", choices=["pair", "run", "check"])
     parser.add_argument("names", nargs="*", help="beginnings of chapter names, such as 00")
     options = parser.parse_args(arguments)
     root = Path.cwd()
-    if options.command == "run":
-        return _run_all(root, options.names)
-    problems = check(root)
-    for problem in problems:
-        print(problem)
-    if problems:
-        print("\nNotebooks are generated: change the chapter, then run `make pairs`.")
-    return 1 if problems else 0
+    if options.command == "check":
+        return _check_all(root)
+    for chapter, notebook_path in _chosen(root, options.names):
+        if options.command == "pair":
+            nbformat.write(pair(_text(chapter), notebook_path), notebook_path)
+            continue
+        print(f"executing {chapter.name}", flush=True)
+        try:
+            run(chapter, notebook_path)
+        except CellExecutionError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def auto_backend(kv_cache: KVCache) -> AutoChoice:
         return AutoChoice("torch", "it is the fastest on a CPU")
     if find_spec("triton") is None:
         return AutoChoice("torch", "the faster backends need Triton, which is not installed")
-    if kv_cache.k.dtype not in TRITON_DTYPES:
-        name = str(kv_cache.k.dtype).removeprefix("torch.")
+    if kv_cache.dtype not in TRITON_DTYPES:
+        name = str(kv_cache.dtype).removeprefix("torch.")
         return AutoChoice("torch", f"it is the only one that computes in {name}")
     return AutoChoice("cascade", "it decodes fastest, reads shared prefixes once, and has nothing to compile for long")
 

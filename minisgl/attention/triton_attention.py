@@ -36,10 +36,10 @@ class TritonAttention(PagedAttention):
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
-        device, dtype = kv_cache.k.device, kv_cache.k.dtype
+        device, dtype = kv_cache.k.device, kv_cache.dtype
         if dtype not in TRITON_DTYPES:
             raise ConfigError(
-                f"attention_backend: the Triton kernels compute float16, bfloat16 and float32, the KV cache is "
+                f"attention_backend: the Triton kernels compute float16, bfloat16 and float32, the model is "
                 f"{str(dtype).removeprefix('torch.')}; choose 'torch'"
             )
         if device.type == "cuda":
@@ -70,7 +70,7 @@ class TritonAttention(PagedAttention):
         if num_decode < self._batch.num_rows:
             group = spec.num_heads // spec.num_kv_heads
             if group not in self._query_tiles:
-                self._query_tiles[group] = query_tiles(self._batch, group, self.kv_cache.k)
+                self._query_tiles[group] = query_tiles(self._batch, group, q)
             prefill(q, out, *self._layer(spec), self.inputs, spec, self._query_tiles[group])
         return out
 

@@ -116,37 +116,37 @@ class QueryTiles:
     block_n: int
 
 
-def tile_shape(cache: torch.Tensor, longest: int) -> tuple[int, int]:
+def tile_shape(heads: torch.Tensor, longest: int) -> tuple[int, int]:
     """Queries and keys of a tile, measured on an H200.
 
     Args:
-        cache: the keys, for their width and dtype.
+        heads: the queries, for their width and dtype.
         longest: queries of the row that has most.
     """
-    if cache.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
+    if heads.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
         return 16, 32
-    if cache.shape[-1] > 128:
+    if heads.shape[-1] > 128:
         return 64, 32
     return (128, 128) if longest >= _LONG else (64, 64)
 
 
-def query_tiles(batch: Batch, group: int, cache: torch.Tensor) -> QueryTiles:
+def query_tiles(batch: Batch, group: int, heads: torch.Tensor) -> QueryTiles:
     """Cut up the prefill rows of a step, the tiles with most keys first: they take longest, and should not end last.
 
     Args:
         batch: the step.
         group: query heads that share a KV head.
-        cache: the keys, for their width and device.
+        heads: the queries, for their width, dtype and device.
     """
     queries = batch.q_lens[batch.num_decode :] * group
-    block_m, block_n = tile_shape(cache, int(queries.max()))
+    block_m, block_n = tile_shape(heads, int(queries.max()))
     counts = -(-queries // block_m)
     rows = np.repeat(np.arange(batch.num_decode, batch.num_rows, dtype=np.int32), counts)
     ordinal = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
     begins = ordinal * block_m
     num_keys = (batch.seq_lens - batch.q_lens)[rows] + begins // group
     order = np.argsort(-num_keys, kind="stable")
-    staged = to_device({"rows": rows[order], "begins": begins[order].astype(np.int32)}, cache.device)
+    staged = to_device({"rows": rows[order], "begins": begins[order].astype(np.int32)}, heads.device)
     return QueryTiles(staged["rows"], staged["begins"], block_m, block_n)
 
 

@@ -164,7 +164,7 @@ def attend_prefixes(
     page_size, kv_heads = keys.shape[1:3]
     group = num_heads // kv_heads
     block_m, block_n, num_stages = 128, 64, 5
-    if keys.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
+    if queries.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
         block_m, block_n, num_stages = 16, 32, 3
     elif head_dim > 128:
         block_m, block_n, num_stages = 64, 32, 3

@@ -25,6 +25,8 @@ the start of the next."""
 
 LOG2_E = 1.4426950408889634
 
+LARGEST_FP8 = tl.constexpr(448.0)
+
 LOWEST = tl.constexpr(-3.0e38)
 """Where a running maximum starts: finite, so that subtracting it from −∞ (a masked score) is never NaN."""
 
@@ -36,6 +38,35 @@ def _interpreted_range(*bounds: Any) -> range:
 
 tile_range = _interpreted_range if INTERPRETED.value else tl.range
 """`range` with bounds that are known only when a kernel runs."""
+
+
+@triton.jit
+def as_stored(x, memory):
+    """``x`` in the dtype of ``memory``, a pointer into the KV cache; see `minisgl.kvcache.kv_cache.as_stored`."""
+    if memory.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -LARGEST_FP8), LARGEST_FP8)
+        if INTERPRETED:
+            x = _nearest_fp8(x)
+    return x.to(memory.dtype.element_ty)
+
+
+@triton.jit
+def _nearest_fp8(x):
+    """``x`` with three bits of mantissa, or as a multiple of 2⁻⁹. The interpreter converts correctly only what it need
+    not round. Adding a large number and taking it away again leaves as many bits as the sum has room for."""
+    large = x * 1048576.0
+    coarse = (x + large) - large
+    fine = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, fine, coarse)
+
+
+@triton.jit
+def as_computed(x, dtype: tl.constexpr):
+    """What was loaded from the KV cache, in the dtype that is computed in. Eight bits go by way of float32: that takes
+    more instructions than the direct way to bfloat16, and fast ones."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float32)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -134,12 +165,13 @@ def softmax_step(queries, keys, values, visible, scale, acc, total, peak, MASKED
     """Attend over one more tile of keys (online softmax, Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
 
     Args:
-        queries, keys, values: [M, D], [N, D] and [N, D].
+        queries, keys, values: [M, D], [N, D] and [N, D], the latter two in any dtype.
         visible: bool, broadcasts to [M, N], which query sees which key; looked at if ``MASKED``.
         scale, acc, total, peak: as in `attend_keys`.
     """
     if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
-        queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
+        queries = queries.to(tl.float32)
+    keys, values = as_computed(keys, queries.dtype), as_computed(values, queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if MASKED:
         scores = tl.where(visible, scores * scale, float("-inf"))

@@ -15,14 +15,20 @@ import torch
 from rich.console import Console
 
 from minisgl.bench.attention import run_attention
+from minisgl.bench.attention_steps import run_attention_steps
 from minisgl.bench.compare import run_compare
 from minisgl.bench.cpu import CpuWorkload, run_cpu
+from minisgl.bench.fp8 import run_fp8, run_fp8_error
 from minisgl.bench.host import HostWorkload, run_host
 from minisgl.bench.offline import run_offline
+from minisgl.bench.overlap import OverlapWorkload, run_overlap
+from minisgl.bench.preemption import run_preemption
 from minisgl.bench.profile import run_profile
 from minisgl.bench.report import Report
 from minisgl.bench.shapes import SHAPES
 from minisgl.bench.workloads import WORKLOADS
+
+RESULTS = Path("benchmarks", "results")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     report: Report = options.run(options)
     report.show(console)
-    path = options.output or Path("benchmarks", "results", f"{options.benchmark}.json")
+    path = options.output or RESULTS / f"{options.benchmark}.json"
     report.write(path, f"python -m minisgl.bench {shlex.join(arguments)}", load_average)
     console.print(f"written to {path}", soft_wrap=True)
 
@@ -73,10 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--repeat", type=int, default=3, help="measurements of each, of which the fastest counts")
     kernels.set_defaults(run=_kernels)
 
+    batch_one = command("batch-one", "one request alone: where each millisecond of a token goes")
+    batch_one.add_argument("--model", default="Qwen3-0.6B", help="a shape, a directory, or a hub id")
+    batch_one.add_argument("--lengths", type=int, nargs="+", default=(1, 640, 2000), help="two or more, of the row")
+    batch_one.add_argument("--repeat", type=int, default=5, help="measurements of each, of which the median counts")
+    batch_one.set_defaults(run=_batch_one)
+
     attention = command("attention", "attention alone: every backend on the same decode and prefill steps")
     attention.add_argument("--backend", nargs="*", default=[], help="names; all that can run here if there are none")
     attention.add_argument("--repeat", type=int, default=3, help="measurements of each, of which the fastest counts")
     attention.set_defaults(run=_attention)
+
+    ideas = command("attention-steps", "decode attention from a program a head to equal shares: what each idea buys")
+    ideas.add_argument("--repeat", type=int, default=3, help="measurements of each, of which the fastest counts")
+    ideas.set_defaults(run=_attention_steps)
 
     offline = command("offline", "whole workloads on one device, by default on random weights in public shapes")
     offline.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes, directories, or hub ids")
@@ -92,12 +108,41 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--trace", type=Path, help="also write a trace for Perfetto or chrome://tracing to this file")
     profile.set_defaults(run=_profile)
 
+    steps = OverlapWorkload()
+    overlap = command("overlap", "decode steps with and without overlap, and with a host that is made slower")
+    overlap.add_argument("--model", default="Qwen3-0.6B", help="a shape, a directory, or a hub id")
+    overlap.add_argument("--rows", type=int, nargs="+", default=steps.rows, help="numbers of running requests")
+    overlap.add_argument("--steps", type=int, default=steps.steps, help="decode steps that are timed")
+    overlap.add_argument("--added", type=float, nargs="+", default=steps.added, help="ms added to the host's work")
+    overlap.add_argument("--traces", type=Path, default=RESULTS, help="directory for excerpts of the traces")
+    overlap.set_defaults(run=_overlap)
+
+    preemption = command("preemption", "memory pressure: reservation and optimism; to compute again and to copy back")
+    preemption.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes; the first is put under pressure")
+    preemption.add_argument("--pool-tokens", type=int, default=65536, help="tokens that the KV cache holds")
+    preemption.add_argument("--requests", type=int, default=256, help="how many compete for it, 256 at most")
+    preemption.add_argument("--lengths", type=int, nargs="+", default=(512, 2048, 8192), help="brought back, in tokens")
+    preemption.set_defaults(run=_preemption)
+
+    fp8 = command("fp8", "keys and values of eight bits: what they buy in memory and time")
+    fp8.add_argument("--model", default="Qwen3-0.6B", help="a shape, a directory, or a hub id")
+    fp8.add_argument("--work", default="mixed", choices=list(WORKLOADS), help="workload")
+    fp8.add_argument("--repeat", type=int, default=1, help="runs of it, of which the median counts")
+    fp8.set_defaults(run=lambda options: run_fp8(options.model, options.work, options.repeat))
+
+    error = command("fp8-error", "keys and values of eight bits: what they cost in precision, on a text")
+    error.add_argument("--model", default="default", help="default, a directory, or a hub id")
+    error.add_argument("--text", type=Path, default=Path("chapters", "04-paged-kv.md"), help="file to read")
+    error.add_argument("--tokens", type=int, default=2048, help="tokens of it")
+    error.add_argument("--window", type=int, default=1024, help="tokens that are read in one go")
+    error.set_defaults(run=lambda given: run_fp8_error(given.model, given.text, given.tokens, given.window))
+
     for each in (offline, compare):
         choices = list(WORKLOADS)
         each.add_argument("--work", nargs="+", default=choices, choices=choices, help="workloads")
         each.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts")
     summary = "options of minisgl.LLM, with values in JSON"
-    for each in (offline, profile):
+    for each in (batch_one, offline, profile, overlap, preemption):
         each.add_argument("--set", nargs="+", default=[], type=_option, metavar="NAME=VALUE", help=summary)
     return parser
 
@@ -117,8 +162,18 @@ def _kernels(options: argparse.Namespace) -> Report:
     return run_kernels(tuple(options.tokens), options.repeat)
 
 
+def _batch_one(options: argparse.Namespace) -> Report:
+    from minisgl.bench.batch_one import run_batch_one  # imports Triton as well
+
+    return run_batch_one(options.model, dict(options.set), options.lengths, options.repeat)
+
+
 def _attention(options: argparse.Namespace) -> Report:
     return run_attention(options.backend, options.repeat)
+
+
+def _attention_steps(options: argparse.Namespace) -> Report:
+    return run_attention_steps(options.repeat)
 
 
 def _offline(options: argparse.Namespace) -> Report:
@@ -127,6 +182,15 @@ def _offline(options: argparse.Namespace) -> Report:
 
 def _profile(options: argparse.Namespace) -> Report:
     return run_profile(options.model, options.work, dict(options.set), options.trace)
+
+
+def _overlap(options: argparse.Namespace) -> Report:
+    workload = OverlapWorkload(tuple(options.rows), options.steps, tuple(options.added))
+    return run_overlap(options.model, workload, dict(options.set), options.traces)
+
+
+def _preemption(options: argparse.Namespace) -> Report:
+    return run_preemption(options.model, options.pool_tokens, options.lengths, options.requests, dict(options.set))
 
 
 def _compare(options: argparse.Namespace) -> Report:

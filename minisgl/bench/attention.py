@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from minisgl.attention import ATTENTION_BACKENDS, choose_backend
-from minisgl.bench.gpu_timing import buffers_needed, copy_bandwidth, eager_microseconds, microseconds
+from minisgl.attention.registry import AttentionFactory
+from minisgl.bench.gpu_timing import Call, buffers_needed, copy_bandwidth, eager_microseconds, microseconds
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.core import AttentionSpec, Batch, DeviceBatch, build_batch
 from minisgl.errors import ConfigError
@@ -22,10 +23,10 @@ from minisgl.kvcache.page_table import PageTable
 from minisgl.kvcache.paged_attention import PagedAttention
 
 _DEVICE = torch.device("cuda")
-_DTYPE = torch.bfloat16
-_PAGE_SIZE = 16
-_HEAD_DIM = 128
-_KV_HEADS = 8
+DTYPE = torch.bfloat16
+PAGE_SIZE = 16
+HEAD_DIM = 128
+KV_HEADS = 8
 _HEADS = {"0.6B": 16, "14B": 40}
 """Query heads of Qwen3."""
 _MIXED = "256 × 100…2,000"
@@ -60,7 +61,7 @@ class Step:
     def flops(self, heads: int) -> int:
         """Multiplications and additions of the two matrix products, over the keys that are seen."""
         seen = sum(fed * cached + fed * (fed + 1) // 2 for fed, cached in zip(self.fed, self.cached, strict=True))
-        return 4 * heads * _HEAD_DIM * seen
+        return 4 * heads * HEAD_DIM * seen
 
 
 def steps() -> list[Step]:
@@ -104,9 +105,9 @@ def run_attention(backends: Sequence[str], repeat: int) -> Report:
         for model, heads in _HEADS.items():
             rows: dict[bool, list[list[Cell]]] = {True: [], False: []}
             for step in steps():
-                micros = [_measure(step, heads, name, repeat) for name in names]
+                micros = [measure(step, heads, choose_backend(name), repeat) for name in names]
                 if step.decodes:
-                    floor = step.kv_tokens * _token_bytes() / bandwidth * 1e6
+                    floor = step.kv_tokens * token_bytes() / bandwidth * 1e6
                     rows[True].append([step.name, floor, *micros, f"{floor / min(micros):.0%}"])
                     if step.name.startswith(_MIXED):
                         mixed_share = max(mixed_share, floor / min(micros))
@@ -116,20 +117,20 @@ def run_attention(backends: Sequence[str], repeat: int) -> Report:
             each = [f"{name}, µs" for name in names]
             decode = ["decode", "read once at copy speed, µs", *each, "fastest, × copy speed"]
             prefill = ["prefill", "GFLOP", *each, "fastest, TFLOP/s"]
-            about = f"one layer of {model}, {heads} query and {_KV_HEADS} KV heads of {_HEAD_DIM}"
-            tables.append(Table(f"{about}; a copy moves {bandwidth / 1e12:.2f} TB/s", decode, rows[True]))
-            tables.append(Table(about, prefill, rows[False]))
+            about = f"one layer of {model}, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}"
+            tables.append(Table(f"decode, {about}; a copy moves {bandwidth / 1e12:.2f} TB/s", decode, rows[True]))
+            tables.append(Table(f"prefill, {about}", prefill, rows[False]))
     return Report(
         "attention",
-        {"backends": names, "left_out": left_out, "repeat": repeat, "dtype": "bfloat16", "page_size": _PAGE_SIZE},
+        {"backends": names, "left_out": left_out, "repeat": repeat, "dtype": "bfloat16", "page_size": PAGE_SIZE},
         tables,
         [Target("256 rows of mixed lengths, × copy speed", mixed_share, 0.88, at_least=True)],
     )
 
 
-def _token_bytes() -> int:
+def token_bytes() -> int:
     """Keys and values of one token in one layer."""
-    return 2 * _KV_HEADS * _HEAD_DIM * _DTYPE.itemsize
+    return 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 
 
 def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -138,7 +139,7 @@ def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
     for name in backends or ATTENTION_BACKENDS.names():
         try:
-            choose_backend(name)(KVCache(1, _KV_HEADS, _HEAD_DIM, 1, _PAGE_SIZE, _DTYPE, _DEVICE))
+            choose_backend(name)(KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, _DEVICE))
         except ConfigError as error:
             left_out[name] = str(error)
         else:
@@ -146,31 +147,43 @@ def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return names, left_out
 
 
-def _measure(step: Step, heads: int, name: str, repeat: int) -> float:
-    """Microseconds that the attention of one layer takes, the keys being stored already."""
-    layers = buffers_needed(step.kv_tokens * _token_bytes())
-    cache, batch, inputs = paged(step, layers, _DEVICE)
-    cache.k.normal_()
-    cache.v.normal_()
-    backend = choose_backend(name)(cache)
-    if not isinstance(backend, PagedAttention):
-        raise ConfigError(f"attention: {name!r} cannot be timed without storing keys, as it is no PagedAttention")
-    backend.plan(batch, inputs)
-    q = torch.randn((batch.num_tokens, heads, _HEAD_DIM), dtype=_DTYPE, device=_DEVICE)
-    spec = AttentionSpec(0, heads, _KV_HEADS, _HEAD_DIM, _HEAD_DIM**-0.5)
-    specs = [replace(spec, layer_id=layer) for layer in range(layers)]
-    calls = [partial(backend.attend, q, each) for each in specs]
+def measure(step: Step, heads: int, make: AttentionFactory, repeat: int) -> float:
+    """Microseconds that the attention of one layer takes, the keys being stored already.
+
+    Args:
+        step: what is attended.
+        heads: query heads.
+        make: the backend.
+        repeat: measurements, of which the fastest counts.
+    """
+    backend, calls = attend_calls(step, heads, make, buffers_needed(step.kv_tokens * token_bytes()), _DEVICE)
     time = microseconds if backend.capturable else eager_microseconds
     return min(time(calls) for _ in range(repeat))
+
+
+def attend_calls(
+    step: Step, heads: int, make: AttentionFactory, layers: int, device: torch.device
+) -> tuple[PagedAttention, list[Call]]:
+    """A backend that has planned a step, and for each layer a call that attends."""
+    cache, batch, inputs = paged(step, layers, device)
+    cache.k.normal_()
+    cache.v.normal_()
+    backend = make(cache)
+    if not isinstance(backend, PagedAttention):
+        raise ConfigError(f"attention: a {type(backend).__name__} cannot be timed alone, as it is no PagedAttention")
+    backend.plan(batch, inputs)
+    q = torch.randn((batch.num_tokens, heads, HEAD_DIM), dtype=DTYPE, device=device)
+    spec = AttentionSpec(0, heads, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+    return backend, [partial(backend.attend, q, replace(spec, layer_id=layer)) for layer in range(layers)]
 
 
 def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch, DeviceBatch]:
     """A step over pages in random order."""
     seq_lens = np.add(step.fed, step.cached)
-    num_pages = -(-seq_lens // _PAGE_SIZE)
-    shared = step.shared // _PAGE_SIZE
+    num_pages = -(-seq_lens // PAGE_SIZE)
+    shared = step.shared // PAGE_SIZE
     total = shared + int((num_pages - shared).sum())
-    table = PageTable(len(step.fed), int(seq_lens.max()), _PAGE_SIZE, dummy_page=total)
+    table = PageTable(len(step.fed), int(seq_lens.max()), PAGE_SIZE, dummy_page=total)
     pages = np.random.default_rng(1).permutation(total).astype(np.int32)
     used = shared
     for slot, count in enumerate(num_pages.tolist()):
@@ -184,7 +197,7 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
         np.array(step.fed, dtype=np.int32),
         np.array(step.cached, dtype=np.int32),
         table.rows,
-        _PAGE_SIZE,
+        PAGE_SIZE,
         sample_rows=nothing,
         output_index=nothing,
         num_decode=len(step.fed) if step.decodes else 0,
@@ -201,4 +214,4 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
         page_table=torch.from_numpy(table.rows).to(device),
         logit_rows=torch.zeros(0, dtype=torch.int32, device=device),
     )
-    return KVCache(layers, _KV_HEADS, _HEAD_DIM, total, _PAGE_SIZE, _DTYPE, device), batch, inputs
+    return KVCache(layers, KV_HEADS, HEAD_DIM, total, PAGE_SIZE, DTYPE, device), batch, inputs

@@ -16,7 +16,7 @@ from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.shapes import model_dir
 from minisgl.bench.workloads import WORKLOADS, run_workload
 
-_ALL_OFF: dict[str, Any] = {
+ALL_OFF: dict[str, Any] = {
     "attention_backend": "triton",
     "enforce_eager": True,
     "fusions": "none",
@@ -47,7 +47,7 @@ def run_compare(model: str, workloads: Sequence[str], repeat: int, ladder: Seque
     """
     rows: list[list[Cell]] = []
     samples: dict[str, list[float]] = {}
-    options = dict(_ALL_OFF)
+    options = dict(ALL_OFF)
     with tempfile.TemporaryDirectory() as root:
         path = model_dir(model, Path(root))
         for index, (label, added) in enumerate(LADDER):

@@ -10,7 +10,7 @@ import numpy as np
 
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.core import Batch, Request, RunningTable, SamplingParams
-from minisgl.core.batch import StepResult
+from minisgl.core.batch import PendingStep, StepResult
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.radix import RadixCache
 from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler
@@ -58,7 +58,7 @@ class _Done:
 class NullExecutor:
     """An `Executor` whose steps are done at once."""
 
-    def launch(self, batch: Batch) -> _Done:
+    def launch(self, batch: Batch) -> PendingStep:
         return _Done(len(batch.sample_rows))
 
 

@@ -31,6 +31,11 @@ class Workload:
     more_is_better: bool
     make: Callable[[Tokens, random.Random], Requests]
 
+    def requests(self, seed: int, vocab_size: int) -> Requests:
+        """Prompts and parameters; another seed gives other tokens and other lengths."""
+        rng = random.Random(seed)
+        return self.make(_tokens(vocab_size, rng), rng)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -83,7 +88,7 @@ WORKLOADS = {
 
 def warm_up(llm: LLM) -> None:
     """A few tokens, sampled and greedy, as the first request of a server would bring."""
-    tokens = _tokens(llm, random.Random(9))
+    tokens = _tokens(llm.engine.model_config.vocab_size, random.Random(9))
     for temperature in (0.6, 0.0):
         llm.generate([tokens(64)], [_params(temperature, 8)])
 
@@ -94,8 +99,7 @@ def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
     Raises:
         AssertionError: a request did not get as many tokens as it asked for.
     """
-    rng = random.Random(seed)
-    prompts, params = workload.make(_tokens(llm, rng), rng)
+    prompts, params = workload.requests(seed, llm.engine.model_config.vocab_size)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - start
@@ -105,6 +109,6 @@ def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
     return Run(seconds, sum(wanted), max(wanted))
 
 
-def _tokens(llm: LLM, rng: random.Random) -> Tokens:
-    highest = min(_HIGHEST_TOKEN, llm.engine.model_config.vocab_size - 1)
+def _tokens(vocab_size: int, rng: random.Random) -> Tokens:
+    highest = min(_HIGHEST_TOKEN, vocab_size - 1)
     return lambda count: [rng.randint(0, highest) for _ in range(count)]

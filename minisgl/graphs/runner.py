@@ -52,7 +52,8 @@ class GraphRunner:
         self._recorder = recorder
         self._make_buffers = make_buffers
         self._decoder_for = decoder_for or (lambda rows: parts.model)
-        self._buffers: dict[int, DecodeBuffers] = {}
+        self.buffers: dict[int, DecodeBuffers] = {}
+        """By number of rows: what the graphs of that size read."""
         self.graphs: dict[tuple[int, Hashable], Recording] = {}
         """By number of rows, and the attention backend's name for the work of the step."""
         for size in sorted(sizes, reverse=True):
@@ -65,7 +66,7 @@ class GraphRunner:
         All rows are the dummy slot's, as long as a row can be, when all share all of their pages, and as short.
         """
         buffers = self._make_buffers(self.parts.state, self.parts.kv_cache.page_size, size)
-        self._buffers[size] = buffers
+        self.buffers[size] = buffers
         longest = self.parts.state.tokens.shape[1] - 1
         for length in (longest, 1):
             step = _dummy_step(buffers, length)
@@ -79,7 +80,7 @@ class GraphRunner:
         size = self.size_for(batch)
         if size is None:
             return self.eager.run(batch, rows)
-        buffers = self._buffers[size]
+        buffers = self.buffers[size]
         key = self.parts.attention.plan(buffers.fill(batch, rows), buffers.inputs)
         graph = self.graphs.get((size, key))
         if graph is None:
@@ -96,7 +97,7 @@ class GraphRunner:
         if batch.num_decode < batch.num_rows:
             return None
         needed = max(batch.num_rows, len(batch.page_index))
-        return min((size for size in self._buffers if size >= needed), default=None)
+        return min((size for size in self.buffers if size >= needed), default=None)
 
     def _compute(self, buffers: DecodeBuffers) -> tuple[torch.Tensor, ...]:
         """What is recorded: the model, the sampler where it can be, and the tokens' way into the token table.

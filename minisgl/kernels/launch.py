@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
@@ -47,3 +50,14 @@ def launch_early(tensor: torch.Tensor) -> dict[str, bool]:
         tensor: [T, …] that the kernel reads; the vector of a single token is [1, …].
     """
     return EARLY if tensor.is_cuda and len(tensor) <= _MOST_ROWS else {"EARLY": False}
+
+
+@contextmanager
+def launched_in_turn() -> Iterator[None]:
+    """No kernel that is launched or recorded inside the block is launched early: to see what that buys."""
+    early = dict(EARLY)
+    EARLY.update(dict.fromkeys(EARLY, False))
+    try:
+        yield
+    finally:
+        EARLY.update(early)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl.attention.triton_tiles import as_stored
 from minisgl.kernels.launch import launch_early, wide
 from minisgl.layers import RMSNorm
 
@@ -48,7 +49,7 @@ def _rotate_and_store_kernel(
 
     qkv: [T, (NUM_HEADS + 2 × NUM_KV_HEADS) × HEAD_DIM] with any row stride. table: float32[positions, HEAD_DIM], cos
     in the first half of a row, sin in the second. positions, out_locs: int32[T]. Weights: [HEAD_DIM], read if NORM.
-    q: [T, NUM_HEADS, HEAD_DIM]. Caches: [locations, NUM_KV_HEADS, HEAD_DIM].
+    q: [T, NUM_HEADS, HEAD_DIM]. Caches: [locations, NUM_KV_HEADS, HEAD_DIM], of any dtype.
     """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -76,9 +77,9 @@ def _rotate_and_store_kernel(
         low, high = _load_halves(source, mask, half, WIDE)
         if NORM:
             low, high = _normalise(low, high, q_weight_ptr, columns, exists, Q_EPS, HEAD_DIM, WIDE)
-        target = q_ptr + (token * NUM_HEADS + first) * HEAD_DIM + within
-        tl.store(target, low * cos - high * sin, mask=mask)
-        tl.store(target + half, high * cos + low * sin, mask=mask)
+        q_target = q_ptr + (token * NUM_HEADS + first) * HEAD_DIM + within
+        tl.store(q_target, low * cos - high * sin, mask=mask)
+        tl.store(q_target + half, high * cos + low * sin, mask=mask)
     elif group < q_groups + kv_groups:
         first = (group - q_groups) * HEADS
         mask = (first + heads < NUM_KV_HEADS) & exists[None, :]
@@ -87,16 +88,16 @@ def _rotate_and_store_kernel(
         if NORM:
             low, high = _normalise(low, high, k_weight_ptr, columns, exists, K_EPS, HEAD_DIM, WIDE)
         target = k_cache_ptr + (location * NUM_KV_HEADS + first) * HEAD_DIM + within
-        tl.store(target, low * cos - high * sin, mask=mask)
-        tl.store(target + half, high * cos + low * sin, mask=mask)
+        tl.store(target, as_stored(low * cos - high * sin, k_cache_ptr), mask=mask)
+        tl.store(target + half, as_stored(high * cos + low * sin, k_cache_ptr), mask=mask)
     else:
         first = (group - q_groups - kv_groups) * HEADS
         mask = (first + heads < NUM_KV_HEADS) & exists[None, :]
         source = row_ptr + (NUM_HEADS + NUM_KV_HEADS + first) * HEAD_DIM + within
         low, high = _load_halves(source, mask, half, WIDE)
         target = v_cache_ptr + (location * NUM_KV_HEADS + first) * HEAD_DIM + within
-        tl.store(target, low, mask=mask)
-        tl.store(target + half, high, mask=mask)
+        tl.store(target, as_stored(low, v_cache_ptr), mask=mask)
+        tl.store(target + half, as_stored(high, v_cache_ptr), mask=mask)
 
 
 @triton.jit

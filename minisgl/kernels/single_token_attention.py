@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import tile_range
+from minisgl.attention.triton_tiles import as_computed, as_stored, tile_range
 from minisgl.kernels.launch import launch_early, wide
 
 SPLITS = 16
@@ -94,8 +94,8 @@ def _attention_kernel(
     pairs their elements; a dot product is the sum of those of the halves.
 
     qkv: [(GROUP + 2) × KV_HEADS × HEAD_DIM]. rotary: float32[positions, HEAD_DIM], cos in the first half. slot, length:
-    int32[1], the length with this token. caches: [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]. part: [SPLITS, heads,
-    HEAD_DIM] and part_lse: [SPLITS, heads], the attention over each part and the logarithm of its sum of weights.
+    int32[1], the length with this token. caches: [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], of any dtype. part: [SPLITS,
+    heads, HEAD_DIM] and part_lse: [SPLITS, heads], attention over each part and the logarithm of its sum of weights.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -138,11 +138,11 @@ def _attention_kernel(
         top = tl.full((GROUP_BLOCK,), -float("inf"), dtype=WIDE)
         total = tl.zeros((GROUP_BLOCK,), dtype=WIDE)
         acc = tl.zeros((GROUP_BLOCK, HEAD_DIM), dtype=WIDE)
-        narrow = k_cache_ptr.dtype.element_ty
+        narrow = qkv_ptr.dtype.element_ty
         narrow_q1, narrow_q2 = q1.to(narrow), q2.to(narrow)
         for start in tile_range(first, stop, BLOCK):
-            scores = tl.dot(narrow_q1, k1, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
-            scores += tl.dot(narrow_q2, k2, input_precision="ieee", out_dtype=tl.float32).to(WIDE)
+            scores = tl.dot(narrow_q1, as_computed(k1, narrow), input_precision="ieee", out_dtype=tl.float32).to(WIDE)
+            scores += tl.dot(narrow_q2, as_computed(k2, narrow), input_precision="ieee", out_dtype=tl.float32).to(WIDE)
             scores = tl.where(visible[None, :], scores * scale, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             # A block may be hidden as a whole by the window; −inf minus −inf is no number.
@@ -150,7 +150,8 @@ def _attention_kernel(
             weights = tl.exp(scores - base[:, None])
             shrink = tl.exp(top - base)
             total = total * shrink + tl.sum(weights, axis=1)
-            product = tl.dot(weights.to(narrow), v, input_precision="ieee", out_dtype=tl.float32)
+            block_v = as_computed(v, narrow)
+            product = tl.dot(weights.to(narrow), block_v, input_precision="ieee", out_dtype=tl.float32)
             acc = acc * shrink[:, None] + product.to(WIDE)
             top = new_top
             k1, k2, v, visible = _load_block(
@@ -160,16 +161,19 @@ def _attention_kernel(
 
         if split == num_parts - 1:
             own1, own2 = _norm_and_rotate(own1, own2, k_norm1, k_norm2, cos, sin, eps, HEAD_DIM, NORM)
+            stored1, stored2 = as_stored(own1, k_cache_ptr), as_stored(own2, k_cache_ptr)
+            stored_v = as_stored(own_v, v_cache_ptr)
             page = tl.load(page_row + position // PAGE_SIZE).to(tl.int64)
             place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-            tl.store(k_cache_ptr + place + half, own1)
-            tl.store(k_cache_ptr + place + HALF + half, own2)
-            tl.store(v_cache_ptr + place + full, own_v)
+            tl.store(k_cache_ptr + place + half, stored1)
+            tl.store(k_cache_ptr + place + HALF + half, stored2)
+            tl.store(v_cache_ptr + place + full, stored_v)
+            own1, own2 = as_computed(stored1, WIDE), as_computed(stored2, WIDE)  # what later steps will see
             score = (tl.sum(q1 * own1[None, :], axis=1) + tl.sum(q2 * own2[None, :], axis=1)) * scale
             new_top = tl.maximum(top, score)
             shrink, weight = tl.exp(top - new_top), tl.exp(score - new_top)
             total = total * shrink + weight
-            acc = acc * shrink[:, None] + weight[:, None] * own_v.to(WIDE)[None, :]
+            acc = acc * shrink[:, None] + weight[:, None] * as_computed(stored_v, WIDE)[None, :]
             top = new_top
 
         seen = total > 0.0
@@ -218,7 +222,7 @@ class SingleTokenAttention:
 
     Args:
         num_heads, num_kv_heads, head_dim: of the model; head_dim is a power of two.
-        dtype, device: of the KV cache.
+        dtype, device: of the weights.
     """
 
     def __init__(

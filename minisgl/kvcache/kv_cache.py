@@ -14,7 +14,13 @@ class KVCache:
         num_layers, num_kv_heads, head_dim: of the model, on this rank.
         num_pages: usable pages.
         page_size: tokens a page.
-        dtype, device: of the tensors. Memory is not cleared: a position is always written before it is read.
+        dtype: of the keys and values that are stored and attended to, the model's.
+        device: of the memory, which is not cleared: a position is always written before it is read.
+        kv_dtype: that they are kept in; None is ``dtype``, ``torch.float8_e4m3fn`` takes half of 16 bits. There is no
+            scale beside such a key or value. It has three bits of mantissa at every magnitude from 2⁻⁶ to 448, so a
+            scale that brings values nearer to 448 makes none of them more exact. Keys are far below that behind the
+            norm and the rotation, and so are values; the rare larger one is cut off. Engines scale by 1 as well, where
+            a checkpoint does not say otherwise (vLLM, SGLang).
     """
 
     def __init__(
@@ -26,12 +32,14 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        self.dtype = dtype
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.k = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
+        self.v = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
         # Padded graph rows read the dummy page; masked-out garbage must at least be finite.
         self.k[:, num_pages].zero_()
         self.v[:, num_pages].zero_()
@@ -45,5 +53,19 @@ class KVCache:
             out_locs: [T] int32, page id × page_size + offset of each token.
         """
         locs = out_locs.long()
-        self.k[layer].flatten(0, 1).index_copy_(0, locs, k)
-        self.v[layer].flatten(0, 1).index_copy_(0, locs, v)
+        for memory, new in ((self.k[layer], k), (self.v[layer], v)):
+            movable(memory).flatten(0, 1).index_copy_(0, locs, movable(as_stored(new, memory.dtype)))
+
+
+def as_stored(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """``x`` in the dtype of the KV memory. What is too large for eight bits becomes the largest number they hold;
+    PyTorch alone makes NaN of it."""
+    if kv_dtype.itemsize == 1:
+        largest = torch.finfo(kv_dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(kv_dtype)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, as PyTorch can index it on every device: numbers of eight bits as plain bytes."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.kv_cache import KVCache, movable
 from minisgl.kvcache.paged_attention import PagedAttention
 from minisgl.layers import causal_mask, grouped_query_attention
 
@@ -98,11 +98,13 @@ class TorchAttention(PagedAttention):
         return attended if layout.inverse is None else attended.index_select(0, layout.inverse)
 
     def _gather(self, locs: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at ``locs``, [B, L, num_kv_heads, head_dim] each, in memory that the next call reuses."""
-        keys, values = self._scratch[:, : locs.numel()]
-        torch.index_select(self.kv_cache.k[layer].flatten(0, 1), 0, locs.flatten(), out=keys)
-        torch.index_select(self.kv_cache.v[layer].flatten(0, 1), 0, locs.flatten(), out=values)
-        return keys.unflatten(0, locs.shape), values.unflatten(0, locs.shape)
+        """Keys and values at ``locs``, [B, L, num_kv_heads, head_dim] each, in memory that the next call reuses; or in
+        memory of their own if the cache is narrower than what is computed in."""
+        cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
+        for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
+            torch.index_select(movable(memory).flatten(0, 1), 0, locs.flatten(), out=movable(out))
+        keys, values = gathered.to(cache.dtype).unflatten(1, locs.shape)
+        return keys, values
 
     def _layout(self, window: int | None) -> _Layout:
         if window not in self._layouts:
@@ -142,7 +144,7 @@ class TorchAttention(PagedAttention):
             offsets = torch.arange(locs.shape[1], dtype=torch.int32, device=locs.device)
             k_positions = self._tensor(starts)[:, None] + offsets
             q_positions = self._tensor(self._batch.seq_lens[rows] - 1)[:, None]
-            mask = causal_mask(q_positions, k_positions, window, self.kv_cache.k.dtype)
+            mask = causal_mask(q_positions, k_positions, window, self.kv_cache.dtype)
         tile = _Tile(slice(first_query, first_query + len(rows)), slice(None), mask)
         return _Group(locs, (tile,))
 
@@ -170,9 +172,9 @@ class TorchAttention(PagedAttention):
         Whether a key is visible depends only on its distance to the query, so moving a tile along the sequence moves
         its mask along the columns.
         """
-        cache = self.kv_cache.k
-        columns = torch.arange(self._batch.max_seq_len + _QUERY_TILE, dtype=torch.int32, device=cache.device)[None]
-        return causal_mask(columns[:, -_QUERY_TILE:], columns, window, cache.dtype)
+        device, dtype = self.kv_cache.k.device, self.kv_cache.dtype
+        columns = torch.arange(self._batch.max_seq_len + _QUERY_TILE, dtype=torch.int32, device=device)[None]
+        return causal_mask(columns[:, -_QUERY_TILE:], columns, window, dtype)
 
     def _locs(self, rows: list[int], starts: Int32Array, count: int) -> torch.Tensor:
         """int32[B, count] locations of the positions ``starts …`` of each row; past its end, its last one again."""

@@ -171,7 +171,7 @@ class Scheduler:
             if len(growing) <= self.memory.available:
                 self.memory.grow(growing)
                 return slots
-            victim = int(self.table.slots[-1])
+            victim = self._victim()
             if len(self.table.slots) == 1:
                 request = self.table.request(victim)
                 message = (
@@ -182,6 +182,10 @@ class Scheduler:
             else:
                 self._preempt(victim)
             slots = slots[slots != victim]
+
+    def _victim(self) -> int:
+        """The slot that has to give way: that of the last to come, so that the first to come always gets on."""
+        return int(self.table.slots[-1])
 
     def _preempt(self, slot: int) -> None:
         """Take the pages of a running request and send it back to the queue, to be recomputed later (vLLM).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -19,20 +19,23 @@ class Markdown:
         return self.text
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Markdown:
-    """A table. Numbers are aligned to the right, and a floating-point number has two decimals.
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], shown: Callable[[float], str] = "{:.2f}".format
+) -> Markdown:
+    """A table. Numbers are aligned to the right.
 
     Args:
         headers: names of the columns.
         rows: one value a column.
+        shown: writes a floating-point number; by default with two decimals.
     """
     body = [list(row) for row in rows]
     numeric = [all(isinstance(row[i], (int, float)) for row in body) for i in range(len(headers))]
     rule = ["---:" if right else "---" for right in numeric]
-    lines = [list(headers), rule, *([_cell(value) for value in row] for row in body)]
+    lines = [list(headers), rule, *([_cell(value, shown) for value in row] for row in body)]
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
-def _cell(value: object) -> str:
-    text = f"{value:.2f}" if isinstance(value, float) else str(value)
+def _cell(value: object, shown: Callable[[float], str]) -> str:
+    text = shown(value) if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -15,11 +15,11 @@ _ROOT = Path(minisgl.__file__).parent.parent
 
 
 def show(item: type | Callable[..., Any]) -> Markdown:
-    """Source of a class, function or method, under the file and the line where it begins.
+    """Source of a class, function, method or Triton kernel, under the file and the line where it begins.
 
     Paths in the package are given from its root, so that a listing looks the same on every machine.
     """
-    target = inspect.unwrap(item)
+    target = inspect.unwrap(getattr(item, "fn", item))  # where Triton keeps the function that it compiles
     lines, first = inspect.getsourcelines(target)
     path = Path(inspect.getfile(target))
     name = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else path.name

@@ -101,7 +101,7 @@ class PagedSequences:
         device: of the KV memory and the steps.
         specs: the layers, layer i with ``layer_id`` i.
         lengths: tokens of each whole sequence.
-        dtype: of q, k, v and KV memory.
+        dtype, kv_dtype: of q, k and v, and of KV memory, as of a `KVCache`.
         seed: of pages and slots. The sequences do not depend on it.
     """
 
@@ -115,15 +115,16 @@ class PagedSequences:
         dtype: torch.dtype = torch.float32,
         garbage: float = torch.nan,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         rows, width = len(lengths), -(-max(lengths) // page_size)
         num_pages = rows * width + 1
         num_kv_heads, head_dim = specs[0].num_kv_heads, specs[0].head_dim
         self.specs = specs
         self.device = device
-        self.kv_cache = KVCache(len(specs), num_kv_heads, head_dim, num_pages, page_size, dtype, device)
+        self.kv_cache = KVCache(len(specs), num_kv_heads, head_dim, num_pages, page_size, dtype, device, kv_dtype)
         for memory in (self.kv_cache.k, self.kv_cache.v):
-            memory[:, :num_pages] = torch.tensor(garbage).to(dtype)
+            memory[:, :num_pages] = torch.tensor(garbage).to(memory.dtype)
         rng = np.random.default_rng(seed)
         *pages, never_written = rng.permutation(num_pages)
         self.slots = rng.permutation(rows + 2)[:rows].astype(np.int32)
@@ -194,10 +195,13 @@ class PagedSequences:
             parts = [whole[row][start:stop] for row, start, stop in spans]
             return torch.cat([*parts, whole[0].new_ones(padding, *whole[0].shape[1:])]).to(self.device)
 
+        def kept(whole: torch.Tensor) -> torch.Tensor:
+            return whole.to(self.kv_cache.k.dtype).to(whole.dtype)
+
         layers = []
         for spec, (q, k, v) in zip(self.specs, self.sequences, strict=True):
             expected = [
-                naive_attention(q[row][start:stop].double(), k[row][:stop], v[row][:stop], spec, start)
+                naive_attention(q[row][start:stop].double(), kept(k[row][:stop]), kept(v[row][:stop]), spec, start)
                 for row, start, stop in spans
             ]
             layers.append(((fed(q), fed(k), fed(v)), torch.cat(expected)))

@@ -53,6 +53,11 @@ def test_groups_are_read_together(group: int) -> None:
         check(sequences, sequences.step(dict.fromkeys(range(7), 1)))
 
 
+def test_groups_over_keys_and_values_of_eight_bits() -> None:
+    sequences = family(layers(None), kv_dtype=torch.float8_e4m3fn)
+    check(sequences, sequences.step(dict.fromkeys(range(7), 1)))
+
+
 def test_the_prefix_is_read_from_the_first_members_pages_alone() -> None:
     """What the others' rows of the page table point to does not matter as long as the backend is not told."""
     sequences = family(layers(None))

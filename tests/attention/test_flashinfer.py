@@ -116,10 +116,11 @@ def cache_on(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim
         (cache_on(CPU), (9, 0), True, "needs an NVIDIA GPU and the device is 'cpu'"),
         (cache_on(GPU), (7, 5), True, "needs a GPU of compute capability 8.0 or later"),
         (cache_on(GPU, torch.float32), (9, 0), True, "computes float16 and bfloat16 and the KV cache is float32"),
+        (cache_on(GPU, torch.float8_e4m3fn), (9, 0), True, "the KV cache is float8_e4m3fn"),
         (cache_on(GPU, head_dim=80), (9, 0), True, "heads of 64, 128 and 256 and the model's have 80"),
         (cache_on(GPU), (9, 0), False, r"pip install 'minisgl\[cuda\]'"),
     ],
-    ids=["device", "capability", "dtype", "heads", "package"],
+    ids=["device", "capability", "dtype", "eight bits", "heads", "package"],
 )
 def test_says_what_is_missing_and_what_to_choose(
     monkeypatch: pytest.MonkeyPatch, cache: KVCache, capability: tuple[int, int], installed: bool, message: str

@@ -15,8 +15,8 @@ from tests.attention import CPU
 
 def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     """As far as the choice depends on it."""
-    k = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=torch.Size((1, 2, 16, 2, 128)))
-    return SimpleNamespace(k=k)
+    k = SimpleNamespace(device=torch.device(device), shape=torch.Size((1, 2, 16, 2, 128)))
+    return SimpleNamespace(k=k, dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,16 @@ from minisgl.attention.triton_decode import decode_kernel
 from minisgl.attention.triton_merge import merge_kernel
 from minisgl.attention.triton_prefill import prefill_kernel
 from minisgl.attention.triton_prefix import prefix_kernel
+from minisgl.attention.triton_rows import merge_pieces_kernel, rows_kernel
 
-FLOATS = {"part_out", "part_lse", "prefix_out", "prefix_lse", "out_lse"}
+FLOATS = {"part_out", "part_lse", "prefix_out", "prefix_lse", "out_lse", "piece_out", "piece_lse"}
 HALVES = {"queries", "keys", "values", "out"}
 COUNTS = {"num_rows", "num_groups", "programs", "token_stride", "head_stride", "table_width"}
 MODEL = {"PAGE_SIZE": 16, "GROUP": 5, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "BLOCK_R": 256}
-MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK_W": 1024}
+MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK_W": 1024, "NUM_HEADS": 40}
 
 
-def build(kernel, num_warps, num_stages, **constants):
+def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
     constants = {name: value for name, value in (MODEL | constants).items() if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
@@ -38,7 +39,7 @@ def build(kernel, num_warps, num_stages, **constants):
         elif name in FLOATS or (name == "out" and kernel is prefix_kernel):
             kind = "*fp32"
         elif name in HALVES:
-            kind = "*bf16"
+            kind = cache if name in ("keys", "values") else "*bf16"
         signature[name] = kind
     indices = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or "stride" in name]
@@ -56,7 +57,19 @@ for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {
     build(merge_kernel, 4, 3, **options)
 for window in (0, 100):
     assert "wgmma" in build(prefill_kernel, 8, 3, BLOCK_M=128, WINDOW=window)["ptx"]
+for heads in (1, 5):
+    loop = build(rows_kernel, 4, 3, BLOCK_M=16, WINDOW=0, HEADS=heads)["ttgir"]
+    assert loop.count("async_copy_global_to_local") >= 2, "the loop over tiles is pipelined"
+build(merge_pieces_kernel, 4, 3, PIECES=16, BLOCK_P=16)
 assert "wgmma" in build(prefix_kernel, 8, 5, BLOCK_M=128, EARLY=True)["ptx"]
+for built in (
+    build(decode_kernel, 2, 3, "*fp8e4nv", BLOCK_M=16, WINDOW=0, EARLY=True, **ALONE),
+    build(prefill_kernel, 8, 3, "*fp8e4nv", BLOCK_M=128, WINDOW=0),
+    build(prefix_kernel, 8, 5, "*fp8e4nv", BLOCK_M=128, EARLY=True),
+):
+    assert built["ttgir"].count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
+    assert "cvt.rn.f16x2.e4m3x2" in built["ptx"]
+    assert "cvt.bf16.f16" not in built["ptx"], "which is a slow instruction"
 """
 
 

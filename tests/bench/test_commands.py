@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from minisgl import LLM, demo
-from minisgl.bench import compare
+from minisgl.bench import compare, preemption
 from minisgl.bench.__main__ import main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
+from minisgl.trace import DEVICE, Trace
 from tests.model_zoo import tiny_checkpoint
 from tests.tokenizer.tiny import byte_level, save
 
@@ -170,3 +171,46 @@ def test_profile_says_where_the_time_goes(
     assert any("mm" in row[0] or "linear" in row[0] for row in kernels["rows"])
     assert len(record["targets"]) == 1  # a CPU takes turns with its host, so its idle time says nothing
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_overlap_measures_the_same_steps_under_both_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    sizes = ["--rows", "1", "3", "--steps", "12", "--added", "0", "3", "--traces", str(tmp_path / "traces")]
+    options = ["--set", "device=cpu", "max_seq_len=128", "num_pages=64"]
+    record = bench(tmp_path, "overlap", "--model", str(model), *sizes, *options)
+    steps, phases, slower = record["tables"]
+    keys = [[1, "off"], [1, "on"], [3, "off"], [3, "on"]]
+    assert [row[:2] for row in steps["rows"]] == [row[:2] for row in phases["rows"]] == keys
+    assert all(min(row[2:5]) > 0 and 0 <= row[5] < 100 for row in steps["rows"])
+    assert all(len(row) == len(phases["columns"]) and min(row[2:]) > 0 for row in phases["rows"])
+    assert [row[0] for row in slower["rows"]] == [0.0, 3.0]
+    assert min(slower["rows"][1][1:]) >= 3.0  # a CPU is host and device in one, so nothing hides what was added
+    order = {}
+    for name in ("off", "on"):
+        trace = Trace.load(tmp_path / "traces" / f"trace-overlap-{name}.json")
+        spans = [event for event in trace.events if event.track != DEVICE]
+        assert {event.args["step"] for event in trace.events} == set(range(6, 12))
+        order[name] = " ".join(f"{event.name[0]}{event.args['step']}" for event in spans if event.args["step"] < 8)
+    assert order == {"off": "s6 l6 w6 p6 s7 l7 w7 p7", "on": "s6 l6 s7 l7 w6 p6 w7 p7"}
+
+
+def test_preemption_measures_every_way_on_the_same_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_workloads: None
+) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    sizes = ["--pool-tokens", "84", "--requests", "5", "--lengths", "8", "32"]
+    options = ["--set", "device=cpu", "max_seq_len=128", "page_size=1"]
+    record = bench(tmp_path, "preemption", "--model", str(model), *sizes, *options)
+    pressure, back = record["tables"]
+    ways = {row[0]: dict(zip(pressure["columns"], row, strict=True)) for row in pressure["rows"]}
+    assert list(ways) == [way.label for way in preemption.WAYS]
+    for label, way in ways.items():
+        assert way["output tokens/s"] > 0
+        assert (way["preemptions"] > 0) == label.startswith("optimistic")
+    again, rows = (
+        [way[column] for way in ways.values()] for column in ("tokens computed again", "rows of a decode step, mean")
+    )
+    assert again[0] == again[1] == 0 < again[2] < again[3]
+    assert rows[0] <= rows[1] < rows[2]
+    assert [row[1] for row in back["rows"]] == [8, 32]
+    assert all(min(row[2:]) > 0 for row in back["rows"])

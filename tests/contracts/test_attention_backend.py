@@ -234,6 +234,14 @@ def test_half_precision(paged: Paged, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.not_for(*FLASHINFER_NAMES)  # which refuse it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_of_eight_bits(paged: Paged, dtype: torch.dtype) -> None:
+    """What is left over is the same as with keys and values that were rounded before."""
+    run_mixed_steps(paged(layers(None, 7), MIXED, dtype=dtype, kv_dtype=torch.float8_e4m3fn))
+
+
+@pytest.mark.interpreted
 def test_strided_views_of_one_projection_are_accepted(paged: Paged) -> None:
     sequences = paged(TWO_LAYERS, MIXED)
     sequences.fill([17, 1, 0, 0, 0, 8])

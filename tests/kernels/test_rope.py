@@ -43,9 +43,9 @@ class Case:
         locations = torch.randperm(PAGES * PAGE_SIZE, generator=generator)[:tokens]
         self.out_locs = locations.to(DEVICE, torch.int32)
 
-    def cache(self, dtype: torch.dtype) -> KVCache:
-        spec = self.layer.spec
-        cache = KVCache(2, spec.num_kv_heads, spec.head_dim, PAGES, PAGE_SIZE, dtype, torch.device(DEVICE))
+    def cache(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> KVCache:
+        spec, device = self.layer.spec, torch.device(DEVICE)
+        cache = KVCache(2, spec.num_kv_heads, spec.head_dim, PAGES, PAGE_SIZE, dtype, device, kv_dtype)
         cache.k.fill_(torch.nan)
         cache.v.fill_(torch.nan)
         return cache
@@ -55,12 +55,11 @@ class Case:
         k, v = cache.k[1].flatten(0, 1), cache.v[1].flatten(0, 1)
         written = k[locations], v[locations]
         k[locations], v[locations] = 0.0, 0.0
-        return Stored(
-            q, *written, torch.stack([k, v, *cache.k[0].flatten(0, 1)[None], *cache.v[0].flatten(0, 1)[None]])
-        )
+        rest = [k, v, cache.k[0].flatten(0, 1), cache.v[0].flatten(0, 1)]
+        return Stored(q, *written, torch.stack([memory.float() for memory in rest]))
 
-    def fused(self, qkv: torch.Tensor | None = None) -> Stored:
-        cache = self.cache(self.dtype)
+    def fused(self, qkv: torch.Tensor | None = None, kv_dtype: torch.dtype | None = None) -> Stored:
+        cache = self.cache(self.dtype, kv_dtype)
         q = rotate_and_store(
             self.qkv if qkv is None else qkv,
             self.rotary.table,
@@ -113,6 +112,23 @@ def test_any_even_width(head_dim: int) -> None:
 def test_projections_may_lie_apart() -> None:
     case = Case((4, 2), 16, torch.float32, norm=True)
     case.check(case.fused(spread(case.qkv)))
+
+
+@every_dtype
+def test_keys_and_values_of_eight_bits(dtype: torch.dtype) -> None:
+    """Rounded to three bits of mantissa, or to multiples of 2⁻⁹, or to the largest number there is."""
+    case = Case((4, 2), 64, dtype, norm=True)
+    first_v = 4 * 64 + 2 * 64
+    case.qkv[1, first_v:] *= 300
+    case.qkv[2, first_v:] *= torch.inf
+    fused, plain = case.fused(kv_dtype=torch.float8_e4m3fn), case.plain()
+    assert (plain.v.abs() > 448).sum() > 100
+    assert_close(fused.q, plain.q, dtype)
+    for ours, exact in ((fused.k, plain.k), (fused.v, plain.v)):
+        assert ours.dtype == torch.float8_e4m3fn
+        exact = exact.clamp(-448, 448)
+        assert ((ours.double() - exact).abs() <= (exact.abs() * 2**-4).clamp(min=2**-10) * 1.001).all()
+    assert torch.equal(fused.rest.isnan(), plain.rest.isnan())
 
 
 def test_rounds_once() -> None:

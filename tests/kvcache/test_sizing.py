@@ -21,10 +21,10 @@ def no_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sizing, "_CGROUP", tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_page_bytes_is_what_a_page_of_the_cache_takes(dtype: torch.dtype) -> None:
     cache = KVCache(
-        num_layers=3, num_kv_heads=2, head_dim=8, num_pages=5, page_size=16, dtype=dtype, device=torch.device("cpu")
+        3, num_kv_heads=2, head_dim=8, num_pages=5, page_size=16, dtype=torch.float32, device=CPU, kv_dtype=dtype
     )
     a_page = page_bytes(num_layers=3, num_kv_heads=2, head_dim=8, page_size=16, itemsize=dtype.itemsize)
     assert cache.k.nbytes + cache.v.nbytes == (5 + 1) * a_page  # and the dummy page

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jupytext
 import nbformat
 import pytest
 
-from tools.mdbook import main, preprocess, with_outputs
+from tools.mdbook import as_markdown, build, main, preprocess
+from tools.notebooks import read_chapter
 
 CHAPTER = """# A chapter
 
@@ -20,10 +21,19 @@ f()
 
 and so on.
 """
+ROOT = Path(__file__).parents[2]
 
 
 def notebook(*outputs: Any) -> Any:
-    made = jupytext.reads(CHAPTER, fmt="md")
+    """What a run of the chapter leaves."""
+    made = read_chapter(CHAPTER)
+    made.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    made.cells[1].execution_count = 1
     made.cells[1].outputs = list(outputs)
     return made
 
@@ -32,39 +42,47 @@ def result(**data: str) -> Any:
     return nbformat.v4.new_output("execute_result", {key.replace("__", "/"): value for key, value in data.items()})
 
 
+def shown(*outputs: Any) -> str:
+    return as_markdown(notebook(*outputs))
+
+
 def test_printed_text_is_escaped_and_stands_below_its_cell() -> None:
-    made = with_outputs(CHAPTER, notebook(nbformat.v4.new_output("stream", text="<|end|> & *so*\n\non\n")))
-    assert made == (
+    assert shown(nbformat.v4.new_output("stream", text="<|end|> & *so*\n\non\n")) == (
         '# A chapter\n\n```python\nf()\n```\n\n<pre class="output">&lt;|end|&gt; &amp; *so*\n\non</pre>\n\nand so on.\n'
     )
 
 
-def test_the_richest_form_is_shown() -> None:
-    drawing = nbformat.v4.new_output("display_data", {"image/svg+xml": "<svg>\n\n</svg>", "text/plain": "words"})
-    assert '<figure class="output"><svg></svg></figure>' in with_outputs(CHAPTER, notebook(drawing))
-    assert "words" not in with_outputs(CHAPTER, notebook(drawing))
-    made = with_outputs(CHAPTER, notebook(result(text__markdown="| a |\n| --- |", text__plain="words")))
-    assert '<div class="output">\n\n| a |\n| --- |\n\n</div>' in made
-    assert '<pre class="output">words</pre>' in with_outputs(CHAPTER, notebook(result(text__plain="words")))
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"image/svg+xml": "<svg>\n\n</svg>", "image/png": "AA=="}, '<figure class="output"><svg></svg></figure>'),
+        (
+            {"image/png": "AA\n==\n"},
+            '<figure class="output"><img alt="words" src="data:image/png;base64,AA=="></figure>',
+        ),
+        ({"text/html": "<b>\n\n x</b>", "text/markdown": "x"}, '<div class="output">\n<b>\n x</b>\n</div>'),
+        ({"text/markdown": "| a |\n| --- |"}, '<div class="output">\n\n| a |\n| --- |\n\n</div>'),
+        ({}, '<pre class="output">words</pre>'),
+    ],
+)
+def test_the_richest_form_is_shown(data: dict[str, str], expected: str) -> None:
+    made = shown(nbformat.v4.new_output("display_data", {**data, "text/plain": "words"}))
+    assert made == f"# A chapter\n\n```python\nf()\n```\n\n{expected}\n\nand so on.\n"
 
 
 def test_tags_of_a_cell_are_not_shown() -> None:
-    text = CHAPTER.replace("```python\n", '```python tags=["measured"]\n')
-    assert "measured" not in with_outputs(text, notebook())
+    made = read_chapter(CHAPTER.replace("```python\n", '```python tags=["measured"]\n'))
+    assert made.cells[1].metadata.tags == ["measured"]
+    assert "measured" not in as_markdown(made)
 
 
-def test_a_stale_notebook_is_refused() -> None:
-    with pytest.raises(ValueError, match="not up to date"):
-        with_outputs(CHAPTER.replace("f()", "g()"), notebook())
+def chapter(path: str | None, *below: Any, text: str = CHAPTER) -> dict[str, Any]:
+    return {"Chapter": {"path": path, "content": text, "sub_items": list(below)}}
 
 
 def test_preprocess_reaches_nested_chapters_and_leaves_others_alone(tmp_path: Path) -> None:
     (tmp_path / "notebooks").mkdir()
     nbformat.write(notebook(result(text__plain="deep")), tmp_path / "notebooks" / "01-b.ipynb")
-
-    def chapter(path: str | None, *below: Any) -> dict[str, Any]:
-        return {"Chapter": {"path": path, "content": CHAPTER, "sub_items": list(below)}}
-
     book = {"items": ["Separator", {"PartTitle": "Part"}, chapter(None), chapter("00-a.md", chapter("01-b.md"))]}
     first, second = preprocess({"root": str(tmp_path)}, book)["items"][2:]
     assert first["Chapter"]["content"] == second["Chapter"]["content"] == CHAPTER
@@ -76,20 +94,113 @@ def test_only_the_html_renderer_is_supported() -> None:
     assert main(["preprocess", "supports", "markdown"]) == 1
 
 
-def test_the_preprocessor_reads_and_writes_json(tmp_path: Path) -> None:
-    book = {"items": [{"Chapter": {"path": "00-a.md", "content": CHAPTER, "sub_items": []}}]}
+def preprocessed(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    given = json.dumps([{"root": str(tmp_path)}, {"items": [chapter("00-a.md", text=text)]}])
     command = [sys.executable, "-m", "tools.mdbook", "preprocess"]
-    given = json.dumps([{"root": str(tmp_path)}, book])
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout) == book
+    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+
+
+def test_the_preprocessor_reads_and_writes_json(tmp_path: Path) -> None:
+    done = preprocessed(tmp_path, CHAPTER)
+    assert json.loads(done.stdout) == {"items": [chapter("00-a.md")]}
+
+
+def test_a_formula_that_cannot_be_converted_is_named_with_its_chapter(tmp_path: Path) -> None:
+    done = preprocessed(tmp_path, CHAPTER + "\n$\\nonsense x$\n")
+    assert done.returncode == 1
+    assert done.stderr.startswith("00-a: the formula '\\\\nonsense x'")
+
+
+# -- whole books, with mdBook itself ---------------------------------------------------------------------------------
+
+BOOK = """
+[book]
+src = "chapters"
+[build]
+create-missing = false
+[preprocessor.outputs]
+command = "python -m tools.mdbook preprocess"
+"""
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """A book of one sound chapter."""
+    for name in ("chapters", "notebooks", "tests"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "book.toml").write_text(BOOK)
+    (tmp_path / "chapters" / "SUMMARY.md").write_text("# Summary\n\n- [A](00-a.md)\n")
+    (tmp_path / "chapters" / "00-a.md").write_text(CHAPTER)
+    nbformat.write(notebook(result(text__plain="forty-two")), tmp_path / "notebooks" / "00-a.ipynb")
+    return tmp_path
+
+
+def prose(book: Path, text: str) -> None:
+    """Add to the chapter what needs no run."""
+    (book / "chapters" / "00-a.md").write_text(CHAPTER + text)
+    made = notebook(result(text__plain="forty-two"))
+    made.cells[2:] = read_chapter(CHAPTER + text).cells[2:]
+    nbformat.write(made, book / "notebooks" / "00-a.ipynb")
+
+
+@pytest.mark.needs("mdbook")
+def test_a_sound_book_is_built(book: Path) -> None:
+    prose(book, "\n[above](#a-chapter), `tests/`, [mdBook](https://rust-lang.github.io/mdBook/), $n^2$\n")
+    assert build(book, book / "site") == 0
+    page = (book / "site" / "00-a.html").read_text()
+    assert "forty-two" in page
+    assert "<msup><mi>n</mi><mn>2</mn></msup>" in page
+
+
+BROKEN = """
+{{#include ../no-such-file.py}}
+
+[there](01-b.md) [there](#nowhere) ![picture](x.png) ![picture](https://example.org/x.png) `tests/test_gone.py`
+"""
+
+
+@pytest.mark.needs("mdbook")
+def test_what_is_not_there_fails_the_build(book: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prose(book, BROKEN)
+    shutil.copy(book / "chapters" / "00-a.md", book / "chapters" / "01-c.md")
+    assert build(book, book / "site") == 1
+    told = capfd.readouterr().err
+    for problem in (
+        "mdBook warns about the book",
+        "chapters/00-a.md: the link to 01-b.md is dead",
+        "00-a.html: the link to #nowhere is dead: that page has no such heading",
+        "00-a.html: the link to x.png is dead",
+        "https://example.org/x.png is loaded from the network",
+        "chapters/00-a.md: there is no tests/test_gone.py",
+        "chapters/01-c.md: not in SUMMARY.md",
+    ):
+        assert problem in told
+
+
+@pytest.mark.needs("mdbook")
+def test_cells_without_their_output_fail_the_build(book: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(book / "chapters" / "00-a.md", book / "chapters" / "01-b.md")
+    (book / "chapters" / "SUMMARY.md").write_text("# Summary\n\n- [A](00-a.md)\n- [B](01-b.md)\n")
+    (book / "chapters" / "00-a.md").write_text(CHAPTER.replace("f()", "g()"))
+    assert build(book, book / "site") == 1
+    told = capfd.readouterr().err
+    assert "notebooks/00-a.ipynb: cell 1 differs from the chapter: 'f()'" in told
+    assert "chapters/01-b.md: no notebook" in told
+    assert "forty-two" not in (book / "site" / "00-a.html").read_text()
+
+
+@pytest.mark.needs("mdbook")
+def test_a_chapter_that_is_listed_and_missing_fails_the_build(book: Path) -> None:
+    (book / "chapters" / "SUMMARY.md").write_text("# Summary\n\n- [A](00-a.md)\n- [C](02-c.md)\n")
+    assert build(book, book / "site") != 0
 
 
 @pytest.mark.parametrize(("message", "status"), [("INFO fine", 0), ("WARN a dead link", 1), ("ERROR gone", 1)])
 def test_warnings_of_mdbook_fail_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, status: int
+    book: Path, monkeypatch: pytest.MonkeyPatch, message: str, status: int
 ) -> None:
-    fake = tmp_path / "mdbook"
-    fake.write_text(f"#!/bin/sh\necho '{message}' >&2\n")
+    fake = book / "mdbook"
+    fake.write_text(f"#!/bin/sh\nmkdir site && echo > site/index.html && echo '{message}' >&2\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert main([]) == status
+    monkeypatch.setattr(sys, "executable", str(book / "python"))
+    assert build(book, book / "site") == status

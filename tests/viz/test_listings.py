@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+from minisgl.attention.triton_tiles import softmax_step
 from minisgl.core import Registry, RunningTable
 from minisgl.viz import chapter_map, show, table
 
@@ -19,6 +20,13 @@ def test_show_gives_file_line_and_the_source_that_runs() -> None:
 
 def test_show_takes_a_class() -> None:
     assert "```python\nclass Registry(" in show(Registry).text
+
+
+def test_show_takes_a_triton_kernel() -> None:
+    """Which is an object of Triton's, compiled or interpreted."""
+    listing = show(softmax_step).text
+    assert listing.startswith("`minisgl/attention/triton_tiles.py`, line ")
+    assert "```python\n@triton.jit\ndef softmax_step(" in listing
 
 
 def test_show_names_no_directory_of_this_machine() -> None:

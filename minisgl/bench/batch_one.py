@@ -1,0 +1,278 @@
+"""One request alone: where each millisecond of a token goes, version by version and kernel by kernel."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from minisgl.bench.compare import ALL_OFF
+from minisgl.bench.gpu_timing import copy_bandwidth
+from minisgl.bench.offline import make_engine
+from minisgl.bench.report import Cell, Report, Table
+from minisgl.bench.shapes import model_dir
+from minisgl.core import AttentionBackend, Batch, DeviceBatch, build_batch
+from minisgl.engine.runner import EagerRunner, EngineParts, StepRunner
+from minisgl.engine.sampling_stages import SamplingRows
+from minisgl.graphs.buffers import DecodeBuffers
+from minisgl.graphs.fused_buffers import FusedDecodeBuffers
+from minisgl.graphs.padding import graph_sizes
+from minisgl.graphs.recorder import CudaRecorder, RerunRecorder
+from minisgl.graphs.runner import GraphRunner, GraphRunners
+from minisgl.kernels import apply_fusions
+from minisgl.kernels.launch import launched_in_turn
+from minisgl.kernels.sampler import FusedSampler
+from minisgl.kernels.single_token import SingleTokenDecoder
+from minisgl.models.decoder import CausalLM
+
+_OPTIONS: dict[str, Any] = {**ALL_OFF, "num_pages": 512, "max_running_requests": 2}
+_TIMED_STEPS = 20
+_MOST_ROWS = 256
+_FUSIONS = {
+    "norm": "residual and norm as one kernel",
+    "rope": "QK-norm, rotation and KV store as one kernel",
+    "activation": "SiLU·mul as one kernel",
+}
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A way of computing a decode step of one row.
+
+    Args:
+        name: of the table's row.
+        runner: computes it.
+        detailed: whether its kernels are listed.
+    """
+
+    name: str
+    runner: StepRunner
+    detailed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, a copy or a fill: when it began and ended, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+class NotCompiled:
+    """An attention backend that torch.compile calls and does not look into, as vLLM has its compiled models do.
+
+    Args:
+        attention: that does the work.
+    """
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self.capturable = attention.capturable
+        self.plan = attention.plan
+        self.forward = torch.compiler.disable(attention.forward)
+
+
+@torch.inference_mode()
+def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int], repeat: int) -> Report:
+    """Every version on rows of some lengths, and the kernels of some versions.
+
+    Args:
+        model: a name from `SHAPES`, which gets random weights, or what `minisgl.LLM` takes.
+        options: of `minisgl.LLM`, beside those that this benchmark needs.
+        lengths: tokens of the sequence, the one that is fed included; the kernels are those of the second.
+        repeat: measurements of each, of which the median counts.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        llm = make_engine(model_dir(model, Path(root)), model, {**_OPTIONS, **options})
+    parts = llm.engine.parts
+    parts.kv_cache.k.normal_()
+    parts.kv_cache.v.normal_()
+    batches = [_decode_step(parts, length) for length in lengths]
+    rows: list[list[Cell]] = []
+    details: list[Table] = []
+    for version in _versions(parts):
+        steps = [_bound(version.runner, batch) for batch in batches]
+        times = [_milliseconds(step, parts.device, repeat) for step in steps]
+        launches = _launches(steps[1], parts.device)
+        alone = sum(launch.end - launch.start for launch in launches) / 1e3
+        rows.append([version.name, len(launches), *times, alone])
+        if version.detailed:
+            details += [_kernels(version.name, launches), _layer(version.name, launches)]
+    settings: dict[str, Any] = {"model": model, "options": dict(options), "repeat": repeat}
+    if parts.device.type == "cuda":
+        bandwidth = copy_bandwidth()
+        settings["copy_bytes_per_second"] = bandwidth
+        floors = [_bytes_read(parts, length) / bandwidth * 1e3 for length in lengths]
+        rows.append([f"these bytes copied at {bandwidth / 1e12:.2f} TB/s", 0, *floors, floors[1]])
+        details.append(_graph_memory(parts))
+    columns = ["", "launches", *(f"ms, {length} tokens" for length in lengths), "kernels added up, ms"]
+    return Report("batch-one", settings, [Table(f"{model}, one token of one request", columns, rows), *details], [])
+
+
+def _versions(parts: EngineParts) -> Iterator[Version]:
+    """From all plain to all that there is. Each fusion stays in the model for the versions after it."""
+    with launched_in_turn():
+        yield Version("plain kernels, launched one by one", EagerRunner(parts), False)
+        yield Version("plain kernels, in a graph", _graph(parts), True)
+        compiled = torch.compile(parts.model, dynamic=False)
+        opaque = replace(parts, attention=NotCompiled(parts.attention))
+        with torch._dynamo.config.patch(recompile_limit=256):
+            yield Version("torch.compile, in a graph", _graph(opaque, decoder=compiled), True)
+        for fusion, description in _FUSIONS.items():
+            apply_fusions({fusion}, parts.model)
+            yield Version(f"+ {description}", _graph(parts), False)
+        parts = replace(parts, sampler=FusedSampler())
+        yield Version("+ sampler and inputs, fused", _graph(parts, FusedDecodeBuffers), True)
+        if not SingleTokenDecoder.supports(parts.model):
+            return
+        decoder = SingleTokenDecoder(parts.model, parts.kv_cache)
+        yield Version("single-token decoder, kernels in turn", _graph(parts, FusedDecodeBuffers, decoder), True)
+    yield Version("single-token decoder, kernels started early", _graph(parts, FusedDecodeBuffers, decoder), True)
+
+
+def _graph(
+    parts: EngineParts,
+    buffers: type[DecodeBuffers] = DecodeBuffers,
+    decoder: Callable[[DeviceBatch], torch.Tensor] | None = None,
+) -> GraphRunner:
+    """A recording of one row; without CUDA one that is run again."""
+    recorder = CudaRecorder(parts.device) if parts.device.type == "cuda" else RerunRecorder()
+    chosen = parts.model if decoder is None else decoder
+    return GraphRunner(parts, (1,), recorder, buffers, lambda rows: chosen)
+
+
+def _decode_step(parts: EngineParts, length: int) -> Batch:
+    """A step that feeds the last of ``length`` tokens of slot 0, whose pages are the first of the cache."""
+    page_size = parts.kv_cache.page_size
+    pages = np.arange(-(-length // page_size), dtype=np.int32)
+    parts.state.page_table[0, : len(pages)] = torch.from_numpy(pages)
+    zero = np.zeros(1, dtype=np.int32)
+    return build_batch(
+        slots=zero,
+        q_lens=np.ones(1, dtype=np.int32),
+        kv_lens=np.full(1, length - 1, dtype=np.int32),
+        page_table=pages[None, :],
+        page_size=page_size,
+        sample_rows=zero,
+        output_index=zero,
+        num_decode=1,
+    )
+
+
+def _bound(runner: StepRunner, batch: Batch) -> Step:
+    return lambda: runner.run(batch, SamplingRows())
+
+
+def _milliseconds(step: Step, device: torch.device, repeat: int) -> float:
+    """Median time of a step among others that are launched one behind the other, without waiting for any."""
+    times: list[float] = []
+    for _ in range(repeat + 1):  # the first warms up
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_TIMED_STEPS):
+            step()
+        _synchronize(device)
+        times.append((time.perf_counter() - start) / _TIMED_STEPS * 1e3)
+    return statistics.median(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _launches(step: Step, device: torch.device) -> list[Launch]:
+    """What a step makes the device do, in order; on a CPU, PyTorch's operators."""
+    activities, kind = [ProfilerActivity.CPU], DeviceType.CPU
+    if device.type == "cuda":
+        activities, kind = [*activities, ProfilerActivity.CUDA], DeviceType.CUDA
+    _synchronize(device)
+    with profile(activities=activities, acc_events=True) as recorded:
+        step()
+        _synchronize(device)
+    events = [event for event in recorded.events() or [] if event.device_type == kind and event.cpu_parent is None]
+    launches = [Launch(_short(event.name), event.time_range.start, event.time_range.end) for event in events]
+    return sorted(launches, key=lambda launch: launch.start)
+
+
+def _short(name: str) -> str:
+    """A kernel's name without types, namespaces and template arguments."""
+    plain = re.sub(r"<.*", "", name.replace("(anonymous namespace)::", ""), flags=re.DOTALL)
+    return plain.split("(")[0].strip().rsplit("::", 1)[-1].removeprefix("void ")
+
+
+def _kernels(version: str, launches: Sequence[Launch]) -> Table:
+    """Kernels by the time that all launches of one take together."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for launch in launches:
+        times[launch.name].append(launch.end - launch.start)
+    total = sum(map(sum, times.values()))
+    rows: list[list[Cell]] = [
+        [name, len(each), sum(each) / len(each), sum(each), 100 * sum(each) / total]
+        for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))
+    ]
+    columns = ["kernel", "launches", "µs each", "µs in all", "% of all"]
+    return Table(f"kernels of a step: {version}", columns, rows)
+
+
+def _layer(version: str, launches: Sequence[Launch]) -> Table:
+    """The launches of a layer in order: when each begins and ends, in the median of all layers."""
+    begin, period = repetition([launch.name for launch in launches])
+    pieces = [launches[start : start + period] for start in range(begin, len(launches) - period + 1, period)]
+    layers = [piece for piece in pieces if [each.name for each in piece] == [each.name for each in pieces[0]]]
+    rows: list[list[Cell]] = []
+    for index in range(period):
+        starts = [layer[index].start - layer[0].start for layer in layers]
+        ends = [layer[index].end - layer[0].start for layer in layers]
+        rows.append([layers[0][index].name, statistics.median(starts), statistics.median(ends)])
+    return Table(f"one layer in time: {version}", ["kernel", "from µs", "to µs"], rows)
+
+
+def repetition(names: Sequence[str]) -> tuple[int, int]:
+    """Where a sequence begins to repeat itself, and after how many entries, judged by its middle half.
+
+    What never repeats itself is one period, from the start.
+    """
+    middle = names[len(names) // 4 : 3 * len(names) // 4]
+    period = next((p for p in range(1, len(middle) // 2 + 1) if middle[p:] == middle[:-p]), len(names))
+    begin = len(names) // 4 if period < len(names) else 0
+    while begin > 0 and names[begin - 1] == names[begin - 1 + period]:
+        begin -= 1
+    return begin, period
+
+
+def _graph_memory(parts: EngineParts) -> Table:
+    """What graphs are counted with when the KV cache is sized: the largest, and each of the others like the second."""
+    parts = replace(parts, sampler=FusedSampler())
+    sizes = graph_sizes(_MOST_ROWS)
+    largest, second = sizes[-1], sizes[-2]
+    first, both, all_of_them = (
+        GraphRunners(each, FusedDecodeBuffers).memory(parts) for each in ((largest,), (second, largest), sizes)
+    )
+    rows: list[list[Cell]] = [
+        [f"{largest} rows", first / 1e6],
+        [f"{second} rows, behind those", (both - first) / 1e6],
+        [f"all {len(sizes)}, as counted", all_of_them / 1e6],
+    ]
+    return Table("memory of graphs", ["", "MB"], rows)
+
+
+def _bytes_read(parts: EngineParts, length: int) -> int:
+    """Weights that a step multiplies with, and keys and values that it attends to."""
+    model = cast(CausalLM, parts.model)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if model.lm_head is not None:  # of an embedding that is only an embedding a step reads one row
+        weights -= model.model.embed_tokens.weight.nbytes
+    cache = parts.kv_cache
+    return weights + 2 * cache.k[:, 0, 0].nbytes * length

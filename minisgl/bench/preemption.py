@@ -1,0 +1,235 @@
+"""What it costs when memory runs out: reservation against optimism, and to compute keys again against copying them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl.bench.report import Cell, Report, Table
+from minisgl.bench.shapes import model_dir
+from minisgl.bench.workloads import WORKLOADS, warm_up
+from minisgl.core.request import FinishReason, Request
+from minisgl.core.sampling_params import SamplingParams
+from minisgl.core.table import RunningTable
+from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.llm import LLM
+from minisgl.scheduler import KVMemory, Policy, Scheduler
+
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of letting requests in.
+
+    Args:
+        label: of its line in the table.
+        admission: name of the admission policy.
+        prefix_cache: name of the prefix cache.
+        knows: True if ``max_tokens`` is the length of the answer, which nobody knows in earnest.
+    """
+
+    label: str
+    admission: str
+    prefix_cache: str
+    knows: bool = False
+
+
+WAYS = (
+    Way("reserve", "reserve", "radix"),
+    Way("reserve, every length known", "reserve", "radix", knows=True),
+    Way("optimistic", "optimistic", "radix"),
+    Way("optimistic, no prefix cache", "optimistic", "none"),
+)
+
+
+def run_preemption(
+    models: Sequence[str], pool_tokens: int, lengths: Sequence[int], requests: int, options: Mapping[str, Any]
+) -> Report:
+    """The first model under memory pressure; and for all, what it takes to bring a request's keys and values back.
+
+    Args:
+        models: names from `SHAPES`, which get random weights, or what `minisgl.LLM` takes.
+        pool_tokens: tokens that the KV cache holds while requests compete for it.
+        lengths: of requests that are brought back, in tokens.
+        requests: how many compete, taken from the workload ``mixed``.
+        options: of `minisgl.LLM`.
+    """
+    back: list[list[Cell]] = []
+    with tempfile.TemporaryDirectory() as root:
+        paths = {model: model_dir(model, Path(root)) for model in models}
+        pressure = _under_pressure(models[0], paths[models[0]], pool_tokens, requests, options)
+        for model in models:
+            back += _bring_back(model, paths[model], lengths, options)
+    copies = ["copied back piece by piece, ms", "in one copy, ms", "copied out in one copy, ms"]
+    tables = [
+        Table(
+            f"{models[0]}, {requests} requests in memory for {pool_tokens:,} tokens",
+            [
+                "admission",
+                "output tokens/s",
+                "rows of a decode step, mean",
+                "preemptions",
+                "tokens computed again",
+                "first token, median s",
+                "longest pause, s",
+            ],
+            pressure,
+        ),
+        Table("bringing a request back", ["model", "tokens", "MB", "computed again, ms", *copies], back),
+    ]
+    return Report("preemption", {"options": dict(options), "workload": WORKLOADS["mixed"].summary}, tables, [])
+
+
+# -- memory pressure -----------------------------------------------------------------------------------------------
+
+
+def _under_pressure(
+    model: str, path: str, pool_tokens: int, requests: int, options: Mapping[str, Any]
+) -> list[list[Cell]]:
+    page_size = options.get("page_size", 16)
+    dummy = {"load_format": "dummy"} if path != model else {}
+    defaults = {"max_seq_len": 4096, "num_pages": pool_tokens // page_size, **dummy}
+    llm = LLM(path, **{**defaults, **options})
+    warm_up(llm)
+    work = list(zip(*WORKLOADS["mixed"].requests(0, llm.engine.model_config.vocab_size), strict=True))[:requests]
+    _compete(llm, WAYS[-1], work[: requests // 4])  # compiles what is left to compile
+    rows = [[way.label, *_compete(llm, way, work)] for way in WAYS]
+    del llm
+    gc.collect()
+    return rows
+
+
+def _compete(llm: LLM, way: Way, work: Sequence[tuple[list[int], SamplingParams]]) -> list[Cell]:
+    """Serve all requests, which arrive at once, with an empty memory and this way of letting them in."""
+    _renew(llm, way)
+    wanted = [each.max_tokens or 0 for _, each in work]
+    most = max(wanted)
+    found: list[Request] = []
+    for (prompt, _), length in zip(work, wanted, strict=True):
+        asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length if way.knows else most)
+        request = llm.prepare(prompt, asked, streaming=True)[0].request
+        found.append(request)
+    targets = {request.uid: length for request, length in zip(found, wanted, strict=True)}
+    times: dict[int, list[float]] = {request.uid: [] for request in found}
+    scheduler, fed = llm.scheduler, 0
+    decoded: list[int] = []
+    start = time.perf_counter()
+    for request in found:
+        scheduler.add(request)
+    while scheduler.has_work:
+        output = llm.loop.step()
+        now = time.perf_counter()
+        for event in output.events:
+            uid = event.request.uid
+            times[uid].append(now)
+            if len(times[uid]) == targets[uid]:  # the answer is complete, as if a stop string had come
+                scheduler.finish(uid, FinishReason.STOP)
+        fed += output.prefill_tokens
+        decoded += [output.decode_tokens] * (output.decode_tokens > 0)
+    seconds = time.perf_counter() - start
+    if [len(times[request.uid]) for request in found] != wanted:
+        raise AssertionError("a request did not get as many tokens as it wanted")
+    return [
+        sum(wanted) / seconds,
+        statistics.mean(decoded),
+        sum(request.preemptions for request in found),
+        fed - sum(request.prompt_len for request in found),
+        statistics.median(stamps[0] - start for stamps in times.values()),
+        float(max(np.diff(stamps, prepend=stamps[0]).max() for stamps in times.values())),
+    ]
+
+
+def _renew(llm: LLM, way: Way) -> None:
+    """Give the engine a scheduler with an empty memory and other policies."""
+    table = RunningTable(llm.config.max_running_requests, llm.max_seq_len)
+    cache = PREFIX_CACHES.get(way.prefix_cache)(llm.config.page_size)
+    memory = KVMemory(llm.engine.num_pages, table, cache)
+    llm.scheduler = Scheduler(table, memory, Policy.parse(way.admission), llm.config.max_prefill_tokens)
+    llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
+
+
+# -- bringing a request back -----------------------------------------------------------------------------------------
+
+
+def _bring_back(model: str, path: str, lengths: Sequence[int], options: Mapping[str, Any]) -> list[list[Cell]]:
+    page_size = options.get("page_size", 16)
+    dummy = {"load_format": "dummy"} if path != model else {}
+    room = {"num_pages": 2 * max(lengths) // page_size, "max_seq_len": max(lengths) + 64}
+    defaults = {"prefix_cache": "none", "enforce_eager": True, "max_running_requests": 4, **room, **dummy}
+    llm = LLM(path, **{**defaults, **options})
+    rows: list[list[Cell]] = []
+    for length in lengths:
+        computed = _computing(llm, length)
+        rows.append([model, length, length / page_size * llm.engine.page_bytes / 1e6, computed, *_copying(llm, length)])
+    del llm
+    gc.collect()
+    return rows
+
+
+def _computing(llm: LLM, length: int) -> float:
+    """Milliseconds to prefill so many tokens and to sample the next, alone on the device."""
+    prompts = np.random.default_rng(length).integers(llm.engine.model_config.vocab_size, size=(_REPEATS + 1, length))
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    return _milliseconds(lambda prompt: llm.generate([prompt], one), prompts.tolist(), llm.engine.device)
+
+
+def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
+    """Milliseconds to copy the pages of so many tokens: in by pieces, in at once, out at once.
+
+    A page is not one piece of memory: it has a place in the keys and one in the values of every layer. *At once* goes
+    through a buffer on the device, from which the pieces are scattered, or into which they are gathered.
+    """
+    cache, device = llm.engine.kv_cache, llm.engine.device
+    count = length // cache.page_size
+    order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(0))[:count]
+    pages, places = order.tolist(), order.to(device)
+    layers, _, *page = cache.k.shape
+    host = torch.zeros((2, layers, count, *page), dtype=cache.k.dtype, pin_memory=device.type == "cuda")
+    buffer = host.to(device)
+
+    def pieces(_: object) -> None:
+        for half, tensor in enumerate((cache.k, cache.v)):
+            for layer in range(layers):
+                for index, place in enumerate(pages):
+                    tensor[layer, place].copy_(host[half, layer, index], non_blocking=True)
+
+    def copy_in(_: object) -> None:
+        buffer.copy_(host, non_blocking=True)
+        cache.k.index_copy_(1, places, buffer[0])
+        cache.v.index_copy_(1, places, buffer[1])
+
+    def copy_out(_: object) -> None:
+        torch.index_select(cache.k, 1, places, out=buffer[0])
+        torch.index_select(cache.v, 1, places, out=buffer[1])
+        host.copy_(buffer, non_blocking=True)
+
+    rounds = range(_REPEATS + 1)
+    in_pieces, at_once, out = (_milliseconds(call, rounds, device) for call in (pieces, copy_in, copy_out))
+    return in_pieces, at_once, out
+
+
+def _milliseconds(call: Callable[[Any], object], arguments: Sequence[Any], device: torch.device) -> float:
+    """Median time of a call with each of the arguments; the first is not counted."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times: list[float] = []
+    for argument in arguments:
+        wait()
+        start = time.perf_counter()
+        call(argument)
+        wait()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])

@@ -1,0 +1,71 @@
+"""A book of one chapter, for tests of the pairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from tools.notebooks import pair
+
+CHAPTER = """# A chapter
+
+What is it?
+
+```python
+answer = 40 + 2
+print(answer)
+```
+
+```python tags=["measured"]
+answer
+```
+
+~~~bash
+make nothing
+~~~
+
+<details><summary>Why?</summary>
+
+Because.
+
+</details>
+"""
+
+
+def listing(code: str) -> str:
+    return f"`minisgl/part.py`, line 7\n\n```python\n{code}\n```"
+
+
+def make(root: Path) -> None:
+    """Write the chapter, and its notebook with the outputs that a run would leave."""
+    for name in ("chapters", "notebooks", "minisgl", "tests"):
+        (root / name).mkdir()
+    (root / "tests" / "kept-results-budget.txt").write_text("1\nbecause\n")
+    (root / "minisgl" / "part.py").write_text("class Part:\n    def f(self):\n        return 1\n")
+    chapter = root / "chapters" / "00-a-chapter.md"
+    chapter.write_text(CHAPTER)
+    notebook = pair(CHAPTER, root / "notebooks" / "none.ipynb")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for count, cell in enumerate(code, start=1):
+        cell.execution_count = count
+    code[0].outputs = [nbformat.v4.new_output("stream", name="stdout", text="42\n")]
+    code[1].outputs = [shown("def f(self):\n    return 1")]
+    save(root, notebook)
+
+
+def shown(code: str) -> Any:
+    return nbformat.v4.new_output("execute_result", {"text/markdown": listing(code)}, execution_count=2)
+
+
+def load(root: Path) -> Any:
+    return nbformat.read(root / "notebooks" / "00-a-chapter.ipynb", as_version=4)
+
+
+def save(root: Path, notebook: Any) -> None:
+    nbformat.write(notebook, root / "notebooks" / "00-a-chapter.ipynb")
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -1,0 +1,107 @@
+"""The built site in a real browser, from the disk: every page, in light and dark, and the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser import Browser, browser
+from tools.links import site_problems
+from tools.mdbook import build
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium", "mdbook", "websocket")]
+
+# What is drawn with no size, or not at all, or ends beyond the page's right edge.
+MISSING_PICTURES = """
+[...document.querySelectorAll('main img')].filter(it => !it.naturalWidth).map(it => it.alt || it.src).concat(
+[...document.querySelectorAll('main figure, main math')].filter(it => {
+    const box = it.getBoundingClientRect();
+    return box.width < 5 || box.height < 5 || box.right > innerWidth;
+}).map(it => it.outerHTML.slice(0, 100)))
+"""
+# Listings and outputs that need sideways scrolling.
+SCROLLED = """
+[...document.querySelectorAll('main pre > code, main .output')]
+.filter(it => it.scrollWidth > it.clientWidth + 1).map(it => it.innerText.slice(0, 100))
+"""
+CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of this book. Whether it is sound is another test's question, `make book`'s."""
+    made = tmp_path_factory.mktemp("book") / "site"
+    build(ROOT, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("chromium"), width=1280) as opened:
+        yield opened
+
+
+def chapters(site: Path) -> list[Path]:
+    pages = sorted(site.glob("[0-9][0-9]-*.html"))
+    assert len(pages) == (ROOT / "chapters" / "SUMMARY.md").read_text().count(".md)")
+    return pages
+
+
+def test_every_page_opens_without_an_error_or_a_missing_picture(site: Path, page: Browser) -> None:
+    for path in [site / "index.html", *chapters(site), site / "print.html"]:
+        page.open(path.as_uri())
+        page.wait_for("document.querySelector('main h1')")
+        assert page.evaluate(MISSING_PICTURES) == [], path.name
+        assert page.problems == [], path.name
+    assert page.evaluate("document.querySelectorAll('main figure svg').length") > 20, "print.html holds all chapters"
+
+
+def test_lines_fit(site: Path, page: Browser) -> None:
+    for path in chapters(site):
+        page.open(path.as_uri())
+        assert page.evaluate(SCROLLED) == [], path.name
+
+
+def test_nothing_comes_from_a_network(site: Path, page: Browser) -> None:
+    for path in chapters(site):
+        page.open(path.as_uri())
+    assert [url for url in page.requested if not url.startswith(("file:", "data:"))] == []
+    assert len(page.requested) > len(chapters(site))
+    assert not [problem for problem in site_problems(site) if "network" in problem]
+
+
+def test_search_finds_the_radix_tree(site: Path, page: Browser) -> None:
+    page.open((site / "index.html").as_uri())
+    page.wait_for("window.elasticlunr")
+    page.click("#mdbook-search-toggle")
+    page.wait_for("document.activeElement.id === 'mdbook-searchbar'")
+    page.call("Input.insertText", text="radix")
+    page.wait_for("document.querySelectorAll('#mdbook-searchresults a').length > 1")
+    first = page.evaluate("document.querySelector('#mdbook-searchresults a').innerText")
+    assert "radix tree" in first.lower()
+    page.click("#mdbook-searchresults a")
+    page.wait_for("document.querySelector('main mark')")
+    assert page.problems == []
+
+
+def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
+    cards = {}
+    for preference in ("light", "dark"):
+        preferred = {"name": "prefers-color-scheme", "value": preference}
+        page.call("Emulation.setEmulatedMedia", features=[preferred])
+        page.open((site / "06-the-radix-tree.html").as_uri())
+        cards[preference] = page.evaluate(CARDS)
+    page.call("Emulation.setEmulatedMedia", features=[])
+    assert cards == {"light": ["rgb(251, 250, 247)"], "dark": ["rgb(27, 32, 48)"]}
+
+
+def test_answers_are_folded(site: Path, page: Browser) -> None:
+    page.open((site / "06-the-radix-tree.html").as_uri())
+    height = "document.querySelector('main details').getBoundingClientRect().height"
+    folded = page.evaluate(height)
+    page.evaluate("document.querySelector('main details').scrollIntoView({block: 'center', behavior: 'instant'})")
+    page.click("main details summary")
+    page.wait_for(f"{height} > {folded} + 20")

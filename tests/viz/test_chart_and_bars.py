@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from minisgl.viz import Axis, Picture, bars, chart
+from tests.viz.drawing import SVG, assert_sound, boxes, texts
+
+
+def lines_of(picture: Picture) -> list[list[tuple[float, float]]]:
+    """Points of the lines, without the rules of the axes."""
+    paths = [each for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path") if "line" in each.get("class", "")]
+    numbers = [[float(number) for number in re.findall(r"[\d.]+", each.get("d", ""))] for each in paths]
+    return [list(zip(each[::2], each[1::2], strict=True)) for each in numbers]
+
+
+def test_equal_factors_are_equal_steps_on_logarithmic_axes() -> None:
+    picture = chart({"roof": [(1, 10), (10, 100), (100, 1000)]}, {}, "Roof", Axis("x", log=True), Axis("y", log=True))
+    assert_sound(picture)
+    (line,) = lines_of(picture)
+    (left, low), (middle, mid), (right, high) = line
+    assert middle - left == pytest.approx(right - middle, abs=0.2)
+    assert low - mid == pytest.approx(mid - high, abs=0.2)
+    assert low > high, "larger values are higher up"
+    assert {"1", "10", "100", "1,000", "x", "y", "Roof", "roof"} <= set(texts(picture))
+
+
+def test_equal_differences_are_equal_steps_on_linear_axes_which_begin_at_zero() -> None:
+    picture = chart({"a": [(0, 0), (5, 20), (10, 40)], "b": [(0, 40), (10, 0)]}, {}, "Lines", Axis("s"), Axis("MB"))
+    assert_sound(picture)
+    a, b = lines_of(picture)
+    assert a[1][0] == pytest.approx((a[0][0] + a[2][0]) / 2)
+    assert a[1][1] == pytest.approx((a[0][1] + a[2][1]) / 2)
+    assert a[0][1] == b[1][1]
+    assert {"0", "10", "40"} <= set(texts(picture))
+    dashes = [each.get("class", "") for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path")]
+    assert sum("viz-line" in each and "dashed" in each for each in dashes) == 1
+
+
+def test_marks_are_numbered_after_the_lines_and_named_below() -> None:
+    line = [(1.0, 1.0), (100.0, 100.0)]
+    picture = chart({"roof": line}, {"here": (10.0, 10.0)}, "T", Axis("x", log=True), Axis("y", log=True))
+    assert_sound(picture)
+    numbers = boxes(picture)
+    assert len(numbers) == 4, "the line and the mark, each in the drawing and in the legend"
+    (start, end), middle = lines_of(picture)[0], numbers[2]
+    assert float(middle.get("x", "")) + 11 == pytest.approx((start[0] + end[0]) / 2, abs=0.2)
+    assert picture.text.splitlines()[1:] == ["1. roof: 1 → 1, 100 → 100.", "2. here: 10 → 10."]
+
+
+def test_a_point_at_the_edge_stays_on_the_card() -> None:
+    values = {"low": (1.0, 1.0), "high": (1000.0, 1000.0)}
+    assert_sound(chart({}, values, "Edges", Axis("x", log=True), Axis("y", log=True)))
+
+
+def test_bars_are_as_long_as_their_parts_together() -> None:
+    picture = bars({"one": {"read": 30.0, "write": 10.0}, "other": {"write": 20.0}}, "Time", "ms")
+    assert_sound(picture)
+    read, write, other = (float(box.get("width", "")) + 1 for box in boxes(picture)[:3])
+    assert read == pytest.approx(3 * write, rel=0.01)
+    assert other == pytest.approx(2 * write, rel=0.01)
+    assert {"40 ms", "20 ms", "one", "other", "read", "write"} <= set(texts(picture))
+    fills = [box.get("fill") for box in boxes(picture)[:3]]
+    assert fills[1] == fills[2] != fills[0], "a part has one colour in all bars"
+    assert picture.text.splitlines()[1:] == ["one: 40, of which read 30, write 10.", "other: 20, of which write 20."]
+
+
+def test_a_piece_too_narrow_for_its_number_is_drawn_without() -> None:
+    picture = bars({"x": {"much": 1000.0, "little": 3.0}}, "Time", "s")
+    assert_sound(picture)
+    assert texts(picture).count("2") == 1, "in the legend alone"

@@ -1,0 +1,123 @@
+"""Numbers of a GPU: measured where there is one, and else those that are kept, marked as such."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.formatters import DisplayFormatter
+
+from minisgl.bench.report import Report, Table
+from minisgl.errors import ConfigError
+from minisgl.viz import measured
+
+TABLES = [
+    Table("one kernel, µs", ["kernel", "MB", "fused"], [["norm", 0.05, 1.234], ["rope", 2, 12345.6]]),
+    Table("whole layers", ["layer", "ms"], [["14B", 0.5]]),
+]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of kept results, on a machine without a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys.modules[measured.__module__], "RESULTS", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def record(results: Path) -> dict[str, Any]:
+    """What `Report.write` writes of `TABLES`, but for the machine."""
+    path = results / "toy.json"
+    Report("toy", {}, TABLES, []).write(path, "python -m minisgl.bench toy", 0.0)
+    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    written |= {"date": "2026-11-21T07:09:52+00:00", "commit": "0123456789abcdef", "modified": False}
+    written["hardware"]["gpu"] = "NVIDIA H200"
+    path.write_text(json.dumps(written), encoding="utf-8")
+    return written
+
+
+def never() -> Report:
+    raise AssertionError("there is no GPU to run on")
+
+
+def test_without_a_gpu_the_kept_result_is_shown_and_says_so(record: dict[str, Any]) -> None:
+    shown = measured("toy", never)
+    assert not shown.live
+    assert repr(shown) == (
+        "*No CUDA device here, so this is not a run of yours: it is what `python -m minisgl.bench toy` measured on one "
+        "NVIDIA H200 on 2026-11-21, at commit 0123456.*\n\n"
+        "**one kernel, µs**\n\n"
+        "| kernel | MB | fused |\n| --- | ---: | ---: |\n| norm | 0.0500 | 1.23 |\n| rope | 2 | 12,346 |\n\n"
+        "**whole layers**\n\n| layer | ms |\n| --- | ---: |\n| 14B | 0.500 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"commit": None, "modified": None}, "at commit unknown."),
+        ({"modified": True}, "at commit 0123456 and changes."),
+        ({"hardware": {"cpu": "some CPU"}}, "on one some CPU on"),
+    ],
+)
+def test_what_the_record_does_not_know_is_not_hidden(
+    results: Path, record: dict[str, Any], change: dict[str, Any], told: str
+) -> None:
+    (results / "toy.json").write_text(json.dumps(record | change), encoding="utf-8")
+    assert told in measured("toy", never).origin
+
+
+def test_with_a_gpu_it_is_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    shown = measured("toy", lambda: Report("toy", {}, TABLES, []))
+    assert shown.live
+    assert repr(shown).startswith(
+        "*Measured just now, on this machine's NVIDIA H200.*\n\n**one kernel, µs**\n\n| kernel"
+    )
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_rows_are_the_same_from_a_run_and_from_a_file(
+    record: dict[str, Any], monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: live)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
+    shown = measured("toy", lambda: Report("toy", {}, TABLES, []))
+    assert shown.rows("kernel") == [
+        {"kernel": "norm", "MB": 0.05, "fused": 1.234},
+        {"kernel": "rope", "MB": 2, "fused": 12345.6},
+    ]
+
+
+def test_a_title_that_is_not_there_or_not_clear(record: dict[str, Any]) -> None:
+    shown = measured("toy", never)
+    with pytest.raises(ConfigError, match="'x': 'one kernel, µs', 'whole layers'"):
+        shown.show("x")
+    with pytest.raises(ConfigError, match="part of several titles: 'one kernel, µs', 'whole layers'"):
+        shown.rows("e")
+
+
+def test_without_a_result_the_error_says_what_to_do(results: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no benchmarks/results/toy\.json .* Run from a checkout .* with a GPU"):
+        measured("toy", never)
+
+
+def test_show_displays_the_chosen_tables_and_the_mark(
+    record: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    displayed: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", displayed.append)
+    measured("toy", never).show("whole")
+    data, metadata = DisplayFormatter().format(displayed[0])
+    assert data["text/markdown"] == data["text/plain"]
+    assert "**whole layers**" in data["text/markdown"]
+    assert "one kernel" not in data["text/markdown"]
+    assert metadata["minisgl.measured"]["name"] == "toy"
+    assert metadata["minisgl.measured"]["live"] is False
+    assert metadata["minisgl.measured"]["origin"].startswith("No CUDA device here")
+    assert capsys.readouterr().out == ""

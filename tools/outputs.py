@@ -1,0 +1,85 @@
+"""Whether the outputs that a notebook keeps are sound; and which of them show a kept result where there is no GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+BUDGET_FILE = "tests/kept-results-budget.txt"
+
+_MARK = "minisgl.measured"
+"""What `minisgl.viz.measured` leaves in the metadata of its outputs."""
+_MEASURED_CALL = re.compile(r"""\bmeasured\(\s*["'](?P<name>[^"']+)["']""")
+_MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
+_LISTING = re.compile(r"`(?P<path>minisgl/[\w/]+\.py)`, line \d+\n\n```python\n(?P<code>.*)\n```", re.DOTALL)
+
+
+def output_problems(notebook: Any, root: Path) -> list[str]:
+    """What is wrong with a notebook's outputs, in sentences.
+
+    Args:
+        notebook: executed.
+        root: of the repository, whose source the listings show.
+    """
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    problems: list[str] = []
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        problems.append("not every code cell was executed once, from top to bottom")
+    for cell in code:
+        where = f"the cell {cell.source[:40]!r}"
+        problems += [f"{where} {problem}" for output in cell.outputs for problem in _problems(output, root)]
+    shown = {mark["name"] for mark in _marks(notebook)}
+    for cell in code:
+        for name in _MEASURED_CALL.findall(cell.source):
+            if name not in shown:
+                problems.append(f"measured({name!r}) is not shown, so nobody sees where its numbers come from")
+    return problems
+
+
+def _problems(output: Any, root: Path) -> Iterator[str]:
+    if output.output_type == "error" or output.get("name") == "stderr":
+        yield "ends in an error or writes to stderr"
+    if WIDGET in output.get("data", {}):
+        yield "keeps a widget, which only the kernel that made it can show"
+    text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])]))
+    if path := _MACHINE_PATH.search(text):
+        yield f"shows a path of some machine: {path[0]}"
+    if address := _ADDRESS.search(text):
+        yield f"shows an address, which is another one in each run: {address[0]}"
+    if not _listing_is_current(output.get("data", {}).get("text/markdown", ""), root):
+        yield "shows source that the package no longer has"
+
+
+def _listing_is_current(text: str, root: Path) -> bool:
+    """True for anything that is no listing of `minisgl.viz.show`, and for a listing that is in its file."""
+    listing = _LISTING.fullmatch(text)
+    if listing is None:
+        return True
+    path = root / listing["path"]
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return "\n".join(line.strip() for line in listing["code"].splitlines()) in "\n".join(lines)
+
+
+def kept_results(notebook: Any) -> list[str]:
+    """Outputs that show a kept result wherever there is no GPU, as in CI: the cell, and where its numbers come from."""
+    return [f"the cell {mark['cell'][:40]!r} shows {mark['name']}.json: {mark['origin']}" for mark in _marks(notebook)]
+
+
+def _marks(notebook: Any) -> Iterator[dict[str, Any]]:
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if mark := output.get("metadata", {}).get(_MARK):
+                yield {**mark, "cell": cell.source}
+
+
+def over_budget(root: Path, count: int) -> list[str]:
+    """A sentence if that many outputs are more than the first line of ``tests/kept-results-budget.txt``."""
+    budget = int((root / BUDGET_FILE).read_text(encoding="utf-8").partition("\n")[0])
+    print(f"{count} outputs are kept results wherever there is no GPU; {BUDGET_FILE} allows {budget}")
+    return [f"{count} kept results are more than the {budget} of {BUDGET_FILE}"] if count > budget else []
