@@ -44,8 +44,7 @@ bench: $(READY_FOR_ALL) ## measure the engine on this machine's CPU; results lan
 .PHONY: bench-gpu
 bench-gpu: $(READY_FOR_ALL) ## test and measure the engine on this machine's GPU, for about ten minutes
 	$(BIN)/pytest -m gpu
-	@for benchmark in "offline --start" compare kernels attention overlap preemption profile; do $(BIN)/python -m minisgl.bench $$benchmark; done
-	@$(BIN)/python -m minisgl.bench compare --model Qwen3-14B --work bs1 mixed --output benchmarks/results/compare-14b.json
+	@for benchmark in "offline --start" compare kernels attention attention-steps batch-one fp8 overlap preemption profile; do $(BIN)/python -m minisgl.bench $$benchmark; done
 	@$(BIN)/python -m minisgl.bench profile --model Qwen3-14B --output benchmarks/results/profile-14b.json
 	@$(BIN)/python -m tools.readme
 

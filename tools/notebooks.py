@@ -23,7 +23,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tools.outputs import WIDGET, kept_results, output_problems, over_budget
+from tools.outputs import drop_widgets, kept_results, output_problems, over_budget
 
 CHAPTER_FILES = "[0-9][0-9]-*.md"
 CELL_TIMEOUT = 900
@@ -57,15 +57,12 @@ def pair(text: str, notebook_path: Path) -> Any:
         if cell.cell_type == "code" and cell.id in before:
             cell.outputs = before[cell.id].outputs
             cell.execution_count = before[cell.id].execution_count
+    drop_widgets(notebook)
     return notebook
 
 
 def run(chapter: Path, notebook_path: Path) -> None:
-    """Execute a chapter and write its notebook, without times or anything else that differs from run to run.
-
-    A widget lives in the kernel that made it, under an id of chance. What is kept of it are its other forms, such as
-    the strip of a `minisgl.viz.player`; the widget appears when a reader runs the cell.
-    """
+    """Execute a chapter and write its notebook, without times or anything else that differs from run to run."""
     notebook = read_chapter(_text(chapter))
     NotebookClient(
         notebook,
@@ -77,9 +74,7 @@ def run(chapter: Path, notebook_path: Path) -> None:
         coalesce_streams=True,
     ).execute()
     notebook.metadata = nbformat.from_dict(_METADATA)
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            output.get("data", {}).pop(WIDGET, None)
+    drop_widgets(notebook)
     nbformat.write(notebook, notebook_path)
 
 

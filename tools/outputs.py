@@ -9,15 +9,25 @@ from typing import Any
 
 import nbformat
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
 BUDGET_FILE = "tests/kept-results-budget.txt"
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _MARK = "minisgl.measured"
 """What `minisgl.viz.measured` leaves in the metadata of its outputs."""
 _MEASURED_CALL = re.compile(r"""\bmeasured\(\s*["'](?P<name>[^"']+)["']""")
 _MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 _LISTING = re.compile(r"`(?P<path>minisgl/[\w/]+\.py)`, line \d+\n\n```python\n(?P<code>.*)\n```", re.DOTALL)
+
+
+def drop_widgets(notebook: Any) -> None:
+    """Keep of each widget its other forms only, such as the strip of a `minisgl.viz.player`.
+
+    A widget lives in the kernel that made it, under an id of chance; it appears when a reader runs the cell.
+    """
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(_WIDGET, None)
 
 
 def output_problems(notebook: Any, root: Path) -> list[str]:
@@ -45,8 +55,6 @@ def output_problems(notebook: Any, root: Path) -> list[str]:
 def _problems(output: Any, root: Path) -> Iterator[str]:
     if output.output_type == "error" or output.get("name") == "stderr":
         yield "ends in an error or writes to stderr"
-    if WIDGET in output.get("data", {}):
-        yield "keeps a widget, which only the kernel that made it can show"
     text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])]))
     if path := _MACHINE_PATH.search(text):
         yield f"shows a path of some machine: {path[0]}"

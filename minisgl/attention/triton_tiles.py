@@ -171,7 +171,9 @@ def softmax_step(queries, keys, values, visible, scale, acc, total, peak, MASKED
     """
     if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
         queries = queries.to(tl.float32)
-    keys, values = as_computed(keys, queries.dtype), as_computed(values, queries.dtype)
+    elif keys.dtype == tl.float8e4nv and queries.dtype == tl.bfloat16:
+        queries = queries.to(tl.float16)  # the GPU has instructions from eight bits to this, and none to bfloat16
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if MASKED:
         scores = tl.where(visible, scores * scale, float("-inf"))

@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     preemption = command("preemption", "memory pressure: reservation and optimism; to compute again and to copy back")
     preemption.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes; the first is put under pressure")
     preemption.add_argument("--pool-tokens", type=int, default=65536, help="tokens that the KV cache holds")
-    preemption.add_argument("--requests", type=int, default=256, help="how many compete for it, 256 at most")
+    preemption.add_argument("--requests", type=int, default=128, help="how many compete for it, 256 at most")
     preemption.add_argument("--lengths", type=int, nargs="+", default=(512, 2048, 8192), help="brought back, in tokens")
     preemption.set_defaults(run=_preemption)
 

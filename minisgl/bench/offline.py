@@ -41,18 +41,17 @@ def run_offline(
         workloads: names from `WORKLOADS`.
         repeat: runs of each, with new prompts; the median counts.
         options: of `minisgl.LLM`.
-        start: also measure the time from an empty process to the first token.
+        start: also measure the time from an empty process to the first token, for the first model.
     """
     rows: list[list[Cell]] = []
     starts: list[list[Cell]] = []
     targets: list[Target] = []
     samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as root:
+        if start:
+            starts = _starts(models[0], model_dir(models[0], Path(root)), options, targets)
         for model in models:
-            path = model_dir(model, Path(root))
-            if start:
-                starts += _starts(model, path, options, targets)
-            llm = make_engine(path, model, options)
+            llm = make_engine(model_dir(model, Path(root)), model, options)
             for name in workloads:
                 workload = WORKLOADS[name]
                 values = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
@@ -64,6 +63,7 @@ def run_offline(
                     targets.append(Target(title, statistics.median(values), aim, workload.more_is_better))
             del llm
             gc.collect()
+            torch.cuda.empty_cache()
     tables = [Table("workloads", ["model", "workload", "median", "least", "most", "unit"], rows)]
     if starts:
         tables.append(Table("from an empty process to the first token", ["model", "kernels", "s"], starts))

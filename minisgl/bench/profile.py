@@ -26,7 +26,7 @@ _NAME = 80
 
 
 def run_profile(model: str, workload: str, options: Mapping[str, Any], trace_file: Path | None) -> Report:
-    """Run a workload three times: to warm up, under `minisgl.trace`, and under PyTorch's profiler.
+    """Run a workload twice: under `minisgl.trace`, and under PyTorch's profiler.
 
     Args:
         model: a name from `SHAPES`, or what `minisgl.LLM` takes.
@@ -36,7 +36,6 @@ def run_profile(model: str, workload: str, options: Mapping[str, Any], trace_fil
     """
     with tempfile.TemporaryDirectory() as root:
         llm = make_engine(model_dir(model, Path(root)), model, options)
-    run_workload(llm, WORKLOADS[workload], seed=0)
     with llm.trace() as trace:
         run_workload(llm, WORKLOADS[workload], seed=1)
     if trace_file is not None:

@@ -12,7 +12,8 @@ from minisgl.kvcache.kv_cache import KVCache
 
 
 class PagedAttention(ABC):
-    """An `AttentionBackend` over a `KVCache`. Only positions that were written are ever read.
+    """An `AttentionBackend` over a `KVCache`. Only positions that were written are ever read. What is read is converted
+    to the dtype of the queries, which the cache may be narrower than.
 
     Args:
         kv_cache: where keys and values live.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.book import CHAPTER, code_cells, load
+from tests.tools.book import CHAPTER, code_cells, load, save
 from tools.notebooks import check, main, run
 
 
@@ -113,6 +113,21 @@ def test_after_a_change_of_prose_pairing_is_enough(book: Path, monkeypatch: pyte
     assert check(book) == []
     assert path.read_bytes() != before
     assert [cell.execution_count for cell in code_cells(load(book))] == [1, 2]
+
+
+def test_what_jupyterlab_saves_is_paired_again(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds widgets, which only the kernel that made them can show, and metadata."""
+    path = book / "notebooks" / "00-a-chapter.ipynb"
+    before = path.read_bytes()
+    saved = load(book)
+    code_cells(saved)[1].outputs[0].data["application/vnd.jupyter.widget-view+json"] = {"model_id": "1f"}
+    code_cells(saved)[0].metadata["trusted"] = True
+    saved.metadata["language_info"]["version"] = "3.11.7"
+    save(book, saved)
+    assert check(book) == ["notebooks/00-a-chapter.ipynb: is not written as the chapter generates it"]
+    monkeypatch.chdir(book)
+    assert main(["pair"]) == 0
+    assert path.read_bytes() == before
 
 
 def test_pairing_does_not_keep_the_output_of_other_code(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.tools.book import CHAPTER, code_cells, load, save, shown
 from tools.notebooks import check, main
-from tools.outputs import WIDGET
 
 
 def test_a_notebook_that_was_not_run(book: Path) -> None:
@@ -35,7 +34,6 @@ def test_a_type_variable_before_a_line_break_is_no_drive(book: Path) -> None:
         (nbformat.v4.new_output("stream", name="stdout", text="/home/somebody/model\n"), "/home/somebody/model"),
         (nbformat.v4.new_output("stream", name="stdout", text="C:\\Users\\somebody\n"), "C:"),
         (nbformat.v4.new_output("stream", name="stdout", text="<f at 0x7f7554aa2520>\n"), "an address"),
-        (nbformat.v4.new_output("display_data", {WIDGET: {"model_id": "1f"}, "text/plain": "a slider"}), "a widget"),
         (shown("def f(self):\n    return 2"), "source that the package no longer has"),
         (shown("def g(self):\n    return 1"), "source that the package no longer has"),
     ],
