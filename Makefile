@@ -59,6 +59,7 @@ lint: $(READY_FOR_ALL) ## check style, format, types and the layers of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python -m tools.readme --check
 
 .PHONY: model
 model: $(READY) ## fetch the default model, unless it is in the cache

@@ -74,3 +74,13 @@ def test_tests_are_left_out_and_counted_where_their_package_or_program_is_missin
     result = run(pytester, "0\n", tests)
     result.assert_outcomes(passed=1, deselected=1)
     result.stdout.fnmatch_lines(["1 tests left out for want of no_such_package"])
+
+
+def test_programs_are_found_beside_the_interpreter_too(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = pytester.mkdir("bin") / "no_such_program"
+    program.touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    tests = 'import pytest\n@pytest.mark.needs("no_such_program")\ndef test_with_program(): pass'
+    run(pytester, "0\n", tests).assert_outcomes(passed=1)

@@ -153,6 +153,7 @@ def test_the_export_is_what_perfetto_reads(llm: LLM, tmp_path: Path) -> None:
     for got, event in zip(events, trace.events, strict=True):
         assert (got["name"], TRACKS[got["tid"]], got["args"]) == (event.name, event.track, event.args)
         assert got["ph"] == ("i" if event.duration is None else "X")
+        assert (got["pid"], got.get("s")) == (0, "t" if event.duration is None else None)
         assert got["ts"] == pytest.approx((event.start - trace.start) * 1e6)
         assert got["ts"] >= 0
         assert got.get("dur") == (None if event.duration is None else pytest.approx(event.duration * 1e6))

@@ -17,13 +17,23 @@ _FILE = re.compile(
     r"(?:\.\./)?(?P<path>(?:assignments|benchmarks|chapters|minisgl|notebooks|tests|tools)/[\w./-]*\w)"
     r"(?:::(?P<name>\w+))?(?:\[.*\])?/?"
 )
+_LISTED = re.compile(r"^- \[[^\]]*\]\((?P<name>[^)]*)\)", re.MULTILINE)
 _SHELLS = ("bash", "sh")
 
 
 def chapter_problems(root: Path) -> list[str]:
-    """What the prose and the shell examples of chapters name and the repository does not have, in sentences."""
-    problems: list[str] = []
+    """What the prose and the shell examples of chapters name and the repository does not have, in sentences.
+
+    And which chapters have another number in the list, whose items mdBook counts. A chapter to be written is listed
+    without a file.
+    """
     summary = (root / "chapters" / "SUMMARY.md").read_text(encoding="utf-8")
+    listed = _LISTED.findall(summary)
+    problems = [
+        f"chapters/SUMMARY.md: {name} is number {number} there"
+        for number, name in enumerate(listed, start=1)
+        if name and not name.startswith(f"{number:02}-")
+    ]
     for path in sorted((root / "chapters").glob("*.md")):
         found = _missing(path.read_text(encoding="utf-8"), root)
         problems += [f"chapters/{path.name}: {problem}" for problem in found]

@@ -98,11 +98,11 @@ def _under_pressure(
 ) -> list[list[Cell]]:
     page_size = options.get("page_size", 16)
     dummy = {"load_format": "dummy"} if path != model else {}
-    defaults = {"max_seq_len": 4096, "num_pages": pool_tokens // page_size, **dummy}
-    llm = LLM(path, **{**defaults, **options})
+    sizes = {"num_pages": pool_tokens // page_size, "max_seq_len": 4096, "max_running_requests": min(requests, 128)}
+    llm = LLM(path, **{**sizes, **dummy, **options})
     warm_up(llm)
     work = list(zip(*WORKLOADS["mixed"].requests(0, llm.engine.model_config.vocab_size), strict=True))[:requests]
-    _compete(llm, WAYS[-1], work[: requests // 4])  # compiles what is left to compile
+    _compete(llm, WAYS[-1], work[: requests // 8 + 1])  # compiles what is left to compile
     rows = [[way.label, *_compete(llm, way, work)] for way in WAYS]
     del llm
     gc.collect()

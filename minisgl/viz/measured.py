@@ -124,8 +124,8 @@ def _origin(record: dict[str, Any]) -> str:
     hardware = record["hardware"]
     commit = (record.get("commit") or "unknown")[:7] + " and changes" * bool(record.get("modified"))
     return (
-        f"No CUDA device here, so this is not a run of yours: it is what `{record['command']}` measured on one "
-        f"{hardware.get('gpu') or hardware['cpu']} on {record['date'][:10]}, at commit {commit}."
+        f"No CUDA device here: `{record['command']}` measured this on one {hardware.get('gpu') or hardware['cpu']} "
+        f"on {record['date'][:10]}, at commit {commit}."
     )
 
 
@@ -135,4 +135,4 @@ def _listed(tables: Iterable[MeasuredTable]) -> str:
 
 def _three_digits(number: float) -> str:
     """Three significant digits, or all that stand before the point: a median deserves no more."""
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:#.3g}".rstrip(".")
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:#.3g}".rstrip(".")

@@ -14,7 +14,7 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "minisgl" / "core" / "batch.py").write_text("")
     (tmp_path / "tests" / "kvcache" / "test_pages.py").write_text("def test_alloc(): ...\n\nclass TestPool: ...\n")
-    (tmp_path / "chapters" / "SUMMARY.md").write_text("- [A](00-a.md)\n")
+    (tmp_path / "chapters" / "SUMMARY.md").write_text("[A](00-a.md)\n")
     return tmp_path
 
 
@@ -57,6 +57,16 @@ def test_a_chapter_that_no_list_has(root: Path) -> None:
     (root / "chapters" / "00-a.md").write_text("")
     (root / "chapters" / "01-b.md").write_text("")
     assert chapter_problems(root) == ["chapters/01-b.md: not in SUMMARY.md, so not in the book"]
+
+
+def test_mdbook_counts_the_chapters_as_their_names_do(root: Path) -> None:
+    for name in ("00-a.md", "01-b.md", "03-d.md"):
+        (root / "chapters" / name).write_text("")
+    summary = root / "chapters" / "SUMMARY.md"
+    summary.write_text("[A](00-a.md)\n\n- [B](01-b.md)\n- [C]()\n- [D](03-d.md)\n")
+    assert chapter_problems(root) == []
+    summary.write_text("[A](00-a.md)\n\n- [B](01-b.md)\n- [D](03-d.md)\n")
+    assert chapter_problems(root) == ["chapters/SUMMARY.md: 03-d.md is number 2 there"]
 
 
 PAGE = """<link href="x.css"><h1 id="top">A</h1><a name="old"></a><a href="b.html#in%20it">b</a>

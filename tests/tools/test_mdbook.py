@@ -129,7 +129,7 @@ def book(tmp_path: Path) -> Path:
     for name in ("chapters", "notebooks", "tests"):
         (tmp_path / name).mkdir()
     (tmp_path / "book.toml").write_text(BOOK)
-    (tmp_path / "chapters" / "SUMMARY.md").write_text("# Summary\n\n- [A](00-a.md)\n")
+    (tmp_path / "chapters" / "SUMMARY.md").write_text("# Summary\n\n[A](00-a.md)\n\n")
     (tmp_path / "chapters" / "00-a.md").write_text(CHAPTER)
     nbformat.write(notebook(result(text__plain="forty-two")), tmp_path / "notebooks" / "00-a.ipynb")
     return tmp_path
@@ -180,7 +180,7 @@ def test_what_is_not_there_fails_the_build(book: Path, capfd: pytest.CaptureFixt
 @pytest.mark.needs("mdbook")
 def test_cells_without_their_output_fail_the_build(book: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copy(book / "chapters" / "00-a.md", book / "chapters" / "01-b.md")
-    (book / "chapters" / "SUMMARY.md").write_text("# Summary\n\n- [A](00-a.md)\n- [B](01-b.md)\n")
+    (book / "chapters" / "SUMMARY.md").write_text("# Summary\n\n[A](00-a.md)\n\n- [B](01-b.md)\n")
     (book / "chapters" / "00-a.md").write_text(CHAPTER.replace("f()", "g()"))
     assert build(book, book / "site") == 1
     told = capfd.readouterr().err
@@ -191,7 +191,7 @@ def test_cells_without_their_output_fail_the_build(book: Path, capfd: pytest.Cap
 
 @pytest.mark.needs("mdbook")
 def test_a_chapter_that_is_listed_and_missing_fails_the_build(book: Path) -> None:
-    (book / "chapters" / "SUMMARY.md").write_text("# Summary\n\n- [A](00-a.md)\n- [C](02-c.md)\n")
+    (book / "chapters" / "SUMMARY.md").write_text("# Summary\n\n[A](00-a.md)\n\n- [C](02-c.md)\n")
     assert build(book, book / "site") != 0
 
 

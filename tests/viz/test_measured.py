@@ -15,7 +15,9 @@ from minisgl.errors import ConfigError
 from minisgl.viz import measured
 
 TABLES = [
-    Table("one kernel, µs", ["kernel", "MB", "fused"], [["norm", 0.05, 1.234], ["rope", 2, 12345.6]]),
+    Table(
+        "one kernel, µs", ["kernel", "MB", "fused"], [["norm", 0.05, 1.234], ["rope", 2, 12345.6], ["sort", 7, 999.6]]
+    ),
     Table("whole layers", ["layer", "ms"], [["14B", 0.5]]),
 ]
 
@@ -48,10 +50,11 @@ def test_without_a_gpu_the_kept_result_is_shown_and_says_so(record: dict[str, An
     shown = measured("toy", never)
     assert not shown.live
     assert repr(shown) == (
-        "*No CUDA device here, so this is not a run of yours: it is what `python -m minisgl.bench toy` measured on one "
-        "NVIDIA H200 on 2026-11-21, at commit 0123456.*\n\n"
+        "*No CUDA device here: `python -m minisgl.bench toy` measured this on one NVIDIA H200 on 2026-11-21, at commit "
+        "0123456.*\n\n"
         "**one kernel, µs**\n\n"
-        "| kernel | MB | fused |\n| --- | ---: | ---: |\n| norm | 0.0500 | 1.23 |\n| rope | 2 | 12,346 |\n\n"
+        "| kernel | MB | fused |\n| --- | ---: | ---: |\n"
+        "| norm | 0.0500 | 1.23 |\n| rope | 2 | 12,346 |\n| sort | 7 | 1,000 |\n\n"
         "**whole layers**\n\n| layer | ms |\n| --- | ---: |\n| 14B | 0.500 |"
     )
 
@@ -91,6 +94,7 @@ def test_rows_are_the_same_from_a_run_and_from_a_file(
     assert shown.rows("kernel") == [
         {"kernel": "norm", "MB": 0.05, "fused": 1.234},
         {"kernel": "rope", "MB": 2, "fused": 12345.6},
+        {"kernel": "sort", "MB": 7, "fused": 999.6},
     ]
 
 

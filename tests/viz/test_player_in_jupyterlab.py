@@ -1,4 +1,4 @@
-"""The player in a real JupyterLab, in a real browser: it appears, it steps, it plays."""
+"""In a real JupyterLab and a real browser: a listing is highlighted, the player appears, steps and plays."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ for length in (1, 2, 3):
     captions.append(f"{length} <inserted>")
 player(frames, captions)
 """
+LISTING = """
+from minisgl.kvcache.radix import RadixCache
+from minisgl.viz import show
+
+show(RadixCache.match)
+"""
+KEYWORDS = "[...document.querySelectorAll('.jp-RenderedMarkdown pre span')].filter(it => it.innerText === 'def')"
 # The caption of the frame that is seen: the others are in the page and hidden.
 SEEN = (
     "[...document.querySelectorAll('.jp-OutputArea strong')].filter(it => it.offsetParent).map(it => it.innerText)[0]"
@@ -69,17 +76,23 @@ def _address(runtime: Path, process: subprocess.Popen[bytes], timeout: float = 6
 
 @pytest.mark.slow
 @pytest.mark.needs("chromium", "jupyterlab", "ipywidgets", "websocket")
-def test_the_player_steps_and_plays(tmp_path: Path) -> None:
+def test_a_listing_is_highlighted_and_the_player_steps_and_plays(tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     lab.mkdir()
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=metadata)
+    cells = [nbformat.v4.new_code_cell(source) for source in (LISTING, CELL)]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata=metadata)
     nbformat.write(notebook, lab / "x.ipynb")
     with jupyterlab(lab) as url, browser(tmp_path / "chromium") as page:
         page.open(f"{url}lab/tree/x.ipynb")
         page.wait_for("document.querySelector('.jp-Cell .cm-content')")
         page.click(".jp-Cell .cm-content")
         page.wait_for("document.querySelector('#jp-main-statusbar').innerText.includes('| Idle')")
+        page.click("[data-jp-item-name=run] jp-button")
+        page.wait_for(f"{KEYWORDS}.length === 1")
+        assert (
+            page.evaluate("document.querySelector('.jp-RenderedMarkdown code').innerText") == "minisgl/kvcache/radix.py"
+        )
         page.click("[data-jp-item-name=run] jp-button")
         page.wait_for(f"{SEEN} === '1 of 3: 1 <inserted>'")
         page.click(".jp-OutputArea .noUi-handle")
