@@ -29,7 +29,7 @@ from minisgl.graphs import choose_runners
 from minisgl.kernels import apply_fusions, choose_fusions, choose_sampler
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
-from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.kvcache.eviction import choose_cache
 from minisgl.models import ModelConfig
 from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
@@ -66,7 +66,7 @@ class LLM:
         config = replace(config, sampler=choose_sampler(config.sampler, device))
         fusions = choose_fusions(config.fusions, device)
         policy = Policy.parse(config.policy)
-        make_cache = PREFIX_CACHES.get(config.prefix_cache)
+        make_cache = choose_cache(config.prefix_cache)
         make_attention = choose_backend(config.attention_backend)
         path = resolve_model(config.model)
         self.config = config

@@ -33,7 +33,8 @@ class EngineConfig:
         memory_formula: ``"free"`` takes ``memory_ratio`` of the memory that was free before the model was loaded, less
             the model (mini-sglang's way); ``"peak"`` takes ``memory_ratio`` of the whole memory, less what is used
             at the peak of a warm-up run with the largest legal prefill (vLLM's way).
-        prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name.
+        prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name. The radix tree takes a
+            second name, of an eviction policy: ``"radix,lru"`` is its default.
         attention_backend: ``"torch"``, ``"triton"``, ``"cascade"``, ``"flashinfer"`` or another registered name; two
             names ``"prefill,decode"`` share the work; ``"auto"`` takes what is fastest on the device, and
             `minisgl.LLM.attention_backend` says which and why.

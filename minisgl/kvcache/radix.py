@@ -11,6 +11,7 @@ import numpy as np
 
 from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
+from minisgl.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed, Rank
 from minisgl.kvcache.prefix import PREFIX_CACHES, Insert, Match
 
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
@@ -27,6 +28,8 @@ class Node:
         parent: None at the root, and in a node that has been evicted.
         lock_count: locks on prefixes that run through this node. Never less than the sum over the children.
         last_access: logical time of the last match or insert that ran through this node.
+        uses: how many of them did.
+        rank: what the eviction policy said when the last one did.
         children: child nodes by the bytes of the first page of their edge.
         queued: the node has its entry in the eviction heap.
     """
@@ -37,6 +40,8 @@ class Node:
     parent: Node | None
     lock_count: int = 0
     last_access: int = 0
+    uses: int = 0
+    rank: Rank = 0
     children: dict[bytes, Node] = field(default_factory=dict)
     queued: bool = False
 
@@ -45,21 +50,23 @@ class Node:
 class RadixCache:
     """Prefix cache as a radix tree: edges are runs of whole pages, and a handle is the `Node` where a prefix ends.
 
-    Least recently used is measured on a logical clock that ticks at every match and insert.
+    Uses are dated by a logical clock that ticks at every match and insert.
 
     Args:
         page_size: tokens a page.
+        eviction: says what goes first; None is least recently used.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, eviction: EvictionPolicy | None = None) -> None:
         self.page_size = page_size
+        self._eviction = eviction or LeastRecentlyUsed()
         self.root = Node(0, _EMPTY, _EMPTY, None)
         self.num_pages = 0
         self.num_evictable = 0
         self._clock = 0
         self._uids = itertools.count(1)
-        # (last access when queued, uid, node) of every node that was an unlocked leaf when queued, at most once each.
-        self._heap: list[tuple[int, int, Node]] = []
+        # (rank when queued, uid, node) of every node that was an unlocked leaf when queued, at most once each.
+        self._heap: list[tuple[Rank, int, Node]] = []
 
     def match(self, tokens: Int32Array) -> Match:
         """Longest cached prefix of ``tokens`` (int32[any]) in whole pages. Ends the prefix in a node of its own."""
@@ -111,7 +118,7 @@ class RadixCache:
                 self._queue_if_evictable(node)
 
     def evict(self, count: int) -> Int32Array:
-        """Give up ``min(count, num_evictable)`` pages, int32, from the least recently used leaves upwards.
+        """Give up ``min(count, num_evictable)`` pages, int32, from the leaves of the lowest rank upwards.
 
         The last leaf gives up only as many pages from its tail as are still wanted: what is left of it is a prefix
         that remains useful, and an engine that needs one page does not lose a whole conversation for it.
@@ -121,6 +128,7 @@ class RadixCache:
         while wanted > 0:
             leaf = self._pop_least_recent_leaf()
             pages = self._cut_tail(leaf, min(wanted, len(leaf.pages)))
+            self._eviction.on_evict(leaf.rank)
             evicted.append(pages)
             wanted -= len(pages)
         return np.concatenate(evicted)
@@ -156,8 +164,8 @@ class RadixCache:
             )
         if sorted(uid for _, uid, _ in self._heap) != sorted(node.uid for node in nodes if node.queued):
             raise InvariantError("the eviction heap does not hold each queued node once")
-        if any(queued_at > node.last_access for queued_at, _, node in self._heap):
-            raise InvariantError("the eviction heap holds a node as of a later time than its last access")
+        if any(queued_at > node.rank for queued_at, _, node in self._heap):
+            raise InvariantError("the eviction heap holds a node at a higher rank than it has: a rank has fallen")
 
     def _check_node(self, node: Node) -> None:
         children = node.children.values()
@@ -185,10 +193,15 @@ class RadixCache:
                 break
             shared = self._shared_pages(child.tokens, tokens)
             node = child if shared == len(child.pages) else self._split(child, shared)
-            node.last_access = self._clock
+            self._use(node)
             pages.append(node.pages)
             tokens = tokens[shared * self.page_size :]
         return node, np.concatenate(pages)
+
+    def _use(self, node: Node) -> None:
+        node.last_access = self._clock
+        node.uses += 1
+        node.rank = self._eviction.on_use(self._clock, node.uses)
 
     def _split(self, node: Node, count: int) -> Node:
         """Put a new node in the edge of ``node`` after ``count`` pages, and return it.
@@ -205,6 +218,8 @@ class RadixCache:
             parent=node.parent,
             lock_count=node.lock_count,
             last_access=node.last_access,
+            uses=node.uses,
+            rank=node.rank,
         )
         node.parent.children[self._key(upper.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
@@ -212,7 +227,8 @@ class RadixCache:
         return upper
 
     def _add_leaf(self, parent: Node, tokens: Int32Array, pages: Int32Array) -> Node:
-        leaf = Node(next(self._uids), tokens, pages, parent, last_access=self._clock)
+        leaf = Node(next(self._uids), tokens, pages, parent)
+        self._use(leaf)
         parent.children[self._key(tokens)] = leaf
         self.num_pages += len(pages)
         self.num_evictable += len(pages)
@@ -237,19 +253,19 @@ class RadixCache:
 
     def _queue_if_evictable(self, node: Node) -> None:
         if not (node.queued or node.children or node.lock_count or node is self.root):
-            heapq.heappush(self._heap, (node.last_access, node.uid, node))
+            heapq.heappush(self._heap, (node.rank, node.uid, node))
             node.queued = True
 
     def _pop_least_recent_leaf(self) -> Node:
-        """Take the unlocked leaf with the oldest access from the heap.
+        """Take the unlocked leaf of the lowest rank from the heap: by default, the one with the oldest access.
 
         Entries are not updated when a node is used, locked or given children; they are looked at when they surface.
-        Accesses only get later, so an entry is never behind the place that its node deserves.
+        Ranks only rise, so an entry is never behind the place that its node deserves.
         """
         while True:
             queued_at, _, node = heapq.heappop(self._heap)
             node.queued = False
-            if queued_at == node.last_access and not node.children and node.lock_count == 0:
+            if queued_at == node.rank and not node.children and node.lock_count == 0:
                 return node
             self._queue_if_evictable(node)
 

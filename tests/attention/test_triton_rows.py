@@ -46,13 +46,13 @@ def test_half_precision_in_a_mixed_step(dtype: torch.dtype) -> None:
     sequences.run({1: 1, 2: 1, 0: 11})
 
 
-def test_a_piece_leaves_no_trace_of_how_many_there_are() -> None:
-    """Scores far apart: what is merged must be weighted relative to the largest, or it overflows."""
+def test_pieces_with_scores_far_apart_are_merged() -> None:
+    """They are weighted relative to the largest sum of weights, or powers of two overflow."""
     make = partial(RowAttention, pieces=4)
     sequences = PagedSequences(make, DEVICE, specs(None), [150, 80], 4)
     for q, k, _ in sequences.sequences:
         for row in range(2):
-            q[row] *= 30
-            k[row] *= 30
+            q[row] *= 60
+            k[row] *= 60
     sequences.fill([148, 78])
     sequences.run({0: 1, 1: 1})
