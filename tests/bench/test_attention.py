@@ -11,7 +11,7 @@ import torch
 from minisgl.bench.__main__ import main
 from minisgl.bench.attention import Step, paged, steps
 from minisgl.errors import ConfigError
-from tests.attention import CPU
+from tests.steps import CPU
 
 
 def test_floors_count_what_must_be_read_and_multiplied() -> None:
