@@ -165,8 +165,10 @@ class LLM:
 
     # -- what the server and the curious use -------------------------------------------------------------------
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, streaming: bool = False) -> list[Generation]:
-        """Check a prompt and its parameters, and make its ``n`` generations. Nothing is allocated yet.
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, streaming: bool = False, user: str = ""
+    ) -> list[Generation]:
+        """Check a prompt and its parameters, and make its ``n`` generations for a user. Nothing is allocated yet.
 
         Raises:
             InvalidRequest: naming the field and its limit.
@@ -198,6 +200,7 @@ class LLM:
                 seed=(seed + index) % 2**63,
                 watched=streaming or bool(params.stop) or params.logprobs is not None,
                 deadline=None if timeout is None else time.perf_counter() + timeout,
+                user=user,
             )
             self._next_uid += 1
             generations.append(Generation(request, self.tokenizer, index, streaming))

@@ -12,17 +12,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minisgl.core import (
-    AttentionBackend,
-    ForwardContext,
-    build_batch,
-    forward_context,
-)
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.core import AttentionBackend, ForwardContext, build_batch, forward_context
 from minisgl.layers import DenseAttention
-from minisgl.models import ModelConfig
-from tests.attention import device_batch
+from tests.steps import device_batch
 
 VOCAB_SIZE = 211
 
@@ -180,62 +172,28 @@ def hf_logits(model: PreTrainedModel, tokens: Sequence[int] | np.ndarray[Any, An
 
 def run_dense(model: torch.nn.Module, *sequences: np.ndarray[Any, Any]) -> list[torch.Tensor]:
     """[len, vocab] logits of each whole sequence, in one step without a KV cache."""
-    cache = KVCache(1, 1, 2, 1, 1, torch.float32, next(model.parameters()).device)
-    runner = PagedRunner(model, cache, rows=len(sequences), max_len=512, backend=DenseAttention(), pages_needed=False)
-    return runner.step(dict(enumerate(sequences)))
+    nowhere = np.zeros((len(sequences), 512), dtype=np.int32)
+    return Runner(model, DenseAttention(), nowhere, page_size=1).step(dict(enumerate(sequences)))
 
 
-class PagedRunner:
-    """Runs steps of a model over paged KV, without a scheduler.
-
-    Unwritten KV memory holds NaN, so that a read of it shows. Pages are handed out in random order.
+class Runner:
+    """Runs steps of a model, without a scheduler.
 
     Args:
         model: one of ours.
-        cache: KV memory.
-        rows: slots.
-        max_len: longest sequence.
-        backend: attention over ``cache``; None is `TorchAttention`.
-        pages_needed: False leaves all rows on page 0, for a backend that ignores the cache.
+        backend: its attention.
+        page_table: int32[rows, width], for backends with a KV cache.
+        page_size: tokens a page.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        cache: KVCache,
-        rows: int,
-        max_len: int,
-        backend: AttentionBackend | None = None,
-        pages_needed: bool = True,
+        self, model: torch.nn.Module, backend: AttentionBackend, page_table: np.ndarray[Any, Any], page_size: int
     ) -> None:
         self.model = model
-        self.cache = cache
-        self.backend = backend or TorchAttention(cache)
-        self.lengths = np.zeros(rows, dtype=np.int32)
-        width = -(-max_len // cache.page_size)
-        cache.k.fill_(torch.nan)
-        cache.v.fill_(torch.nan)
-        if pages_needed:
-            pages = np.random.default_rng(5).permutation(cache.num_pages)[: rows * width]
-            self.page_table = pages.reshape(rows, width).astype(np.int32)
-        else:
-            self.page_table = np.zeros((rows, width), dtype=np.int32)
-
-    @classmethod
-    def of(
-        cls,
-        model: torch.nn.Module,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        rows: int,
-        max_len: int,
-        page_size: int,
-        kv_dtype: torch.dtype | None = None,
-    ) -> PagedRunner:
-        """With KV memory that fits the model and the rows."""
-        pages = rows * -(-max_len // page_size)
-        shape = (config.num_layers, config.num_kv_heads, config.head_dim, pages, page_size)
-        return cls(model, KVCache(*shape, dtype, next(model.parameters()).device, kv_dtype), rows, max_len)
+        self.backend = backend
+        self.page_table = page_table
+        self.page_size = page_size
+        self.lengths = np.zeros(len(page_table), dtype=np.int32)
 
     def step(self, fed: Mapping[int, np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Feed tokens to some slots, those with a KV prefix and one token first (as decode rows must be).
@@ -251,13 +209,13 @@ class PagedRunner:
             q_lens=np.array([len(fed[slot]) for slot in order], dtype=np.int32),
             kv_lens=self.lengths[slots],
             page_table=self.page_table,
-            page_size=self.cache.page_size,
+            page_size=self.page_size,
             sample_rows=np.arange(len(order), dtype=np.int32),
             output_index=np.zeros(len(order), dtype=np.int32),
             num_decode=len(decode),
         )
         input_ids = np.concatenate([fed[slot] for slot in order])
-        inputs = device_batch(batch, input_ids, self.page_table, self.cache.k.device)
+        inputs = device_batch(batch, input_ids, self.page_table, next(self.model.parameters()).device)
         self.backend.plan(batch, inputs)
         with torch.no_grad(), forward_context(ForwardContext(inputs, self.backend)):
             logits = self.model(inputs)

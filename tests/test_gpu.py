@@ -20,7 +20,8 @@ from minisgl.graphs import GraphRunner
 from minisgl.kernels import apply_fusions
 from minisgl.models import ModelConfig, load_model
 from minisgl.outputs import RequestOutput
-from tests.model_zoo import PagedRunner, hf_logits, random_tokens, tiny_checkpoint
+from tests.model_zoo import hf_logits, random_tokens, tiny_checkpoint
+from tests.paged_runner import PagedRunner
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
 
 pytestmark = pytest.mark.gpu

@@ -73,6 +73,7 @@ class Request:
         seed: sampling seed, always set.
         watched: True if somebody wants to see each token as it comes (streaming, stop strings, log-probabilities).
         deadline: ``time.perf_counter`` value after which the request is ended with an error; None is never.
+        user: who asked, for policies that are fair to users; the empty string is nobody in particular.
     """
 
     uid: int
@@ -83,6 +84,7 @@ class Request:
     seed: int = 0
     watched: bool = False
     deadline: float | None = None
+    user: str = ""
 
     state: RequestState = RequestState.WAITING
     slot: int = -1

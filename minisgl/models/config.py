@@ -110,8 +110,9 @@ class ModelConfig:
             hf = AutoConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers has no base class for what a config can raise
             raise ModelLoadError(f"{file}: not a valid config: {error}") from error
-        if getattr(hf, "hidden_act", "silu") != "silu":
-            raise ModelLoadError(f"{file}: hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+        hidden_act = MODELS.get(architecture).hidden_act
+        if getattr(hf, "hidden_act", hidden_act) != hidden_act:
+            raise ModelLoadError(f"{file}: hidden_act {hf.hidden_act!r} is not supported, only {hidden_act!r}")
         rope = _rope_settings(file, hf)
         fields: dict[str, Any] = {
             "architecture": architecture,

@@ -104,6 +104,9 @@ class CausalLM(nn.Module):
     layer: ClassVar[type[nn.Module]] = DecoderLayer
     """Class of the layers, built with (config, layer_id); a subclass may bring its own."""
 
+    hidden_act: ClassVar[str] = "silu"
+    """Non-linearity of the MLPs; a subclass whose layers have another names it here."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Architecture(Protocol):
     """What is registered: normally a subclass of `minisgl.models.CausalLM`."""
 
+    hidden_act: str
+    """The non-linearity of the MLPs, as ``config.json`` calls it. A checkpoint with another is refused."""
+
     def __call__(self, config: ModelConfig) -> nn.Module:
         """Build the model; under ``torch.device("meta")`` its parameters take no memory."""
         ...

@@ -30,6 +30,7 @@ class Admitter:
         self.memory = memory
         self.waiting = waiting
         self.policy = policy
+        self._account = policy.account
 
     def candidates(self) -> list[Request]:
         """Requests to look at, in this order: the preempted by arrival, then the new ones by the order policy."""
@@ -54,6 +55,7 @@ class Admitter:
         if request.times.admitted == 0.0:
             request.times.admitted = time.perf_counter()
             request.cached_tokens = lease.cached_len
+            self._account.on_admit(request)
         return Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
 
     def never_fits(self, request: Request) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from minisgl.core.registry import Registry
 from minisgl.core.request import Request
@@ -27,6 +27,32 @@ class Order(Protocol):
         """A permutation of ``waiting``, which is in order of arrival. ``cached_len`` tells the tokens of a request
         that the prefix cache has now."""
         ...
+
+
+@runtime_checkable
+class Account(Protocol):
+    """What an `Order` may have besides, if it depends on whom the engine has served, and how much.
+
+    The scheduler tells it; `Order.arrange` changes nothing.
+    """
+
+    def on_admit(self, request: Request) -> None:
+        """A request has got its slot for the first time; its prompt, less its ``cached_tokens``, will be computed."""
+        ...
+
+    def on_finish(self, request: Request) -> None:
+        """A request has ended, for whatever reason, with all of its ``output``; it may never have been admitted."""
+        ...
+
+
+class NoAccount:
+    """Keeps no books."""
+
+    def on_admit(self, request: Request) -> None:
+        pass
+
+    def on_finish(self, request: Request) -> None:
+        pass
 
 
 ORDERS: Registry[Callable[[], Order]] = Registry("order_policy")
@@ -188,6 +214,12 @@ class Policy:
     order: Order
     composition: Composition
     admission: Admission
+
+    @property
+    def account(self) -> Account:
+        """The order, if it keeps books."""
+        order: object = self.order
+        return order if isinstance(order, Account) else NoAccount()
 
     @classmethod
     def parse(cls, spec: str) -> Policy:

@@ -54,6 +54,7 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting = WaitingQueue(max_queued_requests)
         self._admitter = Admitter(table, memory, self.waiting, policy)
+        self._account = policy.account
         self.requests: dict[int, Request] = {}
         """All unfinished requests by uid."""
         self._prefill_steps = 0
@@ -93,6 +94,7 @@ class Scheduler:
         request.error = error
         request.times.finished = time.perf_counter()
         self._output.finished.append(request)
+        self._account.on_finish(request)
         if request.slot >= 0 and not preempted_in_flight:
             self._leave(request.slot)
 

@@ -69,7 +69,7 @@ async def _generate(engine: AsyncEngine, body: GenerationRequest, style: type[Fo
         raise ApiError(404, message, "model", "model_not_found")
     try:
         params = body.sampling_params()
-        submission = engine.submit(body.prompts, params, body.stream)
+        submission = engine.submit(body.prompts, params, body.stream, body.user or "")
         answer = await until_disconnect(request.receive, submission)
     except InvalidRequest as error:
         raise body.in_own_words(error) from error

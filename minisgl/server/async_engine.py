@@ -44,7 +44,11 @@ class AsyncEngine:
         self._worker.start()
 
     async def submit(
-        self, prompts: Sequence[str | Sequence[int] | Conversation], params: SamplingParams, streaming: bool
+        self,
+        prompts: Sequence[str | Sequence[int] | Conversation],
+        params: SamplingParams,
+        streaming: bool,
+        user: str = "",
     ) -> Answer:
         """Have the engine check a job and put it in its queue. Cancelling this withdraws the job.
 
@@ -61,7 +65,7 @@ class AsyncEngine:
         job = next(self._jobs)
         answer = Answer(job, len(prompts) * params.n, self._abort)
         self._answers[job] = answer
-        self._worker.put(Submit(job, prompts, params, streaming))
+        self._worker.put(Submit(job, prompts, params, streaming, user))
         try:
             await answer.accepted
         except BaseException:

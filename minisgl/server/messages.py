@@ -26,12 +26,14 @@ class Submit:
         prompts: text, token ids or a conversation each.
         params: of all prompts. Completion i of prompt p is the job's choice ``p * params.n + i``.
         streaming: whether updates are wanted while the generation runs, or a single one at its end.
+        user: on whose behalf; the empty string where the client does not say.
     """
 
     job: int
     prompts: Sequence[str | Sequence[int] | Conversation]
     params: SamplingParams
     streaming: bool
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class EngineWorker:
     def _prepare(self, prompt: str | Sequence[int] | Conversation, message: Submit) -> list[Generation]:
         if isinstance(prompt, Conversation):
             prompt = self._llm.tokenizer.encode_chat(prompt.messages)
-        group = self._llm.prepare(prompt, message.params, message.streaming)
+        group = self._llm.prepare(prompt, message.params, message.streaming, message.user)
         self._check_fits(group[0])
         return group
 

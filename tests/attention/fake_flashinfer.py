@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minisgl.core import AttentionSpec
-from tests.attention import naive_attention
+from tests.steps import naive_attention
 
 
 class FakeEvent:

@@ -17,7 +17,8 @@ from minisgl.core import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
-from tests.attention import CPU, PagedSequences, Step, fake_flashinfer
+from tests.attention import PagedSequences, Step, fake_flashinfer
+from tests.steps import CPU
 
 MakeBackend = Callable[[KVCache], PagedAttention]
 MODULES = ("minisgl.attention.flashinfer_attention", "minisgl.attention.flashinfer_kernels")

@@ -11,7 +11,8 @@ from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.torch_attention import TorchAttention
-from tests.attention import CPU, PagedSequences, step_of
+from tests.attention import PagedSequences
+from tests.steps import CPU, step_of
 
 LAYERS = [AttentionSpec(i, 4, 2, 8, 0.3, window) for i, window in enumerate((None, 7))]
 

@@ -10,7 +10,7 @@ import torch
 from minisgl.attention import auto_backend, choose_backend
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.torch_attention import TorchAttention
-from tests.attention import CPU
+from tests.steps import CPU
 
 
 def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:

@@ -15,7 +15,8 @@ from minisgl.attention.triton_prefill import query_tiles, tile_shape
 from minisgl.core import AttentionSpec, DeviceBatch
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
-from tests.attention import CPU, PagedSequences, Step, step_of
+from tests.attention import PagedSequences, Step
+from tests.steps import CPU, step_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

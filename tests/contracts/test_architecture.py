@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from minisgl.layers import Rotary
 from minisgl.models import MODELS, Architecture, ModelConfig, load_model
-from tests.model_zoo import PagedRunner, hf_logits, random_tokens, run_dense, tiny_checkpoint
+from tests.model_zoo import hf_logits, random_tokens, run_dense, tiny_checkpoint
+from tests.paged_runner import PagedRunner
 
 CONTRACTS = {"architecture": (MODELS, Architecture)}
 

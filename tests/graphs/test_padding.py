@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minisgl.graphs import graph_sizes, pad_batch
-from tests.attention import step_of
+from tests.steps import step_of
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 20, 32, 33, 100, 256, 300])

@@ -15,7 +15,8 @@ from minisgl.layers import Attention, GatedMLP, MoE, RMSNorm, Rotary
 from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM, DecoderLayer
 from tests.kernels.closeness import DEVICE
-from tests.model_zoo import ARCHITECTURES, PagedRunner, random_tokens, run_dense, tiny_checkpoint
+from tests.model_zoo import ARCHITECTURES, random_tokens, run_dense, tiny_checkpoint
+from tests.paged_runner import PagedRunner
 
 VARIANTS = [
     variant

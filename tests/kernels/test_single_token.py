@@ -12,7 +12,8 @@ from minisgl.kernels import single_token_attention, single_token_linear
 from minisgl.kernels.single_token import SingleTokenDecoder
 from minisgl.kernels.single_token_linear import linear
 from tests.kernels.loading import DEVICE, load
-from tests.model_zoo import PagedRunner, Variant, random_tokens
+from tests.model_zoo import Variant, random_tokens
+from tests.paged_runner import PagedRunner
 
 GROUPED = {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
 VARIANTS = [

@@ -12,7 +12,7 @@ from minisgl.core import AttentionSpec
 from minisgl.kvcache import torch_attention
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.torch_attention import TorchAttention
-from tests.attention import naive_attention, step_of
+from tests.steps import naive_attention, step_of
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(layer_id=1, num_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)

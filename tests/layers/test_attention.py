@@ -5,7 +5,7 @@ import torch
 
 from minisgl.core import AttentionSpec, ForwardContext, forward_context
 from minisgl.layers import Attention, DenseAttention, RopeSettings, Rotary, causal_mask, grouped_query_attention
-from tests.attention import naive_attention, step_of
+from tests.steps import naive_attention, step_of
 
 SPEC = AttentionSpec(layer_id=0, num_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)
 

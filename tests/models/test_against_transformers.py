@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from minisgl.models import ModelConfig, load_model
-from tests.model_zoo import ARCHITECTURES, PagedRunner, Variant, hf_logits, random_tokens, run_dense
+from tests.model_zoo import ARCHITECTURES, Variant, hf_logits, random_tokens, run_dense
+from tests.paged_runner import PagedRunner
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}

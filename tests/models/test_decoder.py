@@ -9,8 +9,8 @@ import torch
 from minisgl.core import ForwardContext, forward_context
 from minisgl.layers import DenseAttention, PackedWeights
 from minisgl.models import ModelConfig, load_model
-from tests.attention import step_of
 from tests.model_zoo import tiny_checkpoint
+from tests.steps import step_of
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -15,7 +15,8 @@ from torch import nn
 from minisgl.errors import ModelLoadError
 from minisgl.layers import Attention, GatedMLP, RMSNorm, Rotation
 from minisgl.models import MODELS, CausalLM, ModelConfig, attention_spec, load_model
-from tests.model_zoo import PagedRunner, hf_logits, random_tokens, run_dense, tiny_checkpoint
+from tests.model_zoo import hf_logits, random_tokens, run_dense, tiny_checkpoint
+from tests.paged_runner import PagedRunner
 
 
 class Olmo2Attention(Attention):

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from minisgl.core import Batch
+from minisgl.core import Batch, RequestState
 from tests.scheduler.harness import Harness
 
 
@@ -44,6 +44,20 @@ def test_a_mixed_step_is_laid_out_as_documented() -> None:
     assert batch.out_locs.tolist() == expected
     assert [admission.slot for admission in batch.admissions] == [batch.slots[3]]
     assert (batch.num_rows, batch.num_tokens, batch.max_q_len, batch.max_seq_len) == (4, 10, 6, 14)
+
+
+def test_a_long_prompt_comes_in_chunks_of_which_the_last_samples() -> None:
+    harness = Harness(max_prefill_tokens=4)
+    request = harness.add([1, 2, 0, 1, 2, 2, 1, 0, 1, 1], max_tokens=2)
+    batches = []
+    for _ in range(3):  # results may come in later
+        assert (batch := harness.scheduler.schedule()) is not None
+        batches.append(batch)
+    assert [batch.q_lens.tolist() for batch in batches] == [[4], [4], [2]]
+    assert [batch.positions.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [batch.sample_rows.tolist() for batch in batches] == [[], [], [0]]
+    assert [len(batch.admissions) for batch in batches] == [1, 0, 0]
+    assert request.state is RequestState.DECODE
 
 
 def test_every_array_is_int32() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from minisgl.core import FinishReason, Request
 from tests.fake_executor import Fault
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import DELAYS, Harness
 
 VOCAB = 2  # a vocabulary this small makes shared prefixes and duplicates the rule
 
@@ -28,7 +28,7 @@ class EngineLife(RuleBasedStateMachine):
         admission=st.sampled_from(["optimistic", "reserve"]),
         max_prefill_tokens=st.sampled_from([3, 7, 64]),
         max_running=st.integers(1, 5),
-        delay=st.sampled_from([0, 1]),
+        delay=st.sampled_from(DELAYS),
     )
     def start(self, order: str, composition: str, admission: str, **options: int) -> None:
         self.harness = Harness(policy=f"{order},{composition},{admission}", vocab=VOCAB, max_seq_len=64, **options)

@@ -6,7 +6,7 @@ import pytest
 
 from minisgl.core import FinishReason, RequestState
 from minisgl.scheduler.policy import Demand
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import DELAYS, Harness
 
 CACHES = ["radix", "block-hash", "none"]
 
@@ -32,7 +32,7 @@ def run_until_preempted(harness: Harness, limit: int = 100) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", DELAYS)
 def test_the_last_to_come_gives_way_and_returns_first(cache: str, delay: int) -> None:
     harness = Harness(prefix_cache=cache, page_size=4, num_pages=9, max_running=3, delay=delay)
     first, second, third = (harness.add(different(8, seed), max_tokens=12) for seed in range(3))
@@ -133,7 +133,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_while_others_run(cache: str) -
     assert after.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_reserve_never_preempts_where_optimistic_does(cache: str, delay: int) -> None:
     preemptions = {}

@@ -11,7 +11,7 @@ from minisgl.core import Batch, FinishReason, RequestState, SamplingParams
 from minisgl.core.batch import PendingStep
 from minisgl.errors import InvariantError
 from tests.fake_executor import expected_output
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import DELAYS, Harness
 
 CACHES = ["radix", "block-hash", "none"]
 
@@ -43,7 +43,7 @@ def test_a_request_passes_through_its_states() -> None:
     harness.assert_idle_and_clean()
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", DELAYS)
 def test_only_the_last_chunk_samples(delay: int) -> None:
     harness = Harness(max_prefill_tokens=7, delay=delay, prefix_cache="none")
     request = harness.add(prompt_of(20), max_tokens=2)
@@ -120,7 +120,7 @@ def test_only_watched_requests_report_tokens_and_all_report_their_end_once() -> 
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", DELAYS)
 def test_an_uncached_prefix_is_computed_once_a_batch(cache: str, delay: int) -> None:
     harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=1000, num_pages=256, delay=delay)
     prompt = prompt_of(32)
@@ -159,7 +159,7 @@ def test_answers_are_cached_for_the_next_turn(cache: str) -> None:
 # -- aborts and deadlines ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("steps", range(9))
 def test_an_abort_in_every_state(steps: int, cache: str, delay: int) -> None:
