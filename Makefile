@@ -51,7 +51,7 @@ bench-gpu: $(READY_FOR_ALL) ## test and measure the engine on this machine's GPU
 # -- to work on it ---------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint unit check-pairs notebooks book ## run everything that CI runs
+test: lint unit course check-pairs notebooks book ## run everything that CI runs
 
 .PHONY: lint
 lint: $(READY_FOR_ALL) ## check style, format, types and the layers of imports
@@ -68,6 +68,10 @@ model: $(READY) ## fetch the default model, unless it is in the cache
 .PHONY: unit
 unit: $(READY_FOR_ALL) model ## run the tests of the package
 	$(BIN)/pytest
+
+.PHONY: course
+course: $(READY_FOR_ALL) ## prove that starters, checks and snapshots of all chapters work; CHAPTER=6 for one
+	@$(BIN)/python -m tools.course $(CHAPTER)
 
 .PHONY: check-pairs
 check-pairs: $(READY_FOR_ALL) ## generate the notebooks once more, and fail if one differs from what is there

@@ -30,6 +30,7 @@ from minisgl.kernels import apply_fusions, choose_fusions, choose_sampler
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
 from minisgl.kvcache.eviction import choose_cache
+from minisgl.kvcache.page_store import PAGE_STORES
 from minisgl.models import ModelConfig
 from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
@@ -67,6 +68,7 @@ class LLM:
         fusions = choose_fusions(config.fusions, device)
         policy = Policy.parse(config.policy)
         make_cache = choose_cache(config.prefix_cache)
+        make_store = PAGE_STORES.get(config.page_store)
         make_attention = choose_backend(config.attention_backend)
         path = resolve_model(config.model)
         self.config = config
@@ -77,7 +79,8 @@ class LLM:
         logger.info("attention backend %s: %s", *astuple(self.attention_backend))
         self.max_seq_len = self.engine.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
-        memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size))
+        store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
+        memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size), store)
         self.scheduler = Scheduler(table, memory, policy, config.max_prefill_tokens, config.max_queued_requests)
         overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.engine)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from minisgl import LLM, Delta, InvalidRequest, SamplingParams
+from minisgl.errors import ConfigError
+from minisgl.kvcache.radix import RadixCache
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -268,6 +270,12 @@ def test_a_request_stepped_by_hand_needs_no_generation(llm: LLM) -> None:
     while llm.scheduler.has_work:
         llm.step()
     assert request.output == llm.generate("the cat", GREEDY)[0].token_ids
+
+
+def test_an_eviction_policy_is_chosen_with_the_cache(path: Path) -> None:
+    assert type(make(path, prefix_cache="radix,lru").scheduler.memory.cache) is RadixCache
+    with pytest.raises(ConfigError, match="unknown eviction_policy 'oldest'"):
+        make(path, prefix_cache="radix,oldest")
 
 
 def test_a_stream_checks_its_arguments_when_it_is_called(llm: LLM) -> None:

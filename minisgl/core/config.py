@@ -35,6 +35,7 @@ class EngineConfig:
             at the peak of a warm-up run with the largest legal prefill (vLLM's way).
         prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name. The radix tree takes a
             second name, of an eviction policy: ``"radix,lru"`` is its default.
+        page_store: where pages go that the prefix cache gives up: ``"none"``, or a registered name.
         attention_backend: ``"torch"``, ``"triton"``, ``"cascade"``, ``"flashinfer"`` or another registered name; two
             names ``"prefill,decode"`` share the work; ``"auto"`` takes what is fastest on the device, and
             `minisgl.LLM.attention_backend` says which and why.
@@ -73,6 +74,7 @@ class EngineConfig:
     memory_ratio: float | None = None
     memory_formula: str = "free"
     prefix_cache: str = "radix"
+    page_store: str = "none"
     attention_backend: str = "auto"
     policy: str = "fcfs,prefill-first,optimistic"
     sampler: str = "auto"
@@ -95,7 +97,8 @@ class EngineConfig:
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
         if self.max_running_requests > _MAX_RUNNING:
             raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
-        for name in ("model", "device", "prefix_cache", "attention_backend", "policy", "sampler", "fusions"):
+        strings = ("model", "device", "prefix_cache", "page_store", "attention_backend", "policy", "sampler", "fusions")
+        for name in strings:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):

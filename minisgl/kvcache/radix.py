@@ -121,7 +121,8 @@ class RadixCache:
         """Give up ``min(count, num_evictable)`` pages, int32, from the leaves of the lowest rank upwards.
 
         The last leaf gives up only as many pages from its tail as are still wanted: what is left of it is a prefix
-        that remains useful, and an engine that needs one page does not lose a whole conversation for it.
+        that remains useful, and an engine that needs one page does not lose a whole conversation for it. The eviction
+        policy hears of each leaf.
         """
         wanted = min(count, self.num_evictable)
         evicted = [_EMPTY]
@@ -207,7 +208,7 @@ class RadixCache:
         """Put a new node in the edge of ``node`` after ``count`` pages, and return it.
 
         ``node`` stays the lower end, so a handle to it still names the same prefix. Whoever locked it locked the
-        whole edge, so the upper half has the same locks.
+        whole edge, so the upper half has the same locks; the same is true of uses, their date and the rank.
         """
         assert node.parent is not None
         cut = count * self.page_size

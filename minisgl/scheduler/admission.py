@@ -54,7 +54,7 @@ class Admitter:
         self.memory.attach(slot, lease)
         if request.times.admitted == 0.0:
             request.times.admitted = time.perf_counter()
-            request.cached_tokens = lease.cached_len
+            request.cached_tokens = int(self.table.kv_len[slot])
             self._account.on_admit(request)
         return Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
 

@@ -13,9 +13,11 @@ import numpy as np
 from minisgl.core.request import Int32Array
 from minisgl.core.table import RunningTable
 from minisgl.errors import InvariantError
+from minisgl.kvcache.page_store import PageStore
 from minisgl.kvcache.page_table import PageTable
 from minisgl.kvcache.pages import PagePool
 from minisgl.kvcache.prefix import Handle, Insert, Match, PrefixCache
+from minisgl.scheduler.offload import Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,10 @@ class KVMemory:
         num_pages: size of the pool.
         table: the running requests (their ``kv_len`` and ``num_pages`` are kept here and in the scheduler).
         cache: prefix cache, which also sets the page size.
+        store: keeps what the prefix cache gives up, if there is one.
     """
 
-    def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache) -> None:
+    def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache, store: PageStore | None = None) -> None:
         self.page_size = cache.page_size
         self.table = table
         self.cache = cache
@@ -43,6 +46,7 @@ class KVMemory:
         self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
+        self._offload = None if store is None else Offload(store, self.page_size)
 
     @property
     def num_pages(self) -> int:
@@ -74,12 +78,19 @@ class KVMemory:
         self.cache.unlock(lease.match.handle)
 
     def attach(self, slot: int, lease: Lease) -> None:
-        """Fill the row of a newly admitted request: the leased pages, then new ones for the rest of its tokens."""
+        """Fill the row of a newly admitted request: the leased pages, then new ones for the rest of its tokens.
+
+        What the store has of the rest is copied into the new pages, and counts as computed.
+        """
         shared = lease.match.pages
         new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
         self._handles[slot] = lease.match.handle
+        if self._offload is not None:
+            tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
+            restored = self._offload.restore(tokens, len(shared), new)
+            self.table.kv_len[slot] += restored * self.page_size
 
     # -- growth ------------------------------------------------------------------------------------------------
 
@@ -145,6 +156,8 @@ class KVMemory:
         insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], offered)
         accepted = offered[: len(insert.pages)]
         self.is_cached[accepted[accepted == insert.pages]] = True
+        if self._offload is not None:
+            self._offload.note(self.table.tokens[slot, : len(insert.pages) * self.page_size], insert.pages)
         return insert
 
     def _repoint(self, slot: int, canonical: Int32Array) -> None:
@@ -182,9 +195,17 @@ class KVMemory:
 
     def forget_unlocked(self) -> None:
         """Empty the prefix cache of everything that no request holds."""
-        self._reclaim(self.cache.evict(self.cache.num_evictable))
+        forgotten = self.cache.evict(self.cache.num_evictable)
+        if self._offload is not None:
+            self._offload.forget(forgotten)
+        self._free_cached(forgotten)
 
-    def _reclaim(self, pages: Int32Array) -> None:
+    def _reclaim(self, evicted: Int32Array) -> None:
+        if self._offload is not None:
+            self._offload.save(evicted)
+        self._free_cached(evicted)
+
+    def _free_cached(self, pages: Int32Array) -> None:
         self.is_cached[pages] = False
         self.pool.free(pages)
 

@@ -9,6 +9,7 @@ import torch
 
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
+from minisgl.kvcache.eviction import LeastRecentlyUsed
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
 from minisgl.kvcache.torch_attention import TorchAttention
@@ -53,6 +54,27 @@ class EvictsLocked(UncheckedCache):
             node.lock_count = locks[node]
         self.num_evictable = sum(len(node.pages) for node in self.nodes() if node.lock_count == 0)
         return pages
+
+
+# -- eviction policies ---------------------------------------------------------------------------------------------
+
+
+class Forgets(LeastRecentlyUsed):
+    """Halves all counts now and then, so that ranks fall."""
+
+    def on_use(self, now: int, uses: int) -> int:
+        return uses >> (now // 100)
+
+
+class SearchesItsHistory(LeastRecentlyUsed):
+    """Right, and slower with every use."""
+
+    def __init__(self) -> None:
+        self.history: list[int] = []
+
+    def on_use(self, now: int, uses: int) -> int:
+        self.history.append(now)
+        return max(each for each in self.history)
 
 
 # -- attention backends --------------------------------------------------------------------------------------------

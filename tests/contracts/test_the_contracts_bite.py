@@ -11,6 +11,7 @@ from minisgl.models import MODELS
 
 SUITES = Path(__file__).parent
 CACHES = "test_prefix_cache.py"
+EVICTIONS = "test_eviction_policy.py"
 BACKENDS = "test_attention_backend.py"
 ARCHITECTURES = "test_architecture.py"
 
@@ -60,6 +61,20 @@ def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed
     assert "test_starts_empty" in verdict.passed, "the suite did run"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        ("Forgets", {"test_a_rank_never_falls", "test_the_tree_stays_sound"}),
+        ("SearchesItsHistory", {"test_a_use_costs_the_same_however_much_is_cached"}),
+    ],
+)
+def test_a_broken_eviction_policy_fails(mutant: str, broken: set[str]) -> None:
+    status, verdict = grade(f"tests.contracts.mutants:{mutant}", EVICTIONS)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert broken <= verdict.failed
+    assert "test_policies_share_nothing" in verdict.passed, "the suite did run"
 
 
 def test_a_right_architecture_passes() -> None:

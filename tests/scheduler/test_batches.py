@@ -51,7 +51,8 @@ def test_a_long_prompt_comes_in_chunks_of_which_the_last_samples() -> None:
     request = harness.add([1, 2, 0, 1, 2, 2, 1, 0, 1, 1], max_tokens=2)
     batches = []
     for _ in range(3):  # results may come in later
-        assert (batch := harness.scheduler.schedule()) is not None
+        batch = harness.scheduler.schedule()
+        assert batch is not None
         batches.append(batch)
     assert [batch.q_lens.tolist() for batch in batches] == [[4], [4], [2]]
     assert [batch.positions.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from minisgl import LLM, SamplingParams
+from minisgl.core import Request
 from tests.server.harness import MESSAGES, PROMPT, RunningServer
 
 
@@ -114,6 +115,21 @@ def test_other_sampling_fields_reach_the_engine(server: RunningServer, reference
     extra: dict[str, Any] = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
     expected = reference.generate(PROMPT, SamplingParams(**params, **extra, max_tokens=24))[0].text
     assert server.complete(**params, extra_body=extra, user="somebody").choices[0].text == expected
+
+
+def test_the_user_reaches_the_scheduler(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    users: list[str] = []
+    add = server.llm.scheduler.add
+
+    def noting(request: Request) -> None:
+        users.append(request.user)
+        add(request)
+
+    monkeypatch.setattr(server.llm.scheduler, "add", noting)
+    server.complete(user="somebody", max_tokens=1)
+    server.chat(user="somebody else", max_tokens=1)
+    server.chat(max_tokens=1)
+    assert users == ["somebody", "somebody else", ""]
 
 
 def test_logprobs_of_a_chat(server: RunningServer, reference: LLM) -> None:

@@ -1,0 +1,31 @@
+"""Assignment gemma: the starter. README.md beside this file says what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minisgl.layers import Rotation
+from minisgl.models import MODELS, CausalLM, ModelConfig
+
+
+class GemmaLayer(nn.Module):
+    """One layer of Gemma. Its parameters are named as in the checkpoint."""
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        super().__init__()
+        raise NotImplementedError("Assignment gemma: GemmaLayer.__init__")
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `minisgl.models.decoder.DecoderLayer.forward`."""
+        raise NotImplementedError("Assignment gemma: GemmaLayer.forward")
+
+
+@MODELS.register("GemmaForCausalLM")
+class Gemma(CausalLM):
+    """Gemma (Gemma Team 2024)."""
+
+    layer = GemmaLayer
+    hidden_act = "gelu_pytorch_tanh"

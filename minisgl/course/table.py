@@ -1,0 +1,161 @@
+"""The table of tasks, ``course.toml``: which chapter introduces what, and which functions its reader writes."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.course.errors import CourseError
+
+TABLE = Path(__file__).with_name("course.toml")
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A function that a reader writes: its module, and its qualified name in it."""
+
+    module: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """The module's file, relative to the root of the package."""
+        return self.module.replace(".", "/") + ".py"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Functions that are written together, and the tests that pass once they are.
+
+    Args:
+        chapter, number: the task's place; tasks of a chapter count from 1, in the order of the table.
+        title: what is to be done, in a few words.
+        stubs: the functions.
+        tests: ``file``, ``file::test``, or ``file::test[parameter]`` for the cases that have this parameter.
+    """
+
+    chapter: int
+    number: int
+    title: str
+    stubs: tuple[Stub, ...]
+    tests: tuple[str, ...]
+
+    def message(self, stub: Stub) -> str:
+        """What its stub says when it is called."""
+        return f"Chapter {self.chapter}, task {self.number}: {stub.name}"
+
+    @property
+    def messages(self) -> list[str]:
+        """What its stubs say."""
+        return [self.message(stub) for stub in self.stubs]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What a chapter adds to the package.
+
+    Args:
+        number: of the chapter.
+        title: of the chapter.
+        modules: modules and packages that it introduces. Of two that fit a module, the longer one counts.
+        tests: test files, or single tests of a file of an earlier chapter, that it introduces although their imports
+            do not tell so.
+        slow: test files that are left out where all chapters are proved.
+        tasks: what its reader writes.
+    """
+
+    number: int
+    title: str
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+    slow: tuple[str, ...]
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """All chapters by their numbers, and what belongs to none.
+
+    Args:
+        chapters: in order.
+        tools: modules of the reader's tools, which no chapter introduces.
+        tool_tests: files and folders of tests that are about the repository, not about a chapter.
+    """
+
+    chapters: Mapping[int, Chapter]
+    tools: tuple[str, ...]
+    tool_tests: tuple[str, ...]
+
+    def chapter(self, number: int) -> Chapter:
+        """The chapter of that number.
+
+        Raises:
+            CourseError: there is none.
+        """
+        if number not in self.chapters:
+            known = ", ".join(map(str, self.chapters))
+            raise CourseError(f"chapter {number} is not in the course; choose one of {known}")
+        return self.chapters[number]
+
+    def chapter_with_tasks(self, number: int) -> Chapter:
+        """The chapter of that number, which has something to write.
+
+        Raises:
+            CourseError: there is none, or it has no tasks.
+        """
+        chapter = self.chapter(number)
+        if not chapter.tasks:
+            known = ", ".join(str(each.number) for each in self.chapters.values() if each.tasks)
+            raise CourseError(f"chapter {number} has no tasks; choose one of {known}")
+        return chapter
+
+    def tasks_from(self, number: int) -> list[Task]:
+        """The tasks of a chapter and of all later ones."""
+        return [task for chapter in self.chapters.values() if chapter.number >= number for task in chapter.tasks]
+
+
+def load_table(path: Path = TABLE) -> Table:
+    """Read the table.
+
+    Raises:
+        CourseError: it is not well formed; the message names the entry.
+    """
+    raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    _only(raw, {"chapter", "tools", "tool_tests"}, str(path))
+    chapters = [_chapter(entry) for entry in raw.get("chapter", [])]
+    numbers = [chapter.number for chapter in chapters]
+    if numbers != sorted(set(numbers)):
+        raise CourseError(f"{path}: chapters must be in order, each once; they are {numbers}")
+    by_number = dict(zip(numbers, chapters, strict=True))
+    return Table(by_number, tuple(raw.get("tools", ())), tuple(raw.get("tool_tests", ())))
+
+
+def _chapter(entry: dict[str, Any]) -> Chapter:
+    number, title = entry["number"], entry["title"]
+    _only(entry, {"number", "title", "modules", "tests", "slow", "task"}, f"chapter {number}")
+    tasks = tuple(_task(number, place, task) for place, task in enumerate(entry.get("task", []), start=1))
+    modules, tests, slow = (tuple(entry.get(name, ())) for name in ("modules", "tests", "slow"))
+    return Chapter(number, title, modules, tests, slow, tasks)
+
+
+def _task(chapter: int, number: int, entry: dict[str, Any]) -> Task:
+    where = f"chapter {chapter}, task {number}"
+    _only(entry, {"title", "stubs", "tests"}, where)
+    if not entry.get("stubs") or not entry.get("tests"):
+        raise CourseError(f"{where}: name at least one stub and one test")
+    stubs = []
+    for name in entry["stubs"]:
+        module, colon, function = name.partition(":")
+        if not colon:
+            raise CourseError(f"{where}: write {name!r} as module:function")
+        stubs.append(Stub(module, function))
+    return Task(chapter, number, entry["title"], tuple(stubs), tuple(entry["tests"]))
+
+
+def _only(entry: dict[str, Any], known: set[str], where: str) -> None:
+    for name in entry:
+        if name not in known:
+            raise CourseError(f"{where}: unknown entry {name!r}; known ones are {', '.join(sorted(known))}")

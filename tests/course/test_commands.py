@@ -1,0 +1,152 @@
+"""The commands as a student meets them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from minisgl.course.__main__ import main
+from minisgl.course.sources import Sources, repository
+from minisgl.course.table import load_table
+from minisgl.course.workspace import snapshot
+
+SPLIT = 'raise NotImplementedError("Chapter 6, task 2: RadixCache._split")'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A starter of chapter 6."""
+    assert main(["start", "6", str(tmp_path / "six")]) == 0
+    return tmp_path / "six"
+
+
+def solve(folder: Path, chapter: int) -> None:
+    """Put the solution of a chapter where it belongs."""
+    sources = Sources(repository(), load_table())
+    done = snapshot(sources, chapter)
+    for path in {stub.path for task in sources.table.chapter(chapter).tasks for stub in task.stubs}:
+        (folder / path).write_text(done[path], encoding="utf-8")
+
+
+def change(folder: Path, right: str, wrong: str) -> None:
+    """Put a mistake into the radix tree."""
+    file = folder / "minisgl/kvcache/radix.py"
+    text = file.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    file.write_text(text.replace(right, wrong), encoding="utf-8")
+
+
+def test_list_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    output = capsys.readouterr().out
+    for chapter in load_table().chapters.values():
+        assert f"{chapter.number:2}  {chapter.title}" in output
+        assert all(task.title in output for task in chapter.tasks)
+
+
+def test_a_starter_is_what_a_student_needs(folder: Path) -> None:
+    here = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    assert {"README.md", "pyproject.toml", "chapters/06-the-radix-tree.md", "notebooks/06-the-radix-tree.ipynb"} <= here
+    assert SPLIT in (folder / "minisgl/kvcache/radix.py").read_text(encoding="utf-8")
+    assert "2. Split an edge" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_check_of_a_starter_says_what_to_write_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert main(["check", "6", str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"task 1 .* not written yet\n", output)
+    assert re.search(r"task 2 .* needs task 1\n", output)
+    assert "Next, task 1" in output
+    assert re.search(r"write RadixCache\.\w+ in .*six/minisgl/kvcache/radix.py, line \d+", output)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "check writes nothing"
+
+
+def test_check_of_a_solution_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["start", "1", str(tmp_path / "one")]) == 0
+    solve(tmp_path / "one", 1)
+    assert main(["check", "1", str(tmp_path / "one")]) == 0
+    assert "All tasks are done." in capsys.readouterr().out
+
+
+def test_check_shows_the_first_failure_of_a_wrong_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    solve(folder, 6)
+    change(folder, "lock_count=node.lock_count,", "")
+    (folder / "tests/kvcache/test_radix.py").write_text("")  # whoever checks brings the tests along
+    assert main(["check", "6", str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"task 3 .* FAILED \(1 of 2 tests\)", output)
+    test = "tests/kvcache/test_radix.py::test_a_split_keeps_the_identity_of_the_lower_half_and_the_locks_of_both"
+    assert f"The first failure is {test}" in output
+    assert f"cd {folder} && python -m pytest {test}" in output
+
+
+def test_a_loop_without_an_end_fails_its_tests_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    solve(folder, 6)
+    change(folder, "            node.lock_count -= 1\n", "            while True:\n                pass\n")
+    assert main(["check", "6", str(folder), "--timeout", "1"]) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"task 2 .* passed", output)
+    assert re.search(r"task 3 .* FAILED", output)
+    assert "Timeout" in output
+
+
+def test_a_package_that_ends_the_process_is_told_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "minisgl/core/__init__.py").write_text("import os\nos._exit(0)\n")
+    assert main(["check", "6", str(folder)]) == 2
+    assert "the tests ended without a result: something ends the process" in capsys.readouterr().err
+
+
+def test_a_module_that_cannot_be_imported_fails_its_tests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "minisgl/kvcache/radix.py").write_text("def broken(:\n")
+    assert main(["check", "6", str(folder)]) == 1
+    assert "SyntaxError" in capsys.readouterr().out
+
+
+def test_a_folder_of_an_earlier_chapter_is_told_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "8", str(folder)]) == 2
+    assert "has no minisgl/scheduler/policy.py, so it is not of chapter 8; `python -m" in capsys.readouterr().err
+
+
+def test_diff_shows_new_files_and_changed_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "6"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"new: minisgl/kvcache/radix.py \(\d+ lines\)", output)
+    assert "new: tests/kvcache/test_radix.py" in output
+    assert main(["diff", "9"]) == 0
+    output = capsys.readouterr().out
+    assert '-        raise NotImplementedError("Chapter 9, task 2: Scheduler._preempt")' in output
+    assert "+        request.state = RequestState.PREEMPTED" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["start", "13", "new"], "chapter 13 is not in the course; choose one of 1, 2, 3"),
+        (["start", "16", "new"], "chapter 16 has no tasks; choose one of 1, 2, 3"),
+        (["start", "6", "full"], "full is there already and is not an empty folder; name a new one"),
+        (["snapshot", "6", "full"], "full is there already and is not an empty folder; name a new one"),
+        (["snapshot", "6", "full/mine.py"], "mine.py is there already"),
+        (["start", "6", "full/mine.py/new"], "cannot write"),
+        (["check", "6", "full"], "full has no package minisgl/; name the folder that"),
+        (["check", "6", "missing"], "missing has no package minisgl/"),
+        (["check", "6", "full", "--timeout", "0"], "--timeout is a number of seconds above 0, not 0"),
+        (["diff", "99"], "chapter 99 is not in the course"),
+    ],
+)
+def test_bad_input_is_told_what_to_do(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.py").write_text("work = 1\n")
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["full", "mine.py"]
+    assert (tmp_path / "full/mine.py").read_text() == "work = 1\n"
