@@ -189,7 +189,8 @@ class Runner:
     def __init__(
         self, model: torch.nn.Module, backend: AttentionBackend, page_table: np.ndarray[Any, Any], page_size: int
     ) -> None:
-        self.model = model
+        self.model = model  # or, put in its place, what computes the same
+        self.device = next(model.parameters()).device
         self.backend = backend
         self.page_table = page_table
         self.page_size = page_size
@@ -215,7 +216,7 @@ class Runner:
             num_decode=len(decode),
         )
         input_ids = np.concatenate([fed[slot] for slot in order])
-        inputs = device_batch(batch, input_ids, self.page_table, next(self.model.parameters()).device)
+        inputs = device_batch(batch, input_ids, self.page_table, self.device)
         self.backend.plan(batch, inputs)
         with torch.no_grad(), forward_context(ForwardContext(inputs, self.backend)):
             logits = self.model(inputs)
