@@ -64,7 +64,7 @@ class Machine:
 
 
 H200 = Machine("NVIDIA H200", 4.3e12, 790e12)
-"""In bfloat16, as ``python -m minisgl.bench kernels`` measures a large copy and a large product."""
+"""In bfloat16: a large copy, as the benchmarks measure it, and a large matrix product."""
 
 
 def step_work(model: ModelConfig, batch: Batch, kv_tokens: int | None = None) -> tuple[Work, Work, Work]:
