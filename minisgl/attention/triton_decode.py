@@ -19,15 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_merge import PrefixParts, merge
+from minisgl.attention.triton_merge import FEW_ROWS, PrefixParts, merge
 from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, load_tile, softmax_step, tile_range
 from minisgl.core import AttentionSpec, DeviceBatch
 
 _TILE_BYTES = 16384
 """Of a tile of keys in the queries' dtype; the values are as many again."""
-
-_FEW_ROWS = 16
-"""Up to here latency counts: wider programs, each with more tiles on the way. Beyond, more programs."""
 
 
 @triton.jit
@@ -169,8 +166,8 @@ def decode(
     group = num_heads // kv_heads
     block_m, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
     block_n = min(128, max(16, _TILE_BYTES // (block_d * queries.element_size())))
-    few = num_rows <= _FEW_ROWS
-    block_r = _FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows))
+    few = num_rows <= FEW_ROWS
+    block_r = FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows))
     programs = max(1, num_sms * (2 if few else 4) // kv_heads)
     part_out = torch.empty((num_rows + programs, num_heads, head_dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((num_rows + programs, num_heads), dtype=torch.float32, device=out.device)

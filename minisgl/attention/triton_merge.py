@@ -17,8 +17,9 @@ from minisgl.attention.triton_tiles import EARLY, LOWEST, tile_range
 
 MAX_PREFIX_PARTS = 8
 
-_FEW_ROWS = 16
-"""Up to here narrow programs; beyond, no more programs than there is room for at once."""
+FEW_ROWS = 16
+"""Up to here latency counts. `decode_kernel` has wider programs then, and `merge_kernel` narrower ones, each with more
+on the way; beyond, `decode_kernel` has more programs, and `merge_kernel` no more than there is room for at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def merge(
     """Launch `merge_kernel`. Arguments as there."""
     num_rows, num_heads, head_dim = out.shape
     # One row is in many parts, many rows are in one or two.
-    few = num_rows <= _FEW_ROWS
+    few = num_rows <= FEW_ROWS
     width = num_heads * head_dim
     block_w = min(256 if few else 1024, triton.next_power_of_2(width))
     merge_kernel[(triton.cdiv(width, block_w), num_rows)](
