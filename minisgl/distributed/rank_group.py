@@ -33,7 +33,7 @@ class RankGroup:
     """
 
     def __init__(self) -> None:
-        self.error: EngineDead | None = None
+        self.end: str | None = None
         """Why the ranks are gone."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self.alarm, self._bell = os.pipe()
@@ -54,8 +54,8 @@ class RankGroup:
 
     def check(self) -> None:
         """Raise `EngineDead` if the ranks are gone."""
-        if self.error is not None:
-            raise self.error
+        if self.end is not None:
+            raise EngineDead(self.end)
 
     def fail(self, reason: str, patience: float = 0.0) -> EngineDead:
         """Kill all ranks.
@@ -68,8 +68,8 @@ class RankGroup:
             _join(self._threads[0], patience)
             self._exits.put(None)
             _join(self._threads[0], _PATIENCE)
-        self.error = self.error or EngineDead(reason)
-        return self.error
+        self.end = self.end or reason
+        return EngineDead(self.end)
 
     def close(self) -> None:
         """Kill all ranks and wait until they are gone. May be called twice."""
@@ -91,7 +91,7 @@ class RankGroup:
             started.set_result(None)
             rank = self._exits.get()
             if rank is not None:
-                self.error = EngineDead(self._verdict(rank))
+                self.end = self._verdict(rank)
         except OSError as error:
             started.set_exception(error)
         finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import Store
 
 from minisgl.attention import AutoChoice
 from minisgl.core.batch import Batch, StepResult
@@ -81,6 +82,8 @@ class RemoteEngine:
             self._readers = [ReportReader(reader, self.group.alarm, self.group.check) for reader, _ in pipes]
             for reader in self._readers:
                 stack.callback(reader.close)
+            self._stores: list[Store] = []  # in a list, since a store closes with the last reference to it
+            stack.callback(self._stores.clear)
             stack.callback(self.group.close)
             ready = self._start(path, [writer for _, writer in pipes])
             self.close = weakref.finalize(self, stack.pop_all().close)
@@ -128,13 +131,14 @@ class RemoteEngine:
 
     def _start(self, path: Path, writers: Sequence[int]) -> Ready:
         """Start the ranks and wait until they are ready."""
-        self._store = open_store(self.config.distributed_timeout)
+        store = open_store(self.config.distributed_timeout)
+        self._stores.append(store)
         setups = [
             Setup(
                 rank=rank,
                 config=self.config,
                 path=str(path),
-                store_port=self._store.port,
+                store_port=store.port,
                 endpoint=self._plane.endpoint(rank),
                 reports=writer,
                 threads=max(1, torch.get_num_threads() // len(writers)),

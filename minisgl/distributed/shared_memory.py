@@ -85,7 +85,7 @@ class SharedMemoryPlane:
         return Endpoint(f"{rank} of {len(self._bells)}", [self._memory_fd, self._rank_ends[rank]])
 
     def connect(self, timeout: float) -> None:
-        """See `ControlPlane.connect`. The memory is there; what the ranks have inherited is theirs alone from now on."""
+        """See `ControlPlane.connect`. The memory is there; what the ranks have inherited is theirs alone now."""
         for fd in (self._memory_fd, *self._rank_ends):
             os.close(fd)
         self._memory_fd, self._rank_ends = -1, []
@@ -113,6 +113,7 @@ class SharedMemoryPlane:
         for fd in (*self._bells, *self._rank_ends, *([self._memory_fd] if self._memory_fd >= 0 else [])):
             os.close(fd)
         self._bells, self._rank_ends, self._memory_fd = [], [], -1
+        vars(self).pop("_ring", None)  # the memory goes with the last reference to it
 
     @staticmethod
     def receiver(endpoint: Endpoint) -> SharedMemoryReceiver:
@@ -174,6 +175,8 @@ class SharedMemoryReceiver:
     def close(self) -> None:
         """See `StepReceiver.close`."""
         os.close(self._bell)
+        vars(self).pop("_ring", None)
+        vars(self).pop("_position", None)
 
 
 def _ring_bell(bell: int) -> bool:

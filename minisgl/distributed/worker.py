@@ -66,6 +66,9 @@ def start(setup: Setup) -> Engine:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     size, timeout = config.tensor_parallel_size, config.distributed_timeout
+    sys.excepthook = (
+        sys.__excepthook__
+    )  # torch has its own, which writes the rank before every line, as the driver does
     group = join_group(setup.store_port, setup.rank, size, device, timeout)
     communicator = choose_communicator(config.all_reduce, device)(group, device)
     return build_engine(config, Path(setup.path), communicator)
