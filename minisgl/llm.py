@@ -9,29 +9,26 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
-from functools import partial
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from minisgl.attention import AutoChoice, auto_backend, choose_backend
+from minisgl.attention import AutoChoice, auto_backend
 from minisgl.core.config import EngineConfig
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
-from minisgl.engine.engine import Engine, resolve_device
-from minisgl.errors import InvalidRequest, check_type
+from minisgl.distributed import RemoteEngine, build_engine
+from minisgl.engine.engine import Engine
+from minisgl.errors import ConfigError, EngineDead, InvalidRequest, check_type
 from minisgl.generation import Generation
-from minisgl.graphs import choose_runners
-from minisgl.kernels import apply_fusions, choose_fusions, choose_sampler
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
 from minisgl.kvcache.eviction import choose_cache
 from minisgl.kvcache.page_store import PAGE_STORES
-from minisgl.models import ModelConfig
 from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
 from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
@@ -63,32 +60,61 @@ class LLM:
 
     def __init__(self, model: str | Path = "default", **options: Any) -> None:
         config = EngineConfig.from_options(str(model), options)
-        device = resolve_device(config.device)
-        config = replace(config, sampler=choose_sampler(config.sampler, device))
-        fusions = choose_fusions(config.fusions, device)
         policy = Policy.parse(config.policy)
         make_cache = choose_cache(config.prefix_cache)
         make_store = PAGE_STORES.get(config.page_store)
-        make_attention = choose_backend(config.attention_backend)
+        one_rank = config.tensor_parallel_size == 1
+        if not one_rank and config.page_store != "none":
+            raise ConfigError(
+                f"page_store: {config.page_store!r} copies pages of one device, and tensor_parallel_size is "
+                f"{config.tensor_parallel_size}; use 'none'"
+            )
         path = resolve_model(config.model)
         self.config = config
         self.tokenizer = Tokenizer(path)
-        runners = choose_runners(config, device, fusions)
-        model_config = ModelConfig.from_dir(path)
-        self.engine = Engine(config, path, model_config, make_attention, partial(apply_fusions, fusions), runners)
+        self.executor: Engine | RemoteEngine = build_engine(config, path) if one_rank else RemoteEngine(config, path)
+        """Computes the steps, here or in the ranks' processes."""
         logger.info("attention backend %s: %s", *astuple(self.attention_backend))
-        self.max_seq_len = self.engine.max_seq_len
+        self.model_config = self.executor.model_config
+        self.max_seq_len = self.executor.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
         store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
-        memory = KVMemory(self.engine.num_pages, table, make_cache(config.page_size), store)
+        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
         self.scheduler = Scheduler(table, memory, policy, config.max_prefill_tokens, config.max_queued_requests)
-        overlap = device.type == "cuda" if config.overlap is None else config.overlap
-        self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.engine)
-        vocab_size = self.engine.model_config.vocab_size
+        overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
+        self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.executor)
+        vocab_size = self.model_config.vocab_size
         self._eos_ids = tuple(token for token in self.tokenizer.eos_ids if token < vocab_size)
         self._generations: dict[int, Generation] = {}
         self._next_uid = 0
         self._seeds = random.Random(config.seed)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, with its model, KV memory and runner, to look into.
+
+        Raises:
+            ConfigError: there are several, in processes of their own.
+        """
+        if isinstance(self.executor, RemoteEngine):
+            raise ConfigError(
+                f"tensor_parallel_size: the {self.config.tensor_parallel_size} engines are in processes of their own; "
+                "only that of a single rank can be looked into"
+            )
+        return self.executor
+
+    def close(self) -> None:
+        """End the processes of a tensor-parallel engine, which can answer nobody after that. A single rank has none.
+
+        This also happens when the object is collected as garbage, and when the program ends."""
+        if isinstance(self.executor, RemoteEngine):
+            self.executor.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # -- what most callers use ---------------------------------------------------------------------------------
 
@@ -111,6 +137,7 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt or its parameters are malformed. Nothing has been computed then.
+            EngineDead: a rank has ended.
         """
         check_type("prompts", prompts, (Sequence, np.ndarray), "text, token ids, or a list of either")
         each_prompt = _as_list(prompts)
@@ -177,13 +204,13 @@ class LLM:
             InvalidRequest: naming the field and its limit.
         """
         check_type("params", params, SamplingParams, "SamplingParams")
-        vocab_size = self.engine.model_config.vocab_size
+        vocab_size = self.model_config.vocab_size
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = check_prompt(token_ids, vocab_size)
         max_len = check_lengths(len(tokens), params.max_tokens, params.min_tokens, self.max_seq_len)
         eos_ids = () if params.ignore_eos else self._eos_ids
         if params.max_tokens is None:  # the KV cache may have room for less; one token is the least to ask for
-            max_len = max(len(tokens) + 1, min(max_len, self.engine.num_pages * self.config.page_size + 1))
+            max_len = max(len(tokens) + 1, min(max_len, self.executor.num_pages * self.config.page_size + 1))
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
         limit = self.scheduler.table.max_stop_ids - len(eos_ids)
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size, limit)
@@ -229,23 +256,37 @@ class LLM:
             self.step()
 
     def step(self) -> StepOutput:
-        """Run one step of the engine and hand its tokens to their generations."""
-        output = self.loop.step()
+        """Run one step of the engine and hand its tokens to their generations.
+
+        Raises:
+            EngineDead: a rank has ended. So have all requests, with this error.
+        """
+        try:
+            output = self.loop.step()
+        except EngineDead as error:
+            for uid in list(self.scheduler.requests):
+                self.scheduler.finish(uid, FinishReason.ERROR, str(error))
+            self._deliver(self.scheduler.take_output())
+            raise
         self._deliver(output)
         return output
 
     @property
     def attention_backend(self) -> AutoChoice:
         """Name of the attention backend, and why it is this one."""
+        if isinstance(self.executor, RemoteEngine):
+            return self.executor.attention
         if self.config.attention_backend == "auto":
-            return auto_backend(self.engine.kv_cache)
+            return auto_backend(self.executor.kv_cache)
         return AutoChoice(self.config.attention_backend, "it was asked for")
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom."""
-        trace = Trace(self.engine.device)
-        with recorded(trace, self.loop, self.engine):
+        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom. What
+        the devices of several ranks did is not seen from here."""
+        engine = None if isinstance(self.executor, RemoteEngine) else self.executor
+        trace = Trace(None if engine is None else engine.device)
+        with recorded(trace, self.loop, engine):
             yield trace
 
     def _deliver(self, output: StepOutput) -> None:

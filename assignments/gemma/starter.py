@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from minisgl.core import Communicator
 from minisgl.layers import Rotation
 from minisgl.models import MODELS, CausalLM, ModelConfig
 
@@ -12,7 +13,7 @@ from minisgl.models import MODELS, CausalLM, ModelConfig
 class GemmaLayer(nn.Module):
     """One layer of Gemma. Its parameters are named as in the checkpoint."""
 
-    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator) -> None:
         super().__init__()
         raise NotImplementedError("Assignment gemma: GemmaLayer.__init__")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from minisgl.core import ALONE, Communicator
 from minisgl.layers import Embedding, GatedMLP, RMSNorm
 from minisgl.models import MODELS, CausalLM, ModelConfig
 from minisgl.models.decoder import DecoderLayer
@@ -41,8 +42,8 @@ class GemmaEmbedding(Embedding):
 class GemmaLayer(DecoderLayer):
     """The plain layer with other norms and another MLP."""
 
-    def __init__(self, config: ModelConfig, layer_id: int) -> None:
-        super().__init__(config, layer_id)
+    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator) -> None:
+        super().__init__(config, layer_id, communicator)
         self.input_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GemmaMLP(config.hidden_size, config.intermediate_size)
@@ -55,7 +56,7 @@ class Gemma(CausalLM):
     layer = GemmaLayer
     hidden_act = "gelu_pytorch_tanh"
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
+        super().__init__(config, communicator)
         self.model.embed_tokens = GemmaEmbedding(config.vocab_size, config.hidden_size)
         self.model.norm = GemmaNorm(config.hidden_size, config.rms_norm_eps)

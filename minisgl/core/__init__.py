@@ -2,6 +2,7 @@
 
 from minisgl.core.attention import AttentionBackend, AttentionSpec
 from minisgl.core.batch import Batch, DeviceBatch, build_batch
+from minisgl.core.communicator import ALONE, Communicator, SingleRank
 from minisgl.core.config import EngineConfig
 from minisgl.core.context import ForwardContext, forward_context, get_forward_context
 from minisgl.core.registry import Registry
@@ -10,9 +11,11 @@ from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
 
 __all__ = [
+    "ALONE",
     "AttentionBackend",
     "AttentionSpec",
     "Batch",
+    "Communicator",
     "DeviceBatch",
     "EngineConfig",
     "FinishReason",
@@ -22,6 +25,7 @@ __all__ = [
     "RequestState",
     "RunningTable",
     "SamplingParams",
+    "SingleRank",
     "build_batch",
     "forward_context",
     "get_forward_context",

@@ -8,6 +8,18 @@ from typing import Any
 from minisgl.errors import ConfigError
 
 _MAX_RUNNING = 65536
+_NAMES = (
+    "model",
+    "device",
+    "prefix_cache",
+    "page_store",
+    "attention_backend",
+    "policy",
+    "sampler",
+    "fusions",
+    "control_plane",
+    "all_reduce",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +67,13 @@ class EngineConfig:
             ``max_graph_batch``.
         overlap: schedule and launch the next step while the device computes this one; False waits for each step. None
             is on where the device works asynchronously: CUDA. The tokens are the same.
+        tensor_parallel_size: ranks that share the model, each on a GPU of its own, or as a process on the CPU.
+        control_plane: how ranks are told of the next step: ``"shared-memory"``, ``"zmq"``, or another registered name.
+        all_reduce: how ranks add up what they have computed: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
+            ``"ring"`` (sends and receives, between CPU ranks) or another registered name; ``"auto"`` takes what is
+            fastest on the device.
+        distributed_timeout: seconds that a rank waits for another one in a collective, before the engine ends.
+        verify_ranks: compare after every step what each rank was told and what it sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than
             ``config.json``.
         seed: seed of dummy weights, and of requests that bring none of their own.
@@ -83,12 +102,17 @@ class EngineConfig:
     max_graph_batch: int | None = None
     graph_batches: tuple[int, ...] | None = None
     overlap: bool | None = None
+    tensor_parallel_size: int = 1
+    control_plane: str = "shared-memory"
+    all_reduce: str = "auto"
+    distributed_timeout: float = 300.0
+    verify_ranks: bool = False
     load_format: str = "auto"
     seed: int = 0
     request_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens"):
+        for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "tensor_parallel_size"):
             self._positive(name)
         for name in ("max_seq_len", "num_pages", "max_graph_batch"):
             if getattr(self, name) is not None:
@@ -97,19 +121,21 @@ class EngineConfig:
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
         if self.max_running_requests > _MAX_RUNNING:
             raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
-        strings = ("model", "device", "prefix_cache", "page_store", "attention_backend", "policy", "sampler", "fusions")
-        for name in strings:
+        for name in _NAMES:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
         self._check_graph_batches()
-        if not isinstance(self.enforce_eager, bool):
-            raise ConfigError(f"enforce_eager: must be True or False, got {self.enforce_eager!r}")
+        for name in ("enforce_eager", "verify_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap: must be True, False or None, got {self.overlap!r}")
-        if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):
-            raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
+        for name in ("request_timeout", "distributed_timeout"):
+            seconds = getattr(self, name)
+            if not (_is_number(seconds) and seconds > 0.0) and not (name == "request_timeout" and seconds is None):
+                raise ConfigError(f"{name}: must be a positive number of seconds, got {seconds!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
         self._one_of("memory_formula", "free", "peak")

@@ -29,6 +29,7 @@ def pages_that_fit(
     max_seq_len: int,
     page_bytes: int,
     device: torch.device,
+    num_ranks: int = 1,
 ) -> int:
     """Number of pages for ``config.memory_ratio`` and ``config.memory_formula``.
 
@@ -41,16 +42,18 @@ def pages_that_fit(
         max_seq_len: longest sequence in tokens.
         page_bytes: bytes of a page over all layers.
         device: of the KV cache.
+        num_ranks: that build an engine like this one. On a CPU they share its memory; else each has a device.
     """
+    sharing = num_ranks if device.type == "cpu" else 1
     ratio = config.memory_ratio or _DEFAULT_RATIO[device.type]
     if config.memory_formula == "peak":
         with measure_peak(device) as memory:
             warm_up(config, model, max_seq_len, device)
-        total = total_memory(device)
-        used = total - free_memory(device) + runner_bytes
+        total = total_memory(device) // sharing
+        used = total - free_memory(device) // sharing + runner_bytes
         pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
     else:
-        pages = pages_from_free_memory(free_before, model_bytes + runner_bytes, ratio, page_bytes)
+        pages = pages_from_free_memory(free_before // sharing, model_bytes + runner_bytes, ratio, page_bytes)
     pages = min(pages, _INT32_LIMIT // config.page_size - 1)
     if device.type == "cuda":
         return pages

@@ -13,10 +13,12 @@ import torch
 
 from minisgl.core.attention import AttentionBackend
 from minisgl.core.batch import Batch, StepResult
+from minisgl.core.communicator import ALONE, Communicator
 from minisgl.core.config import EngineConfig
 from minisgl.engine.budget import check_num_pages, pages_that_fit
 from minisgl.engine.device_state import DeviceState
 from minisgl.engine.logprobs import Logprobs, token_logprobs
+from minisgl.engine.ranks import check_balance, gather
 from minisgl.engine.runner import EagerRunners, EngineParts, RunnerFactory
 from minisgl.engine.sampler import SAMPLERS, SampledTokens
 from minisgl.engine.sampling_stages import SamplingRows
@@ -25,6 +27,7 @@ from minisgl.engine.warm_up import warm_up
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes
+from minisgl.layers import divide_kv_heads
 from minisgl.models import ModelConfig, block_weights, load_model
 
 _INT32_LIMIT = 2**31
@@ -39,6 +42,10 @@ class PendingStep:
     tokens: torch.Tensor
     logprobs: Logprobs[torch.Tensor] | None
     arrived: torch.cuda.Event | None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.arrived is None or self.arrived.query()
 
     def wait(self) -> StepResult:
         """Block until the copies have arrived; on the CPU there is nothing to wait for."""
@@ -57,10 +64,10 @@ class Engine:
     Construction follows what each part needs of the ones before:
 
     1. device and dtype, from the options and the checkpoint;
-    2. the memory that is free now, since formula A takes its share of that;
+    2. the memory that is free now, since formula A takes its share of that; ranks compare theirs;
     3. the model, built on the meta device and filled from the checkpoint, on the CPU then laid out for its kernels:
        formula A subtracts its size, formula B warms it up with the largest legal prefill;
-    4. the number of KV pages, from these, and the KV tensors;
+    4. the number of KV pages, from these, and the KV tensors; of several ranks, the one with fewest pages decides;
     5. token and page tables, whose padding points to the page after the last;
     6. the attention backend, which reads the KV tensors;
     7. the sampler;
@@ -75,6 +82,7 @@ class Engine:
         make_attention: builds the backend over the KV cache.
         prepare_model: called with the loaded model, in which it may exchange modules for faster ones.
         runners: build what computes the steps.
+        communicator: joins the ranks that share the model; each builds an engine, and is told of every step.
 
     Raises:
         ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
@@ -89,9 +97,11 @@ class Engine:
         make_attention: Callable[[KVCache], AttentionBackend],
         prepare_model: Callable[[torch.nn.Module], None] | None = None,
         runners: RunnerFactory | None = None,
+        communicator: Communicator = ALONE,
     ) -> None:
         self.config = config
         self.model_config = model_config
+        self.communicator = communicator
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.kv_dtype = resolve_kv_dtype(config.kv_dtype, self.dtype, self.device)
@@ -101,8 +111,10 @@ class Engine:
             gc.collect()
             torch.cuda.empty_cache()
         free_before = free_memory(self.device)
+        check_balance(free_before, communicator, self.device)
 
-        self.model = load_model(path, model_config, self.dtype, self.device, config.load_format, config.seed)
+        how = (config.load_format, config.seed, communicator)
+        self.model = load_model(path, model_config, self.dtype, self.device, *how)
         if self.device.type == "cpu":
             block_weights(self.model)
         if prepare_model is not None:
@@ -111,7 +123,8 @@ class Engine:
         self.sampling = SamplingTable(config.max_running_requests)
         sampler = make_sampler()
 
-        shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+        kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
+        shape = (model_config.num_layers, kv_heads, model_config.head_dim)
         self.page_bytes = page_bytes(*shape, config.page_size, self.kv_dtype.itemsize)
 
         def parts(num_pages: int) -> EngineParts:
@@ -124,7 +137,7 @@ class Engine:
         self.runner_bytes = 0
         if config.num_pages is None:
             self.runner_bytes = runners.memory(parts(num_pages=1))
-        self.num_pages = config.num_pages or pages_that_fit(
+        pages = config.num_pages or pages_that_fit(
             config,
             self.model,
             self.model_bytes,
@@ -133,7 +146,9 @@ class Engine:
             self.max_seq_len,
             self.page_bytes,
             self.device,
+            communicator.size,
         )
+        self.num_pages = min(gather(pages, communicator, self.device))
         check_num_pages(self.num_pages, config.page_size, self.page_bytes, self.device)
         self.parts = parts(self.num_pages)
         self.runner = runners.build(self.parts)

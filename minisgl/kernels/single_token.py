@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeGuard, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from minisgl.core import DeviceBatch
@@ -13,7 +12,7 @@ from minisgl.kernels.layers import FusedAttention
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
 from minisgl.kvcache.kv_cache import KVCache
-from minisgl.layers import GatedMLP
+from minisgl.layers import GatedMLP, RowParallelLinear
 from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
@@ -22,7 +21,7 @@ class SingleTokenDecoder:
 
     1. norm and QKV projection; 2. QK-norm, rotary embedding, KV store and attention, in parts; 3. their merge;
     4. output projection and residual addition; 5. norm, gate and up projection, SiLU and product; 6. down projection
-    and residual addition.
+    and residual addition. Ranks that share the model add up their results of 4 and of 6.
 
     Args:
         model: of plain decoder layers, see `supports`.
@@ -30,20 +29,22 @@ class SingleTokenDecoder:
     """
 
     def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
-        config, decoder = model.config, model.model
+        decoder = model.model
         self.model = model
+        self._ranks = model.communicator
         self.layers = cast(list[DecoderLayer], list(decoder.layers))
         self.kv_cache = kv_cache
         weight = decoder.embed_tokens.weight
+        first = self.layers[0]
+        attention, spec = first.self_attn, first.self_attn.spec
         self.attend = SingleTokenAttention(
-            config.num_heads, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, weight.dtype, weight.device
         )
         # Fused attention layers keep the table that the decoder then no longer needs.
-        attention = self.layers[0].self_attn
         self._rotary = (attention.rotary if isinstance(attention, FusedAttention) else decoder.rotary).table
-        self._qkv = weight.new_empty((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        self._attended = weight.new_empty(config.num_heads * config.head_dim)
-        self._hidden = weight.new_empty(config.intermediate_size)
+        self._qkv = weight.new_empty(len(attention.qkv_proj.weight))
+        self._attended = weight.new_empty(spec.num_heads * spec.head_dim)
+        self._hidden = weight.new_empty(cast(GatedMLP, first.mlp).down_proj.in_share.size)
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
@@ -64,16 +65,16 @@ class SingleTokenDecoder:
             [1, vocab_size] logits, in the model's dtype.
         """
         decoder = self.model.model
-        stream = F.embedding(inputs.input_ids, decoder.embed_tokens.weight)[0]
+        stream = decoder.embed_tokens(inputs.input_ids)[0]
         for layer in self.layers:
-            self._layer(layer, stream, inputs)
+            stream = self._layer(layer, stream, inputs)
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
         logits = stream.new_empty(len(head.weight))
         linear(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
-        return logits.unsqueeze(0)
+        return head.complete(logits.unsqueeze(0))
 
-    def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> None:
-        """Add what one layer does to the residual stream, [hidden_size], in place."""
+    def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
+        """The residual stream, [hidden_size], with what one layer adds to it. It may be written over."""
         attention, mlp = layer.self_attn, cast(GatedMLP, layer.mlp)
         norm = layer.input_layernorm
         linear(
@@ -102,7 +103,7 @@ class SingleTokenDecoder:
             spec.sliding_window,
             self._attended,
         )
-        linear(self._attended, attention.o_proj.weight, stream, bias=attention.o_proj.bias, residual=stream)
+        stream = self._add(self._attended, attention.o_proj, stream)
         norm = layer.post_attention_layernorm
         linear(
             stream,
@@ -113,4 +114,10 @@ class SingleTokenDecoder:
             eps=norm.eps,
             gated=True,
         )
-        linear(self._hidden, mlp.down_proj.weight, stream, bias=mlp.down_proj.bias, residual=stream)
+        return self._add(self._hidden, mlp.down_proj, stream)
+
+    def _add(self, x: torch.Tensor, product: RowParallelLinear, stream: torch.Tensor) -> torch.Tensor:
+        """``stream + product(x)``. Of several ranks, the first one has the stream in its part of the sum."""
+        bias, residual = (product.bias, stream) if self._ranks.rank == 0 else (None, None)
+        linear(x, product.weight, stream, bias=bias, residual=residual)
+        return self._ranks.all_reduce(stream)

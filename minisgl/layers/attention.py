@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
-from minisgl.core import AttentionSpec, get_forward_context
-from minisgl.layers.linear import Linear, PackedLinear
+from minisgl.core import ALONE, AttentionSpec, Communicator, get_forward_context
+from minisgl.layers.linear import PackedLinear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotation, rotate
+from minisgl.layers.shares import divide, divide_kv_heads
 
 
 class Attention(nn.Module):
@@ -16,10 +19,14 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: width of input and output.
-        spec: heads, head width, scale and window of this layer, on this rank.
+        spec: heads, head width, scale and window of this layer, over all ranks; ``self.spec`` has those of this rank.
         qkv_bias, o_bias: whether the projections have biases.
         qk_norm_eps: if set, queries and keys are normalised per head before the rotary embedding (QK-norm,
             Henry et al. 2020), with this epsilon.
+        communicator: joins the ranks that share the heads.
+
+    Raises:
+        ConfigError: the ranks cannot share the heads equally.
     """
 
     def __init__(
@@ -29,13 +36,15 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
+        communicator: Communicator = ALONE,
     ) -> None:
         super().__init__()
-        self.spec = spec
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = PackedLinear(hidden_size, parts, qkv_bias)
-        self.o_proj = Linear(q_size, hidden_size, o_bias)
+        heads = divide("num_attention_heads", spec.num_heads, communicator)
+        kv_heads = divide_kv_heads(spec.num_kv_heads, communicator)
+        self.spec = replace(spec, num_heads=heads.size, num_kv_heads=kv_heads.size)
+        q, kv = heads.of_width(spec.head_dim), kv_heads.of_width(spec.head_dim)
+        self.qkv_proj = PackedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, qkv_bias)
+        self.o_proj = RowParallelLinear(q, hidden_size, o_bias, communicator)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
 

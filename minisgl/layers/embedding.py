@@ -1,4 +1,7 @@
-"""The token embedding, which is also the LM head where a model ties the two."""
+"""The token embedding, and the LM head, which many models tie to it: the two ends that are as long as the vocabulary.
+
+Where ranks share the model, each holds some rows of both tables.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.weights import weight
+from minisgl.core import ALONE, Communicator
+from minisgl.layers.linear import Linear
+from minisgl.layers.shares import divide_vocabulary
+from minisgl.layers.weights import Cut, weight
 
 
 class Embedding(nn.Module):
@@ -14,16 +20,61 @@ class Embedding(nn.Module):
 
     Args:
         vocab_size, hidden_size: shape of the table.
+        communicator: joins the ranks that share its rows.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, communicator: Communicator = ALONE) -> None:
         super().__init__()
-        self.weight = weight(vocab_size, hidden_size)
+        self.share = divide_vocabulary(vocab_size, communicator)
+        self.communicator = communicator
+        self.weight = weight(self.share.size, hidden_size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int32 → [T, hidden_size]."""
-        return F.embedding(input_ids, self.weight)
+        """[T] int32 → [T, hidden_size]. A rank has zeros for the rows that it does not hold; the sum has them all."""
+        if self.communicator.size == 1:
+            return F.embedding(input_ids, self.weight)
+        row = input_ids - self.share.start
+        elsewhere = (row < 0) | (row >= self.share.size)
+        rows = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        return self.communicator.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] → [S, vocab_size]: the table as a tied LM head (Press and Wolf 2017)."""
-        return F.linear(hidden, self.weight)
+        return self.complete(F.linear(hidden, self.weight))
+
+    def complete(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits, [S, rows], → those of all ranks, [S, vocab_size]."""
+        return _complete(logits, self.share.total, self.communicator)
+
+    def weight_cuts(self) -> dict[str, Cut]:
+        return {"weight": Cut(0, self.share)}
+
+
+class LMHead(Linear):
+    """A score for every token id.
+
+    Args:
+        hidden_size, vocab_size: widths of input and output.
+        communicator: joins the ranks that share its rows.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, communicator: Communicator = ALONE) -> None:
+        self.share = divide_vocabulary(vocab_size, communicator)
+        super().__init__(hidden_size, self.share.size)
+        self.communicator = communicator
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] → [S, vocab_size]."""
+        return self.complete(super().forward(hidden))
+
+    def complete(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Embedding.complete`."""
+        return _complete(logits, self.share.total, self.communicator)
+
+    def weight_cuts(self) -> dict[str, Cut]:
+        return {"weight": Cut(0, self.share)}
+
+
+def _complete(logits: torch.Tensor, vocab_size: int, communicator: Communicator) -> torch.Tensor:
+    logits = communicator.all_gather(logits)
+    return logits if logits.shape[1] == vocab_size else logits[:, :vocab_size].contiguous()

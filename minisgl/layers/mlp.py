@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from minisgl.core import ALONE, Communicator
 from minisgl.layers.activation import silu_and_mul
-from minisgl.layers.linear import Linear, PackedLinear
+from minisgl.layers.linear import PackedLinear, RowParallelLinear
+from minisgl.layers.shares import divide
 
 
 class GatedMLP(nn.Module):
@@ -14,15 +16,21 @@ class GatedMLP(nn.Module):
 
     Args:
         hidden_size: width of input and output.
-        intermediate_size: width between, on this rank.
+        intermediate_size: width between, over all ranks.
         bias: whether the three projections have biases.
+        communicator: joins the ranks that share the width between.
+
+    Raises:
+        ConfigError: the ranks cannot share it equally.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, communicator: Communicator = ALONE
+    ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = PackedLinear(hidden_size, parts, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        share = divide("intermediate_size", intermediate_size, communicator)
+        self.gate_up_proj = PackedLinear(hidden_size, {"gate_proj": share, "up_proj": share}, bias)
+        self.down_proj = RowParallelLinear(share, hidden_size, bias, communicator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] → [T, hidden_size]."""

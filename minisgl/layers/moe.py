@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minisgl.core import ALONE, Communicator
 from minisgl.layers.activation import silu_and_mul
 from minisgl.layers.linear import Linear
-from minisgl.layers.weights import WeightPart, weight
+from minisgl.layers.shares import Share, divide, whole
+from minisgl.layers.weights import Cut, WeightPart, weight
 
 
 class Experts(nn.Module):
@@ -17,17 +19,19 @@ class Experts(nn.Module):
 
     Args:
         num_experts: E.
-        hidden_size, intermediate_size: widths of an expert, the latter on this rank.
+        hidden_size, intermediate_size: widths of an expert; of the latter, also this rank's share. The result is this
+            rank's part of a sum then.
     """
 
     capturable: bool = False
     """Whether `forward` may be recorded in a CUDA graph, as all other layers may. This one asks the device how many
     tokens each expert got, and does different work for different answers."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int | Share) -> None:
         super().__init__()
-        self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)
-        self.down_proj = weight(num_experts, hidden_size, intermediate_size)
+        self.share = whole(intermediate_size) if isinstance(intermediate_size, int) else intermediate_size
+        self.gate_up_proj = weight(num_experts, 2 * self.share.size, hidden_size)
+        self.down_proj = weight(num_experts, hidden_size, self.share.size)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum of each token's experts, weighted.
@@ -62,12 +66,13 @@ class Experts(nn.Module):
     def weight_parts(self) -> list[WeightPart]:
         num_experts, rows, _ = self.gate_up_proj.shape
         gate, up = slice(0, rows // 2), slice(rows // 2, rows)
+        by_rows, by_columns = Cut(0, self.share), Cut(1, self.share)
         parts: list[WeightPart] = []
         for expert in range(num_experts):
             name = f"experts.{expert}"
-            parts.append(WeightPart(f"{name}.gate_proj.weight", "gate_up_proj", (expert, gate)))
-            parts.append(WeightPart(f"{name}.up_proj.weight", "gate_up_proj", (expert, up)))
-            parts.append(WeightPart(f"{name}.down_proj.weight", "down_proj", (expert,)))
+            parts.append(WeightPart(f"{name}.gate_proj.weight", "gate_up_proj", (expert, gate), by_rows))
+            parts.append(WeightPart(f"{name}.up_proj.weight", "gate_up_proj", (expert, up), by_rows))
+            parts.append(WeightPart(f"{name}.down_proj.weight", "down_proj", (expert,), by_columns))
         return parts
 
 
@@ -76,18 +81,31 @@ class MoE(nn.Module):
 
     Args:
         hidden_size: width of input and output.
-        intermediate_size: width of one expert, on this rank.
+        intermediate_size: width of one expert, over all ranks.
         num_experts: E.
         experts_per_token: k.
         normalize: whether the k weights of a token are scaled to sum to 1.
+        communicator: joins the ranks that share the width of every expert. The router is on all of them.
+
+    Raises:
+        ConfigError: the ranks cannot share it equally.
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, experts_per_token: int, normalize: bool
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        normalize: bool,
+        communicator: Communicator = ALONE,
     ) -> None:
         super().__init__()
         self.gate = Linear(hidden_size, num_experts)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size)
+        self.experts = Experts(
+            num_experts, hidden_size, divide("moe_intermediate_size", intermediate_size, communicator)
+        )
+        self.communicator = communicator
         self.experts_per_token = experts_per_token
         self.normalize = normalize
 
@@ -98,5 +116,4 @@ class MoE(nn.Module):
         weights, experts = probs.topk(self.experts_per_token, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out: torch.Tensor = self.experts(x, experts, weights.to(x.dtype))
-        return out
+        return self.communicator.all_reduce(self.experts(x, experts, weights.to(x.dtype)))

@@ -8,10 +8,31 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from minisgl.layers.shares import Share
+
 
 def weight(*shape: int) -> nn.Parameter:
     """An uninitialised parameter that needs no gradient; the loader gives it memory, a dtype and values."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a checkpoint tensor that a rank reads: a share of one dimension, and all of the others.
+
+    Args:
+        dim: the dimension.
+        share: of it.
+    """
+
+    dim: int
+    share: Share
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What is read, as an index of the checkpoint tensor."""
+        start, stop, total = self.share.start, self.share.stop, self.share.total
+        return (*(slice(None),) * self.dim, slice(min(start, total), min(stop, total)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +42,14 @@ class WeightPart:
     Args:
         source: the tensor's name in the checkpoint, relative to the parent of the module that owns the parameter.
         parameter: the parameter's name in its module.
-        index: the region, ``module.<parameter>[index]``; it has the shape of the tensor.
+        index: the region, ``module.<parameter>[index]``; it has the shape of the tensor, or of its ``cut``.
+        cut: what this rank reads of the tensor; None is all of it.
     """
 
     source: str
     parameter: str
     index: tuple[int | slice, ...]
+    cut: Cut | None = None
 
 
 @runtime_checkable
@@ -38,4 +61,13 @@ class PackedWeights(Protocol):
 
     def weight_parts(self) -> list[WeightPart]:
         """The declared mapping from checkpoint tensors to regions of this module's parameters."""
+        ...
+
+
+@runtime_checkable
+class CutWeights(Protocol):
+    """A module some of whose parameters hold a rank's share of the checkpoint tensor of their own name."""
+
+    def weight_cuts(self) -> dict[str, Cut]:
+        """By the parameter's name: what this rank reads of the tensor."""
         ...

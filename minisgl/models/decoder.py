@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from minisgl.core import AttentionSpec, DeviceBatch
-from minisgl.layers import Attention, Embedding, GatedMLP, Linear, MoE, RMSNorm, Rotary, Rotation
+from minisgl.core import ALONE, AttentionSpec, Communicator, DeviceBatch
+from minisgl.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm, Rotary, Rotation
 from minisgl.models.config import ModelConfig
 
 
 def attention_spec(config: ModelConfig, layer_id: int) -> AttentionSpec:
-    """What is fixed about attention in one layer of a model."""
+    """What is fixed about attention in one layer of a model, over all ranks."""
     return AttentionSpec(
         layer_id=layer_id,
         num_heads=config.num_heads,
@@ -34,9 +34,10 @@ class DecoderLayer(nn.Module):
     Args:
         config: of the model.
         layer_id: 0 for the first.
+        communicator: joins the ranks that share the layer.
     """
 
-    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = ALONE) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(
@@ -45,16 +46,22 @@ class DecoderLayer(nn.Module):
             config.qkv_bias,
             config.o_bias,
             config.rms_norm_eps if config.qk_norm else None,
+            communicator,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         moe = config.moe
         self.mlp: nn.Module
         if moe is not None and moe.layers[layer_id]:
             self.mlp = MoE(
-                config.hidden_size, moe.intermediate_size, moe.num_experts, moe.experts_per_token, moe.normalize
+                config.hidden_size,
+                moe.intermediate_size,
+                moe.num_experts,
+                moe.experts_per_token,
+                moe.normalize,
+                communicator,
             )
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, communicator)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
@@ -72,12 +79,13 @@ class Decoder(nn.Module):
     Args:
         config: of the model.
         layer: class of the layers.
+        communicator: joins the ranks that share the model.
     """
 
-    def __init__(self, config: ModelConfig, layer: type[nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, layer: type[nn.Module], communicator: Communicator = ALONE) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layer(config, layer_id) for layer_id in range(config.num_layers))
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, communicator)
+        self.layers = nn.ModuleList(layer(config, layer_id, communicator) for layer_id in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope)
 
@@ -99,19 +107,28 @@ class CausalLM(nn.Module):
 
     Args:
         config: of the model.
+        communicator: joins the ranks that share the model.
+
+    Raises:
+        ConfigError: the ranks cannot share heads or widths equally.
     """
 
     layer: ClassVar[type[nn.Module]] = DecoderLayer
-    """Class of the layers, built with (config, layer_id); a subclass may bring its own."""
+    """Class of the layers, built with (config, layer_id, communicator); a subclass may bring its own. Parts of it that
+    are built without the communicator are computed whole by every rank, which attention cannot be: its keys and values
+    are divided."""
 
     hidden_act: ClassVar[str] = "silu"
     """Non-linearity of the MLPs; a subclass whose layers have another names it here."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, self.layer)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.communicator = communicator
+        self.model = Decoder(config, self.layer, communicator)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = LMHead(config.hidden_size, config.vocab_size, communicator)
 
     @staticmethod
     def differences(hf: PretrainedConfig) -> dict[str, Any]:

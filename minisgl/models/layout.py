@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl.layers import Linear, blocked
+from minisgl.layers import Embedding, Linear, LMHead, blocked
 from minisgl.models.decoder import CausalLM
 
 
@@ -16,15 +16,14 @@ def block_weights(model: nn.Module) -> None:
     only memory that this takes.
     """
     if isinstance(model, CausalLM) and model.lm_head is None:
-        model.lm_head = _untied(model.model.embed_tokens.weight)
+        model.lm_head = _untied(model.model.embed_tokens)
     for module in model.modules():
         if isinstance(module, Linear):
             module.weight = blocked(module.weight)
 
 
-def _untied(table: nn.Parameter) -> Linear:
-    vocab_size, hidden_size = table.shape
+def _untied(table: Embedding) -> LMHead:
     with torch.device("meta"):
-        head = Linear(hidden_size, vocab_size)
-    head.weight = table
+        head = LMHead(table.weight.shape[1], table.share.total, table.communicator)
+    head.weight = table.weight
     return head

@@ -2,7 +2,7 @@
 
 The model is built on the meta device, where parameters have shapes and no memory. Each checkpoint tensor is matched to
 the region of the parameter that it fills, from the files' headers alone; only when all of them fit is memory allocated,
-and then every tensor is copied straight to its place.
+and then every tensor is copied straight to its place. A tensor-parallel rank reads its share of each and no more.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import nn
 
+from minisgl.core import ALONE, Communicator
 from minisgl.errors import ModelLoadError
-from minisgl.layers import PackedWeights, RMSNorm
+from minisgl.layers import Cut, CutWeights, PackedWeights, RMSNorm
 from minisgl.models.checkpoint import TensorHeader, read_headers
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import MODELS
@@ -34,17 +36,35 @@ class Target:
         module: owner of the parameter.
         parameter: its name there.
         index: the region to fill; () is all of it.
+        cut: what is read of the tensor; None is all of it.
     """
 
     module: nn.Module
     parameter: str
     index: tuple[int | slice, ...]
+    cut: Cut | None = None
 
     @property
     def region(self) -> torch.Tensor:
         """A view of the region, on whatever device the parameter is now."""
         parameter: torch.Tensor = getattr(self.module, self.parameter)
         return parameter[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor, all of it."""
+        shape = list(self.region.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.share.total
+        return tuple(shape)
+
+    def put(self, piece: torch.Tensor) -> None:
+        """Fill the region with what is read of the tensor. Where that is less, the rest is padding, and zero."""
+        region = self.region
+        for dim, filled in enumerate(piece.shape):
+            region.narrow(dim, filled, region.shape[dim] - filled).zero_()
+            region = region.narrow(dim, 0, filled)
+        region.copy_(piece)
 
 
 def load_model(
@@ -54,10 +74,12 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    communicator: Communicator = ALONE,
 ) -> nn.Module:
-    """Build the model of ``config`` and fill in its weights.
+    """Build the model of ``config``, or a rank's share of it, and fill in its weights.
 
-    Peak memory is the weights plus, on the CPU, the pages of one checkpoint file.
+    Peak memory is the weights plus, on the CPU, the pages of one checkpoint file. A share of dummy weights is cut from
+    the whole, one tensor after the other.
 
     Args:
         path: model directory; not read for ``"dummy"``.
@@ -65,19 +87,21 @@ def load_model(
         dtype, device: of the parameters.
         load_format: ``"auto"`` reads safetensors; ``"dummy"`` fills in seeded random weights, for which
             ``config.json`` is enough: normal with standard deviation 0.02, and 1 for the weights of norms.
-        seed: of the dummy weights.
+        seed: of the dummy weights; the ranks of any number of them hold shares of the same model.
+        communicator: joins the ranks that share the model.
 
     Raises:
+        ConfigError: the ranks cannot share the model.
         ModelLoadError: files are missing or damaged, or tensors are missing, unexpected, of the wrong shape or of an
             unsupported dtype; all such tensors are named in the one error. Nothing has been allocated then.
     """
     with torch.device("meta"):
-        model = MODELS.get(config.architecture)(config)
+        model = MODELS.get(config.architecture)(config, communicator)
+    targets = checkpoint_targets(model)
     if load_format == "dummy":
         _materialize(model, dtype, device)
-        _fill_randomly(model, device, seed)
+        _fill_randomly(targets, device, seed)
     else:
-        targets = checkpoint_targets(model)
         headers = {name: header for name, header in read_headers(path).items() if not _ignored(name, config)}
         _check(targets, headers, path)
         _materialize(model, dtype, device)
@@ -92,12 +116,17 @@ def checkpoint_targets(model: nn.Module) -> dict[str, Target]:
         parts = module.weight_parts() if isinstance(module, PackedWeights) else []
         parent = prefix.rpartition(".")[0]
         for part in parts:
-            targets[_join(parent, part.source)] = Target(module, part.parameter, part.index)
+            targets[_join(parent, part.source)] = Target(module, part.parameter, part.index, _unless_whole(part.cut))
         packed = {part.parameter for part in parts}
+        cuts = module.weight_cuts() if isinstance(module, CutWeights) else {}
         for name, _ in module.named_parameters(recurse=False):
             if name not in packed:
-                targets[_join(prefix, name)] = Target(module, name, ())
+                targets[_join(prefix, name)] = Target(module, name, (), _unless_whole(cuts.get(name)))
     return targets
+
+
+def _unless_whole(cut: Cut | None) -> Cut | None:
+    return None if cut is None or cut.share.is_whole else cut
 
 
 def _join(prefix: str, name: str) -> str:
@@ -119,12 +148,12 @@ def _check(targets: dict[str, Target], headers: dict[str, TensorHeader], path: s
 def _problems(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> Iterator[str]:
     for name, target in targets.items():
         if name not in headers:
-            yield f"missing: {name} {tuple(target.region.shape)}"
+            yield f"missing: {name} {target.shape}"
     for name, header in headers.items():
         if name not in targets:
             yield f"unexpected: {name} {header.shape} in {header.file.name}"
             continue
-        expected = tuple(targets[name].region.shape)
+        expected = targets[name].shape
         if header.shape != expected:
             yield f"wrong shape: {name} is {header.shape} in {header.file.name}, expected {expected}"
         if header.dtype not in _DTYPES:
@@ -149,14 +178,23 @@ def _fill(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> None:
     for file, names in names_in.items():
         with safe_open(file, framework="pt") as shard:
             for name in names:
-                targets[name].region.copy_(shard.get_tensor(name))
+                target = targets[name]
+                if target.cut is None:
+                    target.region.copy_(shard.get_tensor(name))
+                else:
+                    target.put(shard.get_slice(name)[target.cut.index])
 
 
-def _fill_randomly(model: nn.Module, device: torch.device, seed: int) -> None:
-    generator = torch.Generator(device).manual_seed(seed)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=_DUMMY_STD, generator=generator)
+def _fill_randomly(targets: dict[str, Target], device: torch.device, seed: int) -> None:
+    """Every tensor has a stream of its own, named after it, so that whoever needs a share can make the whole."""
+    generator = torch.Generator(device)
+    for name, target in targets.items():
+        if isinstance(target.module, RMSNorm):
+            target.region.fill_(1.0)
+            continue
+        generator.manual_seed(xxhash.xxh64_intdigest(name.encode(), seed))
+        if target.cut is None:
+            target.region.normal_(std=_DUMMY_STD, generator=generator)
+        else:
+            tensor = torch.empty(target.shape, dtype=target.region.dtype, device=device)
+            target.put(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.cut.index])

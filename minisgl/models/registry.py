@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from minisgl.core import Registry
+from minisgl.core import ALONE, Communicator, Registry
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,8 +20,8 @@ class Architecture(Protocol):
     hidden_act: str
     """The non-linearity of the MLPs, as ``config.json`` calls it. A checkpoint with another is refused."""
 
-    def __call__(self, config: ModelConfig) -> nn.Module:
-        """Build the model; under ``torch.device("meta")`` its parameters take no memory."""
+    def __call__(self, config: ModelConfig, communicator: Communicator = ALONE) -> nn.Module:
+        """Build this rank's share of the model; under ``torch.device("meta")`` its parameters take no memory."""
         ...
 
     @staticmethod

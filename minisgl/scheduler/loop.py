@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minisgl.core.batch import Executor
+from minisgl.errors import EngineDead
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.step import StepOutput
 
@@ -23,6 +24,9 @@ class EngineLoop:
         """Run one step, if there is one to run, and return everything that became known.
 
         A step that raises fails its own requests with the error's text; the others go on.
+
+        Raises:
+            EngineDead: the executor computes nothing any more.
         """
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -30,6 +34,8 @@ class EngineLoop:
                 result = self.executor.launch(batch).wait()
             except Exception as error:
                 self.scheduler.fail(batch, f"the step failed: {type(error).__name__}: {error}")
+                if isinstance(error, EngineDead):
+                    raise
             except BaseException:
                 self.scheduler.fail(batch, "interrupted")
                 raise

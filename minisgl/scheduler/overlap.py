@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from minisgl.core.batch import Batch, Executor, PendingStep
+from minisgl.errors import EngineDead
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.step import StepOutput
 
@@ -38,6 +39,9 @@ class OverlapLoop:
 
         If nothing can be scheduled, the step in flight is accounted for and none is left: whoever calls this while
         `Scheduler.has_work` leaves nothing behind.
+
+        Raises:
+            EngineDead: the executor computes nothing any more. No step is in flight then.
         """
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -47,9 +51,11 @@ class OverlapLoop:
         return self.scheduler.take_output()
 
     def _launch(self, batch: Batch) -> None:
-        """Put a step in flight. If that fails, the step before it is sound and stays there."""
+        """Put a step in flight. If that fails, the step before it is sound and stays there, unless all is over."""
         try:
             pending = self.executor.launch(batch)
+        except EngineDead as error:
+            self._fail([*self._take_in_flight(), batch], error)
         except BaseException as error:
             self._fail([batch], error)
         else:
@@ -65,17 +71,20 @@ class OverlapLoop:
         try:
             result = pending.wait()
         except BaseException as error:
-            later = [each for each, _ in self._in_flight]
-            self._in_flight.clear()
-            self._fail([batch, *later], error)
+            self._fail([batch, *self._take_in_flight()], error)
         else:
             self.scheduler.process(batch, result)
 
+    def _take_in_flight(self) -> list[Batch]:
+        batches = [batch for batch, _ in self._in_flight]
+        self._in_flight.clear()
+        return batches
+
     def _fail(self, batches: Sequence[Batch], error: BaseException) -> None:
-        """End the requests of these steps. What is no ordinary error, such as an interrupt, is raised again."""
+        """End the requests of these steps. An interrupt, and the end of the executor, are raised again."""
         interrupted = not isinstance(error, Exception)
         message = "interrupted" if interrupted else f"the step failed: {type(error).__name__}: {error}"
         for batch in batches:
             self.scheduler.fail(batch, message)
-        if interrupted:
+        if interrupted or isinstance(error, EngineDead):
             raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minisgl.core import ALONE, Communicator
 from minisgl.layers import Rotary, Rotation
 from minisgl.models import MODELS, CausalLM, ModelConfig
 
@@ -18,6 +19,6 @@ class Unrotated(Rotary):
 class ForgetsToRotate(CausalLM):
     """Granite is a Llama as long as its multipliers are 1, which they are by default; but it has positions."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
+        super().__init__(config, communicator)
         self.model.rotary = Unrotated(config.head_dim, config.max_position_embeddings, config.rope)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from minisgl.core import Communicator
 from minisgl.errors import ModelLoadError
 from minisgl.layers import Attention, GatedMLP, RMSNorm, Rotation
 from minisgl.models import MODELS, CausalLM, ModelConfig, attention_spec, load_model
@@ -35,7 +36,7 @@ class Olmo2Attention(Attention):
 
 
 class Olmo2Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator) -> None:
         super().__init__()
         self.self_attn = Olmo2Attention(config, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,0 +1,171 @@
+"""The engine of a driver that holds no rank: it passes steps on to the ranks' processes, and tokens back."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import Store
+
+from minisgl.attention import AutoChoice
+from minisgl.core.batch import Batch, StepResult
+from minisgl.core.config import EngineConfig
+from minisgl.distributed.communicator import choose_communicator
+from minisgl.distributed.control_plane import CONTROL_PLANES
+from minisgl.distributed.messages import Failed, Ready, Report, Setup, Stepped, encode_batch
+from minisgl.distributed.rank_engine import rank_device
+from minisgl.distributed.rank_group import RankGroup
+from minisgl.distributed.rendezvous import open_store
+from minisgl.distributed.reports import ReportReader
+from minisgl.errors import ConfigError, EngineDead, MiniSGLError, ModelLoadError
+from minisgl.models import ModelConfig
+
+_START_TIMEOUT = 3600.0
+"""Seconds in which all ranks must have built their engines. A collective that hangs ends sooner."""
+_SLACK = 10.0
+"""Seconds by which the driver waits longer for a step than ranks do for each other, whose errors say more."""
+_PATIENCE = 5.0
+"""Seconds that a rank takes at most to end after its last words."""
+_EXPLAINED: dict[str, type[MiniSGLError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStep:
+    """A step that the ranks were told to run."""
+
+    engine: RemoteEngine
+    number: int
+
+    def wait(self) -> StepResult:
+        """Block until its tokens are here. Steps are waited for in the order in which they were launched.
+
+        Raises:
+            EngineDead: the ranks are gone.
+        """
+        return self.engine.result(self.number)
+
+
+class RemoteEngine:
+    """An `Executor` over ``tensor_parallel_size`` ranks, each of which is a process with an `Engine` of its own.
+
+    The driver's process has no model and nothing on a GPU, so whatever goes wrong on a rank, all of them can be killed
+    and the driver is still there to say so.
+
+    Args:
+        config: options.
+        path: directory of the checkpoint.
+
+    Raises:
+        ConfigError: an option cannot work here.
+        ModelLoadError: the checkpoint is not usable.
+        EngineDead: a rank has ended while it was started.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path) -> None:
+        self.config = config
+        self.model_config = ModelConfig.from_dir(path)
+        self.device = torch.device(rank_device(config, 0).type)
+        choose_communicator(config.all_reduce, self.device)
+        make_plane = CONTROL_PLANES.get(config.control_plane)
+        self._launched = 0
+        self.group = RankGroup()
+        with ExitStack() as stack:
+            self._plane = make_plane(config.tensor_parallel_size, self.group.check)
+            stack.callback(self._plane.close)
+            pipes = [os.pipe() for _ in range(config.tensor_parallel_size)]
+            self._readers = [ReportReader(reader, self.group.alarm, self.group.check) for reader, _ in pipes]
+            for reader in self._readers:
+                stack.callback(reader.close)
+            self._stores: list[Store] = []  # in a list, since a store closes with the last reference to it
+            stack.callback(self._stores.clear)
+            stack.callback(self.group.close)
+            ready = self._start(path, [writer for _, writer in pipes])
+            self.close = weakref.finalize(self, stack.pop_all().close)
+        self.num_pages = ready.num_pages
+        self.page_bytes, self.model_bytes, self.runner_bytes = ready.page_bytes, ready.model_bytes, ready.runner_bytes
+        self.max_seq_len = ready.max_seq_len
+        self.attention = AutoChoice(*ready.attention)
+
+    def launch(self, batch: Batch) -> RemoteStep:
+        """Tell all ranks to run a step. Does not wait for any of them.
+
+        Raises:
+            EngineDead: the ranks are gone.
+        """
+        self.group.check()
+        try:
+            self._plane.send(encode_batch(batch), self.config.distributed_timeout)
+        except BaseException as error:  # some ranks may know of the step and others not
+            dead = self.group.fail(f"a step was not sent: {type(error).__name__}: {error}", patience=_PATIENCE)
+            if isinstance(error, Exception):
+                raise dead from error
+            raise
+        self._launched += 1
+        return RemoteStep(self, self._launched - 1)
+
+    def result(self, step: int) -> StepResult:
+        """See `RemoteStep.wait`."""
+        stepped = self._await_step(self._readers[0], step)
+        if self.config.verify_ranks:
+            for rank, reader in enumerate(self._readers[1:], start=1):
+                if self._await_step(reader, step).digest != stepped.digest:
+                    raise self.group.fail(f"ranks 0 and {rank} disagree on the tokens of step {step}")
+        return StepResult(np.frombuffer(stepped.tokens, dtype=np.int32).copy(), stepped.logprobs)
+
+    def _await_step(self, reader: ReportReader, step: int) -> Stepped:
+        while True:
+            try:
+                report = reader.read(self.config.distributed_timeout + _SLACK)
+            except TimeoutError as error:
+                raise self.group.fail(f"step {step}: {error}") from error
+            if isinstance(report, Failed):
+                raise self.group.fail(f"{report.kind}: {report.message}", patience=_PATIENCE)
+            if isinstance(report, Stepped) and report.step == step:
+                return report
+
+    def _start(self, path: Path, writers: Sequence[int]) -> Ready:
+        """Start the ranks and wait until they are ready."""
+        store = open_store(self.config.distributed_timeout)
+        self._stores.append(store)
+        setups = [
+            Setup(
+                rank=rank,
+                config=self.config,
+                path=str(path),
+                store_port=store.port,
+                endpoint=self._plane.endpoint(rank),
+                reports=writer,
+                threads=max(1, torch.get_num_threads() // len(writers)),
+                driver=os.getpid(),
+            )
+            for rank, writer in enumerate(writers)
+        ]
+        reports: list[Report | None] = []
+        try:
+            self.group.start(setups)
+            self._plane.connect(_START_TIMEOUT)
+            for reader in self._readers:
+                reports.append(reader.read(_START_TIMEOUT))
+            if isinstance(reports[0], Ready) and all(isinstance(report, Ready) for report in reports):
+                return reports[0]
+            dead = self.group.fail("a rank did not start", patience=_PATIENCE)
+        except (EngineDead, TimeoutError) as error:
+            dead = self.group.fail(str(error))
+        finally:
+            for writer in writers:
+                os.close(writer)
+        raise _explanation(dead, [*reports, *(reader.take() for reader in self._readers)])
+
+
+def _explanation(dead: EngineDead, reports: Sequence[Report | None]) -> MiniSGLError:
+    """What a rank has said to be wrong with options or files; if none has, which one ended and how."""
+    for report in reports:
+        if isinstance(report, Failed) and report.kind in _EXPLAINED:
+            return _EXPLAINED[report.kind](report.message)
+    return dead

@@ -1,0 +1,137 @@
+"""A rank: ``python -m minisgl.distributed.worker``, started by `RankGroup` and by nobody else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+
+from minisgl.attention import auto_backend
+from minisgl.core.batch import StepResult
+from minisgl.distributed.communicator import choose_communicator
+from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
+from minisgl.distributed.messages import Failed, Ready, Setup, Stepped, decode_batch
+from minisgl.distributed.rank_engine import build_engine, rank_device
+from minisgl.distributed.rendezvous import join_group
+from minisgl.distributed.reports import send_report
+from minisgl.engine import Engine, PendingStep
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Build this rank's engine, then run steps until the driver is gone."""
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    die_with(setup.driver)
+    try:
+        steps = CONTROL_PLANES.get(setup.config.control_plane).receiver(setup.endpoint)
+        engine = start(setup)
+        send_report(setup.reports, ready(engine))
+        Rank(engine, steps, setup).run()
+    except EOFError:
+        pass
+    except BaseException as error:
+        send_report(setup.reports, Failed(type(error).__name__, str(error)))
+        raise
+
+
+def die_with(driver: int) -> None:
+    """End this process when its driver ends, whatever it is doing. On Linux the kernel sees to it; everywhere, the
+    driver's end of standard input closes then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != driver:
+        os._exit(1)
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="minisgl-driver-watch", daemon=True).start()
+
+
+def start(setup: Setup) -> Engine:
+    """Meet the other ranks, and build the engine."""
+    config = setup.config
+    device = rank_device(config, setup.rank)
+    torch.set_num_threads(setup.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size, timeout = config.tensor_parallel_size, config.distributed_timeout
+    sys.excepthook = (
+        sys.__excepthook__
+    )  # torch has its own, which writes the rank before every line, as the driver does
+    group = join_group(setup.store_port, setup.rank, size, device, timeout)
+    communicator = choose_communicator(config.all_reduce, device)(group, device)
+    return build_engine(config, Path(setup.path), communicator)
+
+
+def ready(engine: Engine) -> Ready:
+    """What the driver has to know of the engine."""
+    attention = (engine.config.attention_backend, "it was asked for")
+    if engine.config.attention_backend == "auto":
+        choice = auto_backend(engine.kv_cache)
+        attention = (choice.name, choice.reason)
+    return Ready(
+        num_pages=engine.num_pages,
+        page_bytes=engine.page_bytes,
+        model_bytes=engine.model_bytes,
+        runner_bytes=engine.runner_bytes,
+        max_seq_len=engine.max_seq_len,
+        attention=attention,
+    )
+
+
+class Rank:
+    """Launches steps as they come, and reports those that are complete.
+
+    The next step is launched as soon as it is there, be the one before complete or not. The first rank reports for all;
+    the others have the same tokens, and just go on. With ``verify_ranks`` they report as well.
+
+    Args:
+        engine: of this rank.
+        steps: from the driver.
+        setup: of this rank.
+    """
+
+    def __init__(self, engine: Engine, steps: StepReceiver, setup: Setup) -> None:
+        self._engine = engine
+        self._steps = steps
+        self._setup = setup
+        self._pending: deque[tuple[int, bytes, PendingStep]] = deque()
+
+    def run(self) -> None:
+        """Until the control plane ends."""
+        reports = self._setup.rank == 0 or self._setup.config.verify_ranks
+        step = 0
+        while True:
+            message = self._steps.receive(timeout=0.0 if self._pending else None)
+            if message is not None:
+                pending = self._engine.launch(decode_batch(message))
+                if reports:
+                    self._pending.append((step, message, pending))
+                step += 1
+            while self._pending and self._pending[0][2].done():
+                self._report(*self._pending.popleft())
+
+    def _report(self, step: int, message: bytes, pending: PendingStep) -> None:
+        result = pending.wait()
+        digest = digest_of(message, result) if self._setup.config.verify_ranks else 0
+        send_report(self._setup.reports, Stepped(step, result.tokens.tobytes(), result.logprobs, digest))
+
+
+def digest_of(message: bytes, result: StepResult) -> int:
+    """64 bits that differ if ranks were told different things, or sampled different tokens."""
+    return xxhash.xxh3_64_intdigest(message + result.tokens.tobytes())
+
+
+if __name__ == "__main__":
+    main()

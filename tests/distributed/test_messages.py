@@ -1,0 +1,152 @@
+"""Messages say what was meant, to the last field, and never more than data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+import pytest
+
+from minisgl import SamplingParams
+from minisgl.core import Batch, EngineConfig
+from minisgl.core.batch import Admission
+from minisgl.core.request import TokenLogprobs
+from minisgl.distributed.messages import (
+    Endpoint,
+    Failed,
+    Ready,
+    Setup,
+    Stepped,
+    decode_batch,
+    decode_report,
+    encode_batch,
+    encode_report,
+)
+from minisgl.distributed.reports import ReportReader, send_report
+from minisgl.errors import EngineDead
+
+ODD = SamplingParams(
+    max_tokens=7,
+    min_tokens=2,
+    temperature=0.3,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.1,
+    presence_penalty=-1.0,
+    frequency_penalty=0.5,
+    repetition_penalty=1.5,
+    logit_bias={7: -2.5, 100000: 1.0},
+    stop="end",
+    stop_token_ids=[3, 5],
+    ignore_eos=True,
+    seed=2**63 - 1,
+    logprobs=3,
+    n=2,
+)
+
+
+def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(values, dtype=np.int32)
+
+
+def batch(*admissions: Admission) -> Batch:
+    return Batch(
+        slots=ints(3, 1),
+        cu_seqlens_q=ints(0, 1, 4),
+        seq_lens=ints(9, 3),
+        positions=ints(8, 0, 1, 2),
+        token_slots=ints(3, 1, 1, 1),
+        out_locs=ints(40, 16, 17, 2**31 - 1),
+        sample_rows=ints(0),
+        output_index=ints(5),
+        num_decode=1,
+        admissions=admissions,
+        page_index=ints(),
+        page_value=ints(),
+    )
+
+
+def test_a_batch_survives_the_way() -> None:
+    sent = batch(Admission(1, ints(5, 6, 7), 3, ODD, (2, 9), 2**62), Admission(3, ints(1), 1, SamplingParams(), (), 0))
+    received = decode_batch(encode_batch(sent))
+    for field in fields(Batch):
+        if field.name != "admissions":
+            np.testing.assert_array_equal(getattr(received, field.name), getattr(sent, field.name), strict=True)
+    for ours, theirs in zip(received.admissions, sent.admissions, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens, strict=True)
+        assert (ours.slot, ours.prompt_len, ours.stop_ids, ours.seed) == (
+            theirs.slot,
+            theirs.prompt_len,
+            theirs.stop_ids,
+            theirs.seed,
+        )
+        assert ours.params == theirs.params
+
+
+def test_a_decode_step_is_small() -> None:
+    """Ten arrays of one int32 a row, and a few bytes more."""
+    rows = np.arange(256, dtype=np.int32)
+    step = Batch(rows, np.arange(257, dtype=np.int32), rows, rows, rows, rows, rows, rows, 256)
+    assert len(encode_batch(step)) < 8 * 4 * 257 + 64
+
+
+def test_a_setup_survives_the_way() -> None:
+    config = EngineConfig(model="x", graph_batches=(1, 2), memory_ratio=1, tensor_parallel_size=2)
+    setup = Setup(1, config, "/models/x", 4711, Endpoint("1 of 2", [5, 6]), 7, 2, 99)
+    assert msgspec.json.decode(msgspec.json.encode(setup), type=Setup) == setup
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Ready(5, 6, 7, 8, 9, ("torch", "it was asked for")),
+        Failed("ConfigError", "no"),
+        Stepped(3, ints(4, 5).tobytes(), None, 2**64 - 1),
+        Stepped(4, b"", [None, TokenLogprobs(4, -0.5, ((4, -0.5), (5, float("-inf"))))], 0),
+    ],
+)
+def test_a_report_survives_the_way(report: Ready | Failed | Stepped) -> None:
+    assert decode_report(encode_report(report)) == report
+
+
+def test_reports_are_read_as_they_come_in_pieces() -> None:
+    reader, writer = os.pipe()
+    alarm, bell = os.pipe()
+    inbox = ReportReader(reader, alarm, lambda: None)
+    sent = [Stepped(number, bytes(number * 100), None, 0) for number in range(30)]
+    for report in sent[:20]:
+        send_report(writer, report)
+    message = encode_report(sent[20])
+    whole = len(message).to_bytes(4, "little") + message
+    os.write(writer, whole[:3])
+    assert [inbox.take() for _ in range(21)] == [*sent[:20], None]
+    os.write(writer, whole[3:10])
+    assert inbox.take() is None
+    os.write(writer, whole[10:])
+    assert inbox.read(1.0) == sent[20]
+    with pytest.raises(TimeoutError):
+        inbox.read(0.05)
+    inbox.close()
+    for fd in (writer, alarm, bell):
+        os.close(fd)
+
+
+def test_an_alarm_ends_the_wait_for_a_report() -> None:
+    reader, writer = os.pipe()
+    alarm, bell = os.pipe()
+    rung = False
+
+    def check() -> None:
+        if rung:
+            raise EngineDead("rank 1 was killed")
+
+    inbox = ReportReader(reader, alarm, check)
+    os.close(bell)
+    rung = True
+    with pytest.raises(EngineDead):
+        inbox.read(60.0)
+    inbox.close()
+    os.close(writer)
+    os.close(alarm)

@@ -1,0 +1,109 @@
+"""Engines over several processes give the tokens of a single one, in float32 to the last token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl import LLM, ConfigError, SamplingParams
+from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, generate, tokens
+from tests.model_zoo import tiny_checkpoint
+
+CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+    "2 ranks": ("LlamaForCausalLM", {}, 2, {"overlap": True}),
+    "4 ranks, 1 KV head, QK-norm": (
+        "Qwen3ForCausalLM",
+        {"num_key_value_heads": 1},
+        4,
+        {"control_plane": "zmq", "prefix_cache": "block-hash", "overlap": True},
+    ),
+    "2 ranks, experts, chunks": (
+        "Qwen3MoeForCausalLM",
+        {},
+        2,
+        {"control_plane": "zmq", "policy": "mixed", "max_prefill_tokens": 16, "prefix_cache": "none"},
+    ),
+    "2 ranks, biases, tied, scarce memory, a ring": (
+        "Qwen2ForCausalLM",
+        {"tie_word_embeddings": True},
+        2,
+        {"all_reduce": "ring", "num_pages": 14, "overlap": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("architecture", "sizes", "ranks", "options"), CASES.values(), ids=CASES)
+def test_tokens_are_those_of_one_rank(
+    tmp_path: Path, architecture: str, sizes: dict[str, Any], ranks: int, options: dict[str, Any]
+) -> None:
+    path, _ = tiny_checkpoint(tmp_path, architecture, **sizes)
+    expected = generate(path, **{**options, "all_reduce": "auto"})
+    assert generate(path, tensor_parallel_size=ranks, **options) == expected
+
+
+def smol_shape(directory: Path, **sizes: int) -> Path:
+    """SmolLM2-135M's widths in two layers, without weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**config, **sizes}))
+    return directory
+
+
+def test_dummy_weights_are_those_of_one_rank(tmp_path: Path) -> None:
+    """SmolLM2's widths with a number of heads that two ranks can share."""
+    path = smol_shape(tmp_path / "model", num_attention_heads=8, num_key_value_heads=4)
+    options = {**OPTIONS, "num_pages": 64, "load_format": "dummy", "seed": 5}
+    expected = tokens(LLM(path, **options).generate(PROMPTS, GREEDY))
+    with LLM(path, tensor_parallel_size=2, **options) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert tokens(outputs) == expected
+        assert llm.attention_backend.name == "torch"
+        with pytest.raises(ConfigError, match="the 2 engines are in processes of their own"):
+            llm.engine.kv_cache.store  # noqa: B018
+        with llm.trace() as trace:
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
+        assert {event.track for event in trace.events} == {"host", "requests"}
+
+
+def test_heads_that_two_ranks_cannot_share_are_an_error_that_names_them(tmp_path: Path) -> None:
+    """A rank finds it out, and the caller gets its error. So with a checkpoint that is not there."""
+    path = smol_shape(tmp_path / "model")
+    options = {**OPTIONS, "num_pages": 64, "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="2 ranks cannot share num_attention_heads of 9 equally"):
+        LLM(path, load_format="dummy", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be an integer of at least 1"),
+        ({"tensor_parallel_size": 2, "page_store": "tests.distributed.broken:Store"}, "page_store: .* use 'none'"),
+        ({"tensor_parallel_size": 2, "control_plane": "smoke-signals"}, "unknown control_plane 'smoke-signals'"),
+        ({"tensor_parallel_size": 2, "all_reduce": "abacus"}, "unknown communicator 'abacus'"),
+        ({"distributed_timeout": 0}, "distributed_timeout: must be a positive number"),
+        ({"distributed_timeout": None}, "distributed_timeout: must be a positive number"),
+        ({"verify_ranks": 1}, "verify_ranks: must be True or False"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named_before_anything_is_started(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path = smol_shape(tmp_path / "model")
+    with pytest.raises(ConfigError, match=message):
+        LLM(path, device="cpu", **options)
