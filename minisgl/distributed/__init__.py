@@ -1,0 +1,1 @@
+"""Tensor parallelism: one model on several devices."""

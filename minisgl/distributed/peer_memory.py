@@ -1,0 +1,182 @@
+"""Memory that the kernels of all ranks of a host read and write: every rank gives a piece, and maps those of the others.
+
+On GPUs a piece is ordinary device memory, handed on by CUDA's interprocess handles. It is no memory of PyTorch's
+allocator, which gives parts of large blocks away, and no symmetric memory of PyTorch's, which binds its pieces to a
+multicast object wherever the hardware has one: what is here are plain loads and stores over NVLink. On the CPU a piece
+is an anonymous file. Either way nothing has a name that could be left behind: the driver and the kernel free a piece
+with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from minisgl.errors import ConfigError
+
+_HANDLE_BYTES = 64  # of CUDA's handles
+_ENABLE_PEER_ACCESS = 1
+
+
+class PeerMemory(Protocol):
+    """A piece of memory a rank, all of one size, zero at first.
+
+    Args:
+        addresses: where this process sees them, in the order of the ranks.
+    """
+
+    addresses: list[int]
+
+    def close(self) -> None:
+        """Unmap the pieces of the others and give back one's own. No kernel of any rank may use them any more."""
+
+
+class _Mapping(Protocol):
+    """How a device hands memory from one process to another."""
+
+    def create(self, nbytes: int) -> bytes:
+        """Make this rank's piece, zero it, and return a handle of at most 64 bytes with which others open it."""
+
+    def open(self, handle: bytes | None) -> int:
+        """Address of a piece in this process; None is its own."""
+
+    def close(self) -> None:
+        """See `PeerMemory.close`."""
+
+
+def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    """Allocate a piece on every rank and map them all. A collective call: all ranks make it, or none goes on.
+
+    Args:
+        nbytes: bytes a piece.
+        group: of CPU communication, such as gloo; its ranks are processes of one host and one user.
+        device: of this rank. CUDA devices must reach one another, over NVLink for speed.
+
+    Raises:
+        ConfigError: a piece could not be made or mapped, on this or on another rank, which it names.
+    """
+    mapping: _Mapping = _CudaMapping(device) if device.type == "cuda" else _FileMapping()
+    rank = dist.get_rank(group)
+    try:
+        handle = mapping.create(nbytes)
+        problem = ""
+    except (OSError, ConfigError) as error:
+        handle, problem = b"", str(error)
+    handles = _exchange(handle, group)
+    addresses: list[int] = []
+    if all(handles):
+        try:
+            addresses = [mapping.open(None if peer == rank else each) for peer, each in enumerate(handles)]
+        except (OSError, ConfigError) as error:
+            problem = str(error)
+    worked = _exchange(b"y" if addresses else b"n", group)  # also: nobody writes before all pieces are mapped
+    failed = [peer for peer, each in enumerate(worked) if each != b"y"]
+    if failed:
+        mapping.close()
+        raise ConfigError(
+            f"peer memory: ranks {failed} could not make or map {nbytes:,} bytes{': ' + problem if problem else ''}; "
+            "ranks must be processes of one host whose devices reach one another, or use NCCL for all sizes"
+        )
+    return _Mapped(addresses, mapping)
+
+
+class _Mapped:
+    def __init__(self, addresses: list[int], mapping: _Mapping) -> None:
+        self.addresses = addresses
+        self._mapping = mapping
+
+    def close(self) -> None:
+        self._mapping.close()
+        self.addresses = []
+
+
+def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """What every rank has to say, in up to 64 bytes without zeros at the end."""
+    mine = torch.frombuffer(bytearray(message.ljust(_HANDLE_BYTES, b"\0")), dtype=torch.uint8)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    return [bytes(each.tolist()).rstrip(b"\0") for each in everyones]
+
+
+class _FileMapping:
+    """Anonymous files, which another process of the same user opens through ``/proc`` (Linux)."""
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._files: list[int] = []
+
+    def create(self, nbytes: int) -> bytes:
+        file = os.memfd_create("minisgl-peer-memory")
+        self._files.append(file)
+        os.ftruncate(file, nbytes)
+        return f"/proc/{os.getpid()}/fd/{file}".encode()
+
+    def open(self, handle: bytes | None) -> int:
+        file = self._files[0]
+        if handle is not None:
+            file = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
+            self._files.append(file)
+        self._maps.append(mmap.mmap(file, 0))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1]))
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._maps, self._files = [], []
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_byte * _HANDLE_BYTES),)
+
+
+class _CudaMapping:
+    """Interprocess handles of CUDA's driver, which are five functions of its C library."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._own: ctypes.c_uint64 | None = None
+        self._opened: list[ctypes.c_uint64] = []
+
+    def create(self, nbytes: int) -> bytes:
+        own, handle = ctypes.c_uint64(), _Handle()
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # makes the context of this device current in the driver
+            self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes))
+            self._own = own
+            self._call("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
+            torch.cuda.synchronize()
+        return bytes(handle)
+
+    def open(self, handle: bytes | None) -> int:
+        if handle is None:
+            assert self._own is not None
+            return self._own.value
+        opened = ctypes.c_uint64()
+        padded = _Handle.from_buffer_copy(handle.ljust(_HANDLE_BYTES, b"\0"))
+        with torch.cuda.device(self._device):
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), padded, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        self._opened.append(opened)
+        return opened.value
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            for opened in self._opened:
+                self._call("cuIpcCloseMemHandle", opened)
+            if self._own is not None:
+                self._call("cuMemFree_v2", self._own)
+        self._own, self._opened = None, []
+
+    def _call(self, function: str, *arguments: object) -> None:
+        result: int = getattr(self._driver, function)(*arguments)
+        if result != 0:
+            name = ctypes.c_char_p()
+            self._driver.cuGetErrorName(result, ctypes.byref(name))
+            raise ConfigError(f"{function} answered {(name.value or b'').decode() or result}")
