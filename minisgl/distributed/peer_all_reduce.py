@@ -60,7 +60,9 @@ class PeerAllReduce:
         limit = ONE_SHOT_BYTES.get(ranks, min(ONE_SHOT_BYTES.values())) if one_shot_bytes is None else one_shot_bytes
         self._layout = PeerLayout(ranks, min(limit, max_bytes), max_bytes)
         self._device, self._dtype = device, dtype
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        )
         self._memory = share_memory(self._layout.nbytes, group, device)
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.tensor([0, most_polls], dtype=torch.int64, device=device)

@@ -1,10 +1,9 @@
-"""Memory that the kernels of all ranks of a host read and write: every rank gives a piece, and maps those of the others.
+"""Memory that the kernels of all ranks of a host read and write: each rank gives a piece, and maps those of the others.
 
 On GPUs a piece is ordinary device memory, handed on by CUDA's interprocess handles. It is no memory of PyTorch's
-allocator, which gives parts of large blocks away, and no symmetric memory of PyTorch's, which binds its pieces to a
-multicast object wherever the hardware has one: what is here are plain loads and stores over NVLink. On the CPU a piece
-is an anonymous file. Either way nothing has a name that could be left behind: the driver and the kernel free a piece
-with the last process that maps it.
+allocator, which cuts small tensors out of large blocks, and no symmetric memory of PyTorch's, which sets NVLink's
+multicast up wherever the hardware has it: all that is used here are loads and stores. On the CPU a piece is an anonymous
+file. Either way nothing has a name that could be left behind: a piece is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -62,25 +61,25 @@ def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
     """
     mapping: _Mapping = _CudaMapping(device) if device.type == "cuda" else _FileMapping()
     rank = dist.get_rank(group)
+    handle, problem, addresses = b"", "", []
     try:
         handle = mapping.create(nbytes)
-        problem = ""
     except (OSError, ConfigError) as error:
-        handle, problem = b"", str(error)
+        problem = str(error)
     handles = _exchange(handle, group)
-    addresses: list[int] = []
-    if all(handles):
+    failed = [peer for peer, each in enumerate(handles) if not each]
+    if not failed:
         try:
             addresses = [mapping.open(None if peer == rank else each) for peer, each in enumerate(handles)]
         except (OSError, ConfigError) as error:
             problem = str(error)
-    worked = _exchange(b"y" if addresses else b"n", group)  # also: nobody writes before all pieces are mapped
-    failed = [peer for peer, each in enumerate(worked) if each != b"y"]
+        mapped = _exchange(b"all" if addresses else b"", group)  # and nobody writes before everybody has mapped
+        failed = [peer for peer, each in enumerate(mapped) if not each]
     if failed:
         mapping.close()
         raise ConfigError(
             f"peer memory: ranks {failed} could not make or map {nbytes:,} bytes{': ' + problem if problem else ''}; "
-            "ranks must be processes of one host whose devices reach one another, or use NCCL for all sizes"
+            "the ranks must be processes of one host whose devices reach one another; else use NCCL alone"
         )
     return _Mapped(addresses, mapping)
 

@@ -87,7 +87,8 @@ def sum_of_ranks(
     inbox = memory_of(peers_ptr, RANK, 0, tl.int64) + (call & 1) * (RANKS * CAPACITY) + here
     at_first_sight = ()
     for peer in tl.static_range(RANKS):  # all loads are under way before the first is waited for
-        at_first_sight += (tl.load(inbox + peer * CAPACITY, exists & (peer != RANK), other=0, volatile=True),)
+        seen = tl.load(inbox + peer * CAPACITY, exists & (peer != RANK), other=0, volatile=True)
+        at_first_sight += (seen,)  # type: ignore[assignment]
     total = tl.zeros_like(numbers_in(words, dtype))
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -100,8 +101,16 @@ def sum_of_ranks(
 
 @triton.jit
 def one_shot_kernel(
-    x_ptr, out_ptr, peers_ptr, state_ptr, lost_ptr, num_words,
-    CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    peers_ptr,
+    state_ptr,
+    lost_ptr,
+    num_words,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program for BLOCK words of x: ``out = sum of the x of all ranks``."""
@@ -119,4 +128,3 @@ def one_shot_kernel(
     first = tl.program_id(0) * BLOCK * PER_WORD
     elements = first + tl.arange(0, BLOCK * PER_WORD)
     tl.store(out_ptr + elements, total, mask=elements < num_words * PER_WORD)
-

@@ -19,10 +19,27 @@ from minisgl.distributed.peer_signals import begin_call, memory_of, signal, wait
 
 @triton.jit
 def two_shot_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, peers_ptr, state_ptr, lost_ptr, count,
-    EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-    INBOX: tl.constexpr, OUTBOX: tl.constexpr, PADS: tl.constexpr, GROUPS: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    peers_ptr,
+    state_ptr,
+    lost_ptr,
+    count,
+    EPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    INBOX: tl.constexpr,
+    OUTBOX: tl.constexpr,
+    PADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows in groups of one for each rank: rank r adds up row r of every group, and normalises it if NORM.
 

@@ -24,9 +24,7 @@ class ReducingRMSNorm(RMSNorm):
         peers: which of them it sums in one kernel.
     """
 
-    def __init__(
-        self, norm: RMSNorm, all_reduce: Callable[[torch.Tensor], torch.Tensor], peers: PeerAllReduce
-    ) -> None:
+    def __init__(self, norm: RMSNorm, all_reduce: Callable[[torch.Tensor], torch.Tensor], peers: PeerAllReduce) -> None:
         nn.Module.__init__(self)
         self.weight, self.eps = norm.weight, norm.eps
         self._all_reduce, self._peers = all_reduce, peers
