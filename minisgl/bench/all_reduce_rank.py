@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from minisgl.bench.all_reduce import ROWS, WIDTH

@@ -141,7 +141,7 @@ class PeerAllReduce:
             )
 
     def close(self) -> None:
-        """Unmap the memory, when no rank will call any more."""
+        """Give the memory back. A collective call, after the last all-reduce."""
         self._memory.close()
 
     def _launch(

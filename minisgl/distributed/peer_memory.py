@@ -2,8 +2,9 @@
 
 On GPUs a piece is ordinary device memory, handed on by CUDA's interprocess handles. It is no memory of PyTorch's
 allocator, which cuts small tensors out of large blocks, and no symmetric memory of PyTorch's, which sets NVLink's
-multicast up wherever the hardware has it: all that is used here are loads and stores. On the CPU a piece is an anonymous
-file. Either way nothing has a name that could be left behind: a piece is freed with the last process that maps it.
+multicast up wherever the hardware has it: all that is used here are loads and stores. On the CPU a piece is an
+anonymous file. Either way nothing has a name that could be left behind: a piece is freed with the last process that
+maps it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PeerMemory(Protocol):
     addresses: list[int]
 
     def close(self) -> None:
-        """Unmap the pieces of the others and give back one's own. No kernel of any rank may use them any more."""
+        """Unmap the pieces of the others, then give back one's own. A collective call, after the last kernel."""
 
 
 class _Mapping(Protocol):
@@ -44,8 +45,11 @@ class _Mapping(Protocol):
     def open(self, handle: bytes | None) -> int:
         """Address of a piece in this process; None is its own."""
 
-    def close(self) -> None:
-        """See `PeerMemory.close`."""
+    def unmap(self) -> None:
+        """Let the pieces of the others go."""
+
+    def free(self) -> None:
+        """Give this rank's piece back, which nobody maps any more."""
 
 
 def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
@@ -76,22 +80,28 @@ def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
         mapped = _exchange(b"all" if addresses else b"", group)  # and nobody writes before everybody has mapped
         failed = [peer for peer, each in enumerate(mapped) if not each]
     if failed:
-        mapping.close()
+        _close(mapping, group)
         raise ConfigError(
             f"peer memory: ranks {failed} could not make or map {nbytes:,} bytes{': ' + problem if problem else ''}; "
             "the ranks must be processes of one host whose devices reach one another; else use NCCL alone"
         )
-    return _Mapped(addresses, mapping)
+    return _Mapped(addresses, mapping, group)
 
 
 class _Mapped:
-    def __init__(self, addresses: list[int], mapping: _Mapping) -> None:
+    def __init__(self, addresses: list[int], mapping: _Mapping, group: dist.ProcessGroup) -> None:
         self.addresses = addresses
-        self._mapping = mapping
+        self._mapping, self._group = mapping, group
 
     def close(self) -> None:
-        self._mapping.close()
         self.addresses = []
+        _close(self._mapping, self._group)
+
+
+def _close(mapping: _Mapping, group: dist.ProcessGroup) -> None:
+    mapping.unmap()
+    _exchange(b"", group)  # CUDA leaves undefined what becomes of a piece that is freed while another process maps it
+    mapping.free()
 
 
 def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
@@ -123,10 +133,13 @@ class _FileMapping:
         self._maps.append(mmap.mmap(file, 0))
         return ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1]))
 
-    def close(self) -> None:
+    def unmap(self) -> None:
+        self._maps = []
+
+    def free(self) -> None:
         for file in self._files:
             os.close(file)
-        self._maps, self._files = [], []
+        self._files = []
 
 
 class _Handle(ctypes.Structure):
@@ -164,14 +177,18 @@ class _CudaMapping:
         self._opened.append(opened)
         return opened.value
 
-    def close(self) -> None:
+    def unmap(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             for opened in self._opened:
                 self._call("cuIpcCloseMemHandle", opened)
-            if self._own is not None:
+        self._opened = []
+
+    def free(self) -> None:
+        if self._own is not None:
+            with torch.cuda.device(self._device):
                 self._call("cuMemFree_v2", self._own)
-        self._own, self._opened = None, []
+        self._own = None
 
     def _call(self, function: str, *arguments: object) -> None:
         result: int = getattr(self._driver, function)(*arguments)
