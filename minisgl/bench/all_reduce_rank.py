@@ -57,16 +57,15 @@ def microseconds(call: Call, meet: Call) -> float:
 
 def measure(device: torch.device) -> dict[str, dict[str, float]]:
     """Microseconds of every way and number of rows, where it applies, of the slowest rank."""
-    gloo = dist.new_group(backend="gloo")
-    size = dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+    size = world.size()
     x = torch.zeros((max(ROWS), WIDTH), dtype=torch.bfloat16, device=device)
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
     one_shot_bytes = (5 << 20) // size
-    forced = PeerAllReduce(gloo, device, x.nbytes, x.dtype, one_shot_bytes)
-    chosen = PeerAllReduce(gloo, device, x.nbytes, x.dtype)
+    forced = PeerAllReduce(world, device, x.nbytes, x.dtype, one_shot_bytes)
+    chosen = PeerAllReduce(world, device, x.nbytes, x.dtype)
     symmetric = symmetric_memory.empty(x.shape, dtype=x.dtype, device=device)
-    world = dist.group.WORLD
-    assert world is not None
     symmetric_memory.rendezvous(symmetric, world)
     symmetric.zero_()
     name = world.group_name
@@ -95,8 +94,8 @@ def measure(device: torch.device) -> dict[str, dict[str, float]]:
             rows = memory[:count]
             if rows.nbytes <= most_bytes:
                 mine = microseconds(partial(run, rows), partial(forced.one_shot, meeting))
-                slowest = torch.tensor([mine])
-                dist.all_reduce(slowest, dist.ReduceOp.MAX, group=gloo)
+                slowest = torch.tensor([mine], device=device)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
                 times[way][str(count)] = round(slowest.item(), 2)
     forced.check()
     chosen.check()
@@ -110,7 +109,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     store = FileStore(str(directory / "store"), size)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), device_id=device
+        "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), device_id=device
     )
     with torch.inference_mode():
         times = measure(device)

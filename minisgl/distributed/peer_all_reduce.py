@@ -35,7 +35,7 @@ class PeerAllReduce:
     rounded once, whichever way it is taken.
 
     Args:
-        group: of CPU communication, over which the ranks meet once.
+        group: of the ranks, who meet over it before the first call and after the last.
         device: of this rank.
         max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
         dtype: of the tensors: float32, float16, or bfloat16.

@@ -57,7 +57,7 @@ def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
 
     Args:
         nbytes: bytes a piece.
-        group: of CPU communication, such as gloo; its ranks are processes of one host and one user.
+        group: of the ranks, processes of one host and one user.
         device: of this rank. CUDA devices must reach one another, over NVLink for speed.
 
     Raises:
@@ -70,43 +70,46 @@ def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
         handle = mapping.create(nbytes)
     except (OSError, ConfigError) as error:
         problem = str(error)
-    handles = _exchange(handle, group)
+    handles = _exchange(handle, group, device)
     failed = [peer for peer, each in enumerate(handles) if not each]
     if not failed:
         try:
             addresses = [mapping.open(None if peer == rank else each) for peer, each in enumerate(handles)]
         except (OSError, ConfigError) as error:
             problem = str(error)
-        mapped = _exchange(b"all" if addresses else b"", group)  # and nobody writes before everybody has mapped
+        mapped = _exchange(b"all" if addresses else b"", group, device)  # and nobody writes before everybody has mapped
         failed = [peer for peer, each in enumerate(mapped) if not each]
     if failed:
-        _close(mapping, group)
+        _close(mapping, group, device)
         raise ConfigError(
             f"peer memory: ranks {failed} could not make or map {nbytes:,} bytes{': ' + problem if problem else ''}; "
             "the ranks must be processes of one host whose devices reach one another; else use NCCL alone"
         )
-    return _Mapped(addresses, mapping, group)
+    return _Mapped(addresses, mapping, group, device)
 
 
 class _Mapped:
-    def __init__(self, addresses: list[int], mapping: _Mapping, group: dist.ProcessGroup) -> None:
+    def __init__(self, addresses: list[int], mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
         self.addresses = addresses
-        self._mapping, self._group = mapping, group
+        self._mapping, self._group, self._device = mapping, group, device
 
     def close(self) -> None:
         self.addresses = []
-        _close(self._mapping, self._group)
+        _close(self._mapping, self._group, self._device)
 
 
-def _close(mapping: _Mapping, group: dist.ProcessGroup) -> None:
+def _close(mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
     mapping.unmap()
-    _exchange(b"", group)  # CUDA leaves undefined what becomes of a piece that is freed while another process maps it
+    # CUDA leaves undefined what becomes of a piece that is freed while another process maps it.
+    _exchange(b"", group, device)
     mapping.free()
 
 
-def _exchange(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """What every rank has to say, in up to 64 bytes without zeros at the end."""
     mine = torch.frombuffer(bytearray(message.ljust(_HANDLE_BYTES, b"\0")), dtype=torch.uint8)
+    if dist.get_backend(group) == "nccl":
+        mine = mine.to(device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
     return [bytes(each.tolist()).rstrip(b"\0") for each in everyones]
