@@ -13,9 +13,10 @@ from minisgl.distributed.peer_two_shot import two_shot_kernel
 from minisgl.errors import EngineDead
 from minisgl.kernels.launch import check_device, launch_early
 
-ONE_SHOT_BYTES = {2: 1536 << 10, 4: 320 << 10, 8: 128 << 10}
-"""Up to how many bytes one shot is faster than two, by ranks: `benchmarks/results/all-reduce.json` for 2 and 4 H200s.
-For 8, which were not at hand, reckoned with the latencies and the bandwidth seen there."""
+ONE_SHOT_BYTES = {2: 1536 << 10, 4: 368 << 10, 8: 128 << 10}
+"""Up to how many bytes one shot is faster than two, by ranks. ``benchmarks/results/all-reduce.json`` has the crossings
+of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB. For 8, which were not at hand, this is
+reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot sends twice the data to each peer."""
 
 _MOST_POLLS = 1 << 25
 """About 20 s of looking for a signal, at some 0.6 µs a look."""

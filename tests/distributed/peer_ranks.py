@@ -33,6 +33,14 @@ EPS = 1e-6
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def sum_in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, in the order of the ranks."""
+    total = torch.zeros_like(inputs[0], dtype=torch.float32)
+    for x in inputs:
+        total += x
+    return total
+
+
 class Ranks:
     """What a check needs to know, and what it does with all ranks."""
 
@@ -53,9 +61,7 @@ class Ranks:
 
     def assert_sum(self, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         """The sum in float32, in the order of the ranks, rounded once; the interpreter cuts bfloat16 off."""
-        total = torch.zeros_like(inputs[0], dtype=torch.float32)
-        for x in inputs:
-            total += x
+        total = sum_in_order(inputs)
         if self.is_gpu or out.dtype != torch.bfloat16:
             assert torch.equal(out, total.to(out.dtype))
         else:
@@ -100,17 +106,19 @@ def all_ranks_learn_that_one_cannot_share(ranks: Ranks) -> None:
 
 
 def every_size_and_dtype(ranks: Ranks) -> None:
-    shapes = [(1, 2), (3, 1026), (7, 640)]
+    shapes: dict[torch.dtype, list[tuple[int, int]]] = {torch.float32: [(3, 1026)], torch.float16: [(7, 640)]}
+    shapes[torch.bfloat16] = [(1, 2), (5, 514)]
     if ranks.is_gpu:
-        shapes += [(1, 5120), (33, 514), (64, 5120), (255, 5122), (256, 5120)]
+        shapes[torch.bfloat16] += [(1, 5120), (33, 514), (64, 5120), (255, 5122), (256, 5120)]
+        for dtype in (torch.float32, torch.float16):
+            shapes[dtype] += [(64, shapes[dtype][0][1])]
     for dtype in DTYPES:
         peers = ranks.peers(dtype)
-        for seed, shape in enumerate(shapes):
+        for seed, shape in enumerate(shapes[dtype]):
             inputs = ranks.inputs(shape, dtype, seed)
             x = inputs[ranks.rank].clone()
-            if not peers.fits(x):
-                assert x.nbytes > 4 << 20
-                continue
+            assert peers.fits(x)
+            assert not peers.fits(x.t()) or 1 in shape
             if x.nbytes <= 1 << 20:
                 ranks.assert_sum(peers.one_shot(x), inputs)
             ranks.assert_sum(peers.two_shot(x), inputs)
@@ -160,10 +168,11 @@ def _assert_layers(ranks: Ranks, peers: PeerAllReduce, norm: RMSNorm, inputs: li
 
 def calls_of_all_kinds_with_late_ranks(ranks: Ranks) -> None:
     """A fast rank does not overwrite what a slow one still reads, whatever comes after what."""
-    peers = ranks.peers(torch.float32)
+    dtype = torch.float16
+    peers = ranks.peers(dtype)
     shared = random.Random(7)
-    pool = [ranks.inputs((64, 1024) if ranks.is_gpu else (8, 192), torch.float32, 200 + each) for each in range(3)]
-    sums = [torch.stack(inputs).sum(0) if ranks.size == 2 else _sum(inputs) for inputs in pool]
+    pool = [ranks.inputs((64, 1024) if ranks.is_gpu else (8, 192), dtype, 200 + each) for each in range(3)]
+    sums = [sum_in_order(inputs).to(dtype) for inputs in pool]
     wrong = torch.zeros((), dtype=torch.int64, device=ranks.device)
     for _ in range(10_000 if ranks.is_gpu else 40):
         which, rows = shared.randrange(3), shared.choice([1, 1, 2, 5, len(pool[0][0])])
@@ -175,19 +184,12 @@ def calls_of_all_kinds_with_late_ranks(ranks: Ranks) -> None:
     peers.close()
 
 
-def _sum(inputs: list[torch.Tensor]) -> torch.Tensor:
-    total = inputs[0].clone()
-    for x in inputs[1:]:
-        total += x
-    return total
-
-
 def two_graphs_with_eager_calls_between(ranks: Ranks) -> None:
     if not ranks.is_gpu:
         return
     peers = ranks.peers(torch.bfloat16)
     few, many = ranks.inputs((1, 5120), torch.bfloat16, 300), ranks.inputs((256, 5120), torch.bfloat16, 301)
-    few_sum, many_sum = (_sum([x.float() for x in inputs]).bfloat16() for inputs in (few, many))
+    few_sum, many_sum = (sum_in_order(inputs).bfloat16() for inputs in (few, many))
     x, rows = few[ranks.rank], many[ranks.rank]
 
     def calls() -> torch.Tensor:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=[f"{size} ranks" for size in SIZES])
+@pytest.fixture(scope="module", params=SIZES, ids=[f"{size}-ranks" for size in SIZES])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return run_ranks(request.param, "cuda", tmp_path_factory.mktemp("ranks"), seconds=90)
 
