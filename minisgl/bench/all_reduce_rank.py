@@ -63,8 +63,8 @@ def measure(device: torch.device) -> dict[str, dict[str, float]]:
     x = torch.zeros((max(ROWS), WIDTH), dtype=torch.bfloat16, device=device)
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
     one_shot_bytes = (5 << 20) // size
-    forced = PeerAllReduce(world, device, x.nbytes, x.dtype, one_shot_bytes)
-    chosen = PeerAllReduce(world, device, x.nbytes, x.dtype)
+    forced = PeerAllReduce(world, device, x.nbytes, one_shot_bytes)
+    chosen = PeerAllReduce(world, device, x.nbytes)
     symmetric = symmetric_memory.empty(x.shape, dtype=x.dtype, device=device)
     symmetric_memory.rendezvous(symmetric, world)
     symmetric.zero_()

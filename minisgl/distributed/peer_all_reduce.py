@@ -18,6 +18,8 @@ ONE_SHOT_BYTES = {2: 1536 << 10, 4: 368 << 10, 8: 128 << 10}
 of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB. For 8, which were not at hand, this is
 reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot sends twice the data to each peer."""
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 _MOST_POLLS = 1 << 25
 """About 20 s of looking for a signal, at some 0.6 µs a look."""
 
@@ -39,7 +41,6 @@ class PeerAllReduce:
         group: of the ranks, who meet over it before the first call and after the last.
         device: of this rank.
         max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
-        dtype: of the tensors: float32, float16, or bfloat16.
         one_shot_bytes: of the largest tensor that is reduced in one shot; None: what was measured.
         most_polls: how often a kernel looks for the signal of a peer before it gives up; see `check`.
 
@@ -52,7 +53,6 @@ class PeerAllReduce:
         group: dist.ProcessGroup,
         device: torch.device,
         max_bytes: int,
-        dtype: torch.dtype,
         one_shot_bytes: int | None = None,
         most_polls: int = _MOST_POLLS,
     ) -> None:
@@ -60,7 +60,7 @@ class PeerAllReduce:
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         limit = ONE_SHOT_BYTES.get(ranks, min(ONE_SHOT_BYTES.values())) if one_shot_bytes is None else one_shot_bytes
         self._layout = PeerLayout(ranks, min(limit, max_bytes), max_bytes)
-        self._device, self._dtype = device, dtype
+        self._device = device
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         )
@@ -71,7 +71,7 @@ class PeerAllReduce:
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce` takes this tensor; every rank gets the same answer for the same shape."""
-        return x.dtype == self._dtype and x.is_contiguous() and self._layout.fits(x.nbytes)
+        return x.dtype in _DTYPES and x.is_contiguous() and self._layout.fits(x.nbytes)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, a new tensor like ``x``, which must fit."""

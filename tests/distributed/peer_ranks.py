@@ -50,9 +50,9 @@ class Ranks:
         self.is_gpu = device.type == "cuda"
         self.own_random = random.Random(rank)
 
-    def peers(self, dtype: torch.dtype, max_bytes: int = 4 << 20, most_polls: int = 1 << 22) -> PeerAllReduce:
+    def peers(self, max_bytes: int = 4 << 20, most_polls: int = 1 << 22) -> PeerAllReduce:
         """An all-reduce that takes one shot up to a quarter of its largest tensor."""
-        return PeerAllReduce(self.group, self.device, max_bytes, dtype, max_bytes // 4, most_polls)
+        return PeerAllReduce(self.group, self.device, max_bytes, max_bytes // 4, most_polls)
 
     def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
         """What every rank brings along."""
@@ -113,7 +113,7 @@ def every_size_and_dtype(ranks: Ranks) -> None:
         for dtype in (torch.float32, torch.float16):
             shapes[dtype] += [(64, shapes[dtype][0][1])]
     for dtype in DTYPES:
-        peers = ranks.peers(dtype)
+        peers = ranks.peers()
         for seed, shape in enumerate(shapes[dtype]):
             inputs = ranks.inputs(shape, dtype, seed)
             x = inputs[ranks.rank].clone()
@@ -134,7 +134,7 @@ def norms(ranks: Ranks) -> None:
     if ranks.is_gpu:
         shapes[torch.bfloat16] = [(1, 5120), (33, 5120), (256, 5120)]
     for dtype in DTYPES:
-        peers = ranks.peers(dtype)
+        peers = ranks.peers()
         for seed, shape in enumerate(shapes[dtype]):
             norm = RMSNorm(shape[1], EPS).to(ranks.device, dtype)
             norm.weight.data.copy_(ranks.inputs((shape[1],), dtype, 90)[0])
@@ -169,7 +169,7 @@ def _assert_layers(ranks: Ranks, peers: PeerAllReduce, norm: RMSNorm, inputs: li
 def calls_of_all_kinds_with_late_ranks(ranks: Ranks) -> None:
     """A fast rank does not overwrite what a slow one still reads, whatever comes after what."""
     dtype = torch.float16
-    peers = ranks.peers(dtype)
+    peers = ranks.peers()
     shared = random.Random(7)
     pool = [ranks.inputs((64, 1024) if ranks.is_gpu else (8, 192), dtype, 200 + each) for each in range(3)]
     sums = [sum_in_order(inputs).to(dtype) for inputs in pool]
@@ -187,7 +187,7 @@ def calls_of_all_kinds_with_late_ranks(ranks: Ranks) -> None:
 def two_graphs_with_eager_calls_between(ranks: Ranks) -> None:
     if not ranks.is_gpu:
         return
-    peers = ranks.peers(torch.bfloat16)
+    peers = ranks.peers()
     few, many = ranks.inputs((1, 5120), torch.bfloat16, 300), ranks.inputs((256, 5120), torch.bfloat16, 301)
     few_sum, many_sum = (sum_in_order(inputs).bfloat16() for inputs in (few, many))
     x, rows = few[ranks.rank], many[ranks.rank]
@@ -221,7 +221,7 @@ def two_graphs_with_eager_calls_between(ranks: Ranks) -> None:
 def a_missing_peer_is_given_up(ranks: Ranks) -> None:
     """Rank 0 calls alone, in either way; it returns, says so, and does not wait a second time."""
     for shot in ("one_shot", "two_shot"):
-        peers = ranks.peers(torch.float32, max_bytes=1 << 16, most_polls=200)
+        peers = ranks.peers(max_bytes=1 << 16, most_polls=200)
         if ranks.rank == 0:
             peers.check()
             call = getattr(peers, shot)
