@@ -90,8 +90,7 @@ def _over_peer_memory(group: dist.ProcessGroup, device: torch.device) -> TorchCo
         raise ConfigError("all_reduce: 'peer-memory' needs Triton, which is not installed; use 'torch'")
     from minisgl.distributed.peer_all_reduce import PeerAllReduce
 
-    meeting = dist.new_group(backend="gloo")
-    return TorchCommunicator(group, device, PeerAllReduce(meeting, device, _PEER_MEMORY_BYTES))
+    return TorchCommunicator(group, device, PeerAllReduce(group, device, _PEER_MEMORY_BYTES))
 
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
