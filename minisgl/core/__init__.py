@@ -3,6 +3,7 @@
 from minisgl.core.attention import AttentionBackend, AttentionSpec
 from minisgl.core.batch import Batch, DeviceBatch, build_batch
 from minisgl.core.config import EngineConfig
+from minisgl.core.constraint import MaskMaker, TokenConstraint
 from minisgl.core.context import ForwardContext, forward_context, get_forward_context
 from minisgl.core.registry import Registry
 from minisgl.core.request import FinishReason, Request, RequestState
@@ -17,11 +18,13 @@ __all__ = [
     "EngineConfig",
     "FinishReason",
     "ForwardContext",
+    "MaskMaker",
     "Registry",
     "Request",
     "RequestState",
     "RunningTable",
     "SamplingParams",
+    "TokenConstraint",
     "build_batch",
     "forward_context",
     "get_forward_context",

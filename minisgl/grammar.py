@@ -1,0 +1,132 @@
+"""Structured output: what a request generates is held to a JSON Schema or a regular expression. Told in chapter 15.
+
+A grammar describes bytes, a model writes tokens, and a token may be any piece of the output: half of a word, several
+brackets, a part of a character. llguidance (Guidance AI) walks a parser along the tree of all tokens' bytes, and finds
+which tokens may come next in tens of microseconds for a vocabulary of 150,000. That is one bit a token, which the
+sampler of chapter 5 turns into −inf for every token that may not come (the idea: Willard & Louf 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import cast
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from minisgl.core.constraint import TokenConstraint
+from minisgl.core.request import Int32Array
+from minisgl.core.sampling_params import SamplingParams
+from minisgl.errors import InvalidRequest
+from minisgl.tokenizer import Tokenizer
+
+_CACHED = 64
+"""Grammars that are kept compiled."""
+_LIMITS = LLParserLimits(initial_lexer_fuel=400_000, verbose_errors=False)
+"""The default fuel lets ``a{1000000000}`` hold up the engine for half a second before it is refused."""
+_WHITE_SPACE = " |\n[ \t]{0,32}"
+"""A space, or a new line and its indentation. A model that likes white space could otherwise write it for ever."""
+
+
+class Grammar:
+    """A `TokenConstraint`: one request's place in its grammar.
+
+    Args:
+        matcher: at the beginning of the grammar; belongs to this object from now on.
+        field: of the request that the grammar came in, for errors.
+    """
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self.matcher = matcher
+        self._field = field
+
+    @property
+    def finished(self) -> bool:
+        """See `TokenConstraint.finished`."""
+        return self.matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """See `TokenConstraint.error`."""
+        if not self.matcher.is_error():
+            return None
+        return (
+            f"{self._field}: the output cannot go on ({_reason(self.matcher)}); simplify the grammar, or lower "
+            "min_tokens if it forbids what the grammar demands"
+        )
+
+    def accept(self, token: int) -> None:
+        """See `TokenConstraint.accept`."""
+        self.matcher.consume_token(token)
+
+
+class Grammars:
+    """Makes the constraints of requests, and the masks of steps.
+
+    The tokens' bytes are gathered for the first request that has a grammar; that takes some tenths of a second.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: the model's, which may be padded beyond the tokenizer's. What has no bytes is never allowed.
+        eos_ids: tokens that end an output, allowed exactly where a grammar may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._compiled = lru_cache(maxsize=_CACHED)(self._compile)
+
+    def constraint(self, params: SamplingParams) -> TokenConstraint | None:
+        """A new constraint of one request; None if its parameters ask for none.
+
+        Raises:
+            InvalidRequest: naming the field whose grammar is malformed, too large, not supported or fits no output.
+        """
+        if params.json_schema is not None:
+            return Grammar(self._compiled("json_schema", params.json_schema).deep_copy(), "json_schema")
+        if params.regex is not None:
+            return Grammar(self._compiled("regex", params.regex).deep_copy(), "regex")
+        return None
+
+    def masks(self, constraints: Sequence[TokenConstraint]) -> Int32Array:
+        """A `MaskMaker`, for constraints that were made here. It works on several cores, and without Python's lock."""
+        masks: Int32Array = allocate_token_bitmask(len(constraints), self._tokens.vocab_size)
+        matchers = [(cast(Grammar, constraint).matcher, row) for row, constraint in enumerate(constraints)]
+        fill_next_token_bitmask_par(self._executor, matchers, masks)
+        return masks
+
+    def _compile(self, field: str, text: str) -> LLMatcher:
+        """A matcher at the beginning of the grammar, to be copied."""
+        if not self._tokenizer.available:
+            raise InvalidRequest(field, "needs a tokenizer and this model has none")
+        try:
+            of_field = LLMatcher.grammar_from_regex if field == "regex" else _json_grammar
+            matcher = LLMatcher(self._tokens, of_field(text), limits=_LIMITS, log_level=0)
+        except ValueError as error:
+            raise InvalidRequest(field, f"cannot be used with this model: {error}") from error
+        matcher.compute_bitmask()  # some errors are found where the first token is
+        if matcher.is_error():
+            raise InvalidRequest(field, f"cannot be used: {_reason(matcher)}")
+        return matcher
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        backend = self._tokenizer.backend
+        return from_tokenizer(backend, max(self._vocab_size, len(backend)), self._eos_ids or None)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+
+def _json_grammar(schema: str) -> str:
+    """Unless lenient, llguidance refuses what it does not support."""
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False})
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What a matcher complains of, without the states of its parser."""
+    return matcher.get_error().partition("\n<")[0].strip()
