@@ -8,11 +8,13 @@ sampler of chapter 5 turns into −inf for every token that may not come (the id
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import cast
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
@@ -24,8 +26,11 @@ from minisgl.tokenizer import Tokenizer
 
 _CACHED = 64
 """Grammars that are kept compiled."""
-_LIMITS = LLParserLimits(initial_lexer_fuel=400_000, verbose_errors=False)
-"""The default fuel lets ``a{1000000000}`` hold up the engine for half a second before it is refused."""
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""A schema takes some hundreds of states. An expression can be written to take any number, of two kilobytes each."""
+_RULE = '%llguidance {{"no_forcing": true}}\nstart: {}'
+"""Every way to spell the output in tokens is allowed. The library's other mode tokenises what must come and allows that
+alone, but takes a text such as ``<s>`` for the special token of that name."""
 _WHITE_SPACE = " |\n[ \t]{0,32}"
 """A space, or a new line and its indentation. A model that likes white space could otherwise write it for ever."""
 
@@ -36,11 +41,13 @@ class Grammar:
     Args:
         matcher: at the beginning of the grammar; belongs to this object from now on.
         field: of the request that the grammar came in, for errors.
+        on_error: called when the output cannot go on.
     """
 
-    def __init__(self, matcher: LLMatcher, field: str) -> None:
+    def __init__(self, matcher: LLMatcher, field: str, on_error: Callable[[], None]) -> None:
         self.matcher = matcher
         self._field = field
+        self._on_error = on_error
 
     @property
     def finished(self) -> bool:
@@ -59,7 +66,8 @@ class Grammar:
 
     def accept(self, token: int) -> None:
         """See `TokenConstraint.accept`."""
-        self.matcher.consume_token(token)
+        if not self.matcher.consume_token(token):
+            self._on_error()
 
 
 class Grammars:
@@ -85,11 +93,12 @@ class Grammars:
         Raises:
             InvalidRequest: naming the field whose grammar is malformed, too large, not supported or fits no output.
         """
-        if params.json_schema is not None:
-            return Grammar(self._compiled("json_schema", params.json_schema).deep_copy(), "json_schema")
-        if params.regex is not None:
-            return Grammar(self._compiled("regex", params.regex).deep_copy(), "regex")
-        return None
+        field, text = ("regex", params.regex) if params.json_schema is None else ("json_schema", params.json_schema)
+        if text is None:
+            return None
+        # Copies share what they find out about their grammar. It makes masks cheap, but where it has grown too large
+        # for one request it has for all: the next request begins anew.
+        return Grammar(self._compiled(field, text).deep_copy(), field, on_error=self._compiled.cache_clear)
 
     def masks(self, constraints: Sequence[TokenConstraint]) -> Int32Array:
         """A `MaskMaker`, for constraints that were made here. It works on several cores, and without Python's lock."""
@@ -103,8 +112,8 @@ class Grammars:
         if not self._tokenizer.available:
             raise InvalidRequest(field, "needs a tokenizer and this model has none")
         try:
-            of_field = LLMatcher.grammar_from_regex if field == "regex" else _json_grammar
-            matcher = LLMatcher(self._tokens, of_field(text), limits=_LIMITS, log_level=0)
+            rule = _regex_rule(text) if field == "regex" else _json_rule(text)
+            matcher = LLMatcher(self._tokens, _RULE.format(rule), limits=_LIMITS, log_level=0)
         except ValueError as error:
             raise InvalidRequest(field, f"cannot be used with this model: {error}") from error
         matcher.compute_bitmask()  # some errors are found where the first token is
@@ -122,11 +131,22 @@ class Grammars:
         return LLExecutor()
 
 
-def _json_grammar(schema: str) -> str:
+def _regex_rule(pattern: str) -> str:
+    return f"/{regex_to_lark(pattern, use_ascii='')}/"
+
+
+def _json_rule(schema: str) -> str:
     """Unless lenient, llguidance refuses what it does not support."""
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False})
+    grammar = LLMatcher.grammar_from_json_schema(
+        schema, overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False}
+    )
+    return "%json " + json.dumps(json.loads(grammar)["grammars"][0]["json_schema"])
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What a matcher complains of, without the states of its parser."""
-    return matcher.get_error().partition("\n<")[0].strip()
+    """What a matcher complains of, without the line of our rule and the states of its parser."""
+    noise = r"^at \d+\(\d+\): |\n +1 \|.*|<(state|non-verbose/)>.*"
+    reason = re.sub(noise, "", matcher.get_error(), flags=re.DOTALL).strip()
+    if reason == "NoExtensionBias":
+        return "no output fits it"
+    return reason if len(reason) <= 300 else f"{reason[:150]} … {reason[-150:]}"
