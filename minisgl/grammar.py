@@ -66,7 +66,8 @@ class Grammar:
 
     def accept(self, token: int) -> None:
         """See `TokenConstraint.accept`."""
-        if not self.matcher.consume_token(token):
+        self.matcher.consume_token(token)
+        if self.matcher.is_error():
             self._on_error()
 
 
