@@ -133,7 +133,7 @@ class Grammars:
 
 
 def _regex_rule(pattern: str) -> str:
-    return f"/{regex_to_lark(pattern, use_ascii='')}/"
+    return f"/{regex_to_lark(pattern, use_ascii='dws')}/"
 
 
 def _json_rule(schema: str) -> str:

@@ -41,8 +41,8 @@ class SamplingParams:
         n: number of independent completions of the prompt, 1 to 128; completion i samples with ``seed + i``.
         json_schema: JSON text of a JSON Schema, up to 65,536 characters: the output is a value that it describes.
             ``{"type": "object"}`` is any object, and ``{}``, as in the standard, any value at all.
-        regex: a regular expression of up to 8,192 characters, without look-around and back-references: all of the
-            output matches it.
+        regex: a regular expression of up to 8,192 characters, without look-around and back-references, in which
+            ``\\d``, ``\\w`` and ``\\s`` are ASCII: all of the output matches it.
 
     With a schema or an expression, the end-of-sequence token is sampled only where the output may end, and the request
     ends where nothing can follow, even before ``min_tokens``. What is cut off by ``max_tokens`` or a stop string need
