@@ -25,6 +25,7 @@ from minisgl.distributed import RemoteEngine, build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead, InvalidRequest, check_type
 from minisgl.generation import Generation
+from minisgl.grammar import Grammars
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
 from minisgl.kvcache.eviction import choose_cache
@@ -80,11 +81,13 @@ class LLM:
         table = RunningTable(config.max_running_requests, self.max_seq_len)
         store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
         memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
-        self.scheduler = Scheduler(table, memory, policy, config.max_prefill_tokens, config.max_queued_requests)
-        overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
-        self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.executor)
         vocab_size = self.model_config.vocab_size
         self._eos_ids = tuple(token for token in self.tokenizer.eos_ids if token < vocab_size)
+        self._grammars = Grammars(self.tokenizer, vocab_size, self._eos_ids)
+        limits = (config.max_prefill_tokens, config.max_queued_requests)
+        self.scheduler = Scheduler(table, memory, policy, *limits, self._grammars.masks)
+        overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
+        self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.executor)
         self._generations: dict[int, Generation] = {}
         self._next_uid = 0
         self._seeds = random.Random(config.seed)
@@ -231,6 +234,7 @@ class LLM:
                 watched=streaming or bool(params.stop) or params.logprobs is not None,
                 deadline=None if timeout is None else time.perf_counter() + timeout,
                 user=user,
+                constraint=self._grammars.constraint(params),
             )
             self._next_uid += 1
             generations.append(Generation(request, self.tokenizer, index, streaming))

@@ -3,17 +3,19 @@
 "KV" is one integer a position: a hash of all tokens up to and including it. A step writes the hashes of the tokens that
 it is fed and then reads, through the page table that the batches described, every position of every row. A page that
 was freed too early, shared wrongly, or overwritten shows up at once. The next token is a function of the hash, so the
-tokens of a request depend on its prompt and on nothing else.
+tokens of a request depend on its prompt and on nothing else, except where a mask leaves only some to choose from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from minisgl.core import RunningTable
 from minisgl.core.batch import Batch, PendingStep, StepResult
+from tests.rule import Rule, allowed_by
 
 _MODULUS = (1 << 61) - 1
 
@@ -22,19 +24,25 @@ def extend_hash(prefix_hash: int, token: int) -> int:
     return (prefix_hash * 1_000_003 + token + 1) % _MODULUS
 
 
-def next_token(prefix_hash: int, vocab: int) -> int:
-    return (prefix_hash >> 7) % vocab
+def next_token(prefix_hash: int, allowed: Sequence[int]) -> int:
+    return allowed[(prefix_hash >> 7) % len(allowed)]
 
 
-def expected_output(prompt: list[int], length: int, vocab: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """What a request generates, computed without any engine."""
+def expected_output(
+    prompt: list[int], length: int, vocab: int, stop_ids: tuple[int, ...] = (), rule: Rule | None = None
+) -> list[int]:
+    """What a request generates, computed without any engine; ``rule`` goes from its beginning to its end."""
     state = 0
     for token in prompt:
         state = extend_hash(state, token)
     output: list[int] = []
     while len(output) < length and not (output and output[-1] in stop_ids):
-        output.append(next_token(state, vocab))
+        output.append(next_token(state, range(vocab) if rule is None else rule.allowed))
         state = extend_hash(state, output[-1])
+        if rule is not None:
+            rule.accept(output[-1])
+            if rule.finished or rule.error:
+                break
     return output
 
 
@@ -75,7 +83,13 @@ class ShadowExecutor:
             pages = self.page_table[slot, positions // self.page_size]
             seen = self.kv[pages * self.page_size + positions % self.page_size]
             assert np.array_equal(seen, hashes[row]), f"slot {slot} reads KV that is not its own"
-        sampled = [next_token(int(hashes[row][-1]), self.vocab) for row in batch.sample_rows.tolist()]
+        allowed: list[Sequence[int]] = [range(self.vocab)] * len(batch.sample_rows)
+        for row, mask in zip(
+            batch.mask_rows.tolist(), np.split(batch.masks, max(len(batch.mask_rows), 1)), strict=False
+        ):
+            allowed[row] = allowed_by(mask)
+        ends = [int(hashes[row][-1]) for row in batch.sample_rows.tolist()]
+        sampled = [next_token(end, tokens) for end, tokens in zip(ends, allowed, strict=True)]
         for row, token in zip(batch.sample_rows.tolist(), sampled, strict=True):
             if batch.seq_lens[row] < self.tokens.shape[1]:
                 self.tokens[batch.slots[row], batch.seq_lens[row]] = token

@@ -15,9 +15,13 @@ from minisgl.engine.logprobs import Logprobs, token_logprobs
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.sampling_stages import SamplingInputs, SamplingRows, TokenHistory
 from minisgl.engine.sampling_table import SamplingTable
+from tests.rule import mask_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where samplers run."""
+
+MASK_WORDS = 32
+"""Enough for the vocabularies of these tests."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Row:
     Args:
         params, prompt, output, stop_ids, seed: of the request.
         index: how many tokens it has generated, if that shall be more than ``output`` shows.
+        allowed: the tokens that a constraint lets it sample; None is all.
     """
 
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
@@ -35,6 +40,7 @@ class Row:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     index: int | None = None
+    allowed: tuple[int, ...] | None = None
 
     @property
     def output_index(self) -> int:
@@ -55,6 +61,9 @@ def prepare(
         tokens[slot, : len(ids)] = torch.from_numpy(ids)
     index = np.array([row.output_index for row in rows], dtype=np.int32)
     host = table.rows(np.array(where, dtype=np.int32), index)
+    masks = {i: mask_of(row.allowed, MASK_WORDS) for i, row in enumerate(rows) if row.allowed is not None}
+    if masks:
+        host = host.constrained(np.array(list(masks), dtype=np.int32), np.concatenate(list(masks.values())))
     inputs = host.unpack(torch.from_numpy(host.pack()).to(device))
     return host, inputs, inputs.history(tokens.to(device))
 

@@ -61,10 +61,17 @@ def test_a_launch_tells_the_rows_for_a_token_chart(llm: LLM) -> None:
         llm.generate([PROMPTS[0]], GREEDY)
         llm.generate([PROMPTS[0] * 2], GREEDY)
     prefill, decode, *_ = named(trace, "launch")
-    assert prefill.args == {"step": 0, "rows": 1, "tokens": 5, "decode": 0, "uids": [0], "fed": [5], "cached": [0]}
-    assert decode.args == {"step": 1, "rows": 1, "tokens": 1, "decode": 1, "uids": [0], "fed": [1], "cached": [5]}
+    common = {"rows": 1, "uids": [0], "constrained": 0}
+    assert prefill.args == {**common, "step": 0, "tokens": 5, "decode": 0, "fed": [5], "cached": [0]}
+    assert decode.args == {**common, "step": 1, "tokens": 1, "decode": 1, "fed": [1], "cached": [5]}
     second = next(event for event in named(trace, "launch") if event.args["uids"] == [1])
     assert (second.args["fed"], second.args["cached"]) == ([6], [4])
+
+
+def test_a_launch_tells_how_many_masks_it_has(llm: LLM) -> None:
+    with llm.trace() as trace:
+        llm.generate([PROMPTS[0]] * 2, [GREEDY, SamplingParams(regex="x{2}")])
+    assert sum(event.args["constrained"] for event in named(trace, "launch")) == 2
 
 
 def test_with_overlap_a_step_is_launched_before_the_one_before_it_is_waited_for(path: Path) -> None:

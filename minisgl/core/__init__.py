@@ -4,6 +4,7 @@ from minisgl.core.attention import AttentionBackend, AttentionSpec
 from minisgl.core.batch import Batch, DeviceBatch, build_batch
 from minisgl.core.communicator import ALONE, Communicator, SingleRank
 from minisgl.core.config import EngineConfig
+from minisgl.core.constraint import MaskMaker, TokenConstraint
 from minisgl.core.context import ForwardContext, forward_context, get_forward_context
 from minisgl.core.registry import Registry
 from minisgl.core.request import FinishReason, Request, RequestState
@@ -20,12 +21,14 @@ __all__ = [
     "EngineConfig",
     "FinishReason",
     "ForwardContext",
+    "MaskMaker",
     "Registry",
     "Request",
     "RequestState",
     "RunningTable",
     "SamplingParams",
     "SingleRank",
+    "TokenConstraint",
     "build_batch",
     "forward_context",
     "get_forward_context",

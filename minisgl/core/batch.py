@@ -56,6 +56,8 @@ class Batch:
         num_decode: leading rows that are decode rows.
         admissions: requests that get their slot with this step.
         page_index, page_value: [U] entries of the flattened page table that change before this step, and their values.
+        mask_rows: [C] indices into the S sampling rows: those that may not sample every token.
+        masks: [C × words] for each of them one bit a token, see `MaskMaker`.
     """
 
     slots: Int32Array
@@ -70,6 +72,8 @@ class Batch:
     admissions: tuple[Admission, ...] = ()
     page_index: Int32Array = field(default_factory=lambda: _NOTHING)
     page_value: Int32Array = field(default_factory=lambda: _NOTHING)
+    mask_rows: Int32Array = field(default_factory=lambda: _NOTHING)
+    masks: Int32Array = field(default_factory=lambda: _NOTHING)
 
     @property
     def num_rows(self) -> int:

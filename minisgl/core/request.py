@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from minisgl.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.core.constraint import TokenConstraint
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -74,6 +78,7 @@ class Request:
         watched: True if somebody wants to see each token as it comes (streaming, stop strings, log-probabilities).
         deadline: ``time.perf_counter`` value after which the request is ended with an error; None is never.
         user: who asked, for policies that are fair to users; the empty string is nobody in particular.
+        constraint: decides which tokens it may generate, and has followed all that the host has seen; None is any.
     """
 
     uid: int
@@ -85,6 +90,7 @@ class Request:
     watched: bool = False
     deadline: float | None = None
     user: str = ""
+    constraint: TokenConstraint | None = None
 
     state: RequestState = RequestState.WAITING
     slot: int = -1

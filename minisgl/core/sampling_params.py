@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,8 @@ from minisgl.errors import InvalidRequest, check_type, reject_unknown, shown
 
 _MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
+_MAX_SCHEMA = 65536
+_MAX_REGEX = 8192
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,14 @@ class SamplingParams:
             batch. None draws one from the engine's own seed.
         logprobs: report this many most likely tokens a step (0 to 20) beside the sampled one; None reports nothing.
         n: number of independent completions of the prompt, 1 to 128; completion i samples with ``seed + i``.
+        json_schema: JSON text of a JSON Schema, up to 65,536 characters: the output is a value that it describes.
+            ``{"type": "object"}`` is any object, and ``{}``, as in the standard, any value at all.
+        regex: a regular expression of up to 8,192 characters, without look-around and back-references, in which
+            ``\\d``, ``\\w`` and ``\\s`` are ASCII: all of the output matches it.
+
+    With a schema or an expression, the end-of-sequence token is sampled only where the output may end, and the request
+    ends where nothing can follow, even before ``min_tokens``. What is cut off by ``max_tokens`` or a stop string need
+    not match: then a schema's output may be incomplete JSON.
 
     Raises:
         InvalidRequest: naming the field and its limit.
@@ -57,6 +68,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         reject_unknown(kwargs, {f.name for f in fields(cls)}, "SamplingParams")
@@ -79,6 +92,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, 20)
         _integer("n", self.n, 1, 128)
+        self._check_constraint()
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -87,6 +101,18 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the likeliest token is always taken."""
         return self.temperature == 0.0
+
+    def _check_constraint(self) -> None:
+        if self.json_schema is not None:
+            _text("json_schema", self.json_schema, _MAX_SCHEMA)
+            _json_object("json_schema", self.json_schema)
+        if self.regex is not None:
+            _text("regex", self.regex, _MAX_REGEX)
+            if self.json_schema is not None:
+                raise InvalidRequest("regex", "must not be given together with json_schema; choose one")
+        if self.ignore_eos and (self.json_schema or self.regex):
+            field = "json_schema" if self.json_schema else "regex"
+            raise InvalidRequest("ignore_eos", f"must be false with {field}, whose output ends where it is complete")
 
 
 def _integer(field: str, value: object, low: int, high: int) -> None:
@@ -103,6 +129,27 @@ def _number(field: str, value: object, low: float, high: float, open_low: bool =
     assert isinstance(value, (int, float))
     if not low <= value <= high or (open_low and value == low):
         raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
+
+
+def _text(field: str, value: object, longest: int) -> None:
+    limit = f"a text of 1 to {longest} characters"
+    check_type(field, value, str, limit)
+    assert isinstance(value, str)
+    if not 0 < len(value) <= longest:
+        raise InvalidRequest(field, f"must be {limit}, got {len(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
+
+
+def _json_object(field: str, text: str) -> None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"must be the text of a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, f"must be the text of a JSON object, got {shown(value)}")
 
 
 def _strings(value: object) -> tuple[str, ...]:

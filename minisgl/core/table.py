@@ -60,6 +60,8 @@ class RunningTable:
         self.ended = np.zeros(rows, dtype=bool)
         """True once the request is finished: tokens that a launched step still samples for it are dropped."""
         self.watched = np.zeros(rows, dtype=bool)
+        self.constrained = np.zeros(rows, dtype=bool)
+        """True for a request with a `TokenConstraint`."""
         self.stop_ids = np.full((rows, max_stop_ids), NO_TOKEN, dtype=np.int32)
         self._free = list(range(rows - 1, -1, -1))
         self._order: Int32Array = np.zeros(0, dtype=np.int32)
@@ -96,6 +98,7 @@ class RunningTable:
         self.min_len[slot] = request.prompt_len + request.params.min_tokens
         self.max_len[slot] = request.max_len
         self.watched[slot] = request.watched
+        self.constrained[slot] = request.constraint is not None
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
         self.num_pages[slot] = 0

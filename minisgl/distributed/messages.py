@@ -104,6 +104,8 @@ _ARRAYS = (
     "output_index",
     "page_index",
     "page_value",
+    "mask_rows",
+    "masks",
 )
 _PARAM_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 

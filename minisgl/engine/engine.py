@@ -165,6 +165,8 @@ class Engine:
         for admission in batch.admissions:
             self.sampling.admit(admission)
         rows = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
+        if len(batch.mask_rows):
+            rows = rows.constrained(batch.mask_rows, batch.masks)
         return self._send_back(rows, self.runner.run(batch, rows))
 
     def _send_back(self, rows: SamplingRows, sampled: SampledTokens) -> PendingStep:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.engine.sampling_stages import BiasStage, MaskStage, PenaltyStage, TokenHistory, TopStage
+from minisgl.engine.sampling_stages import BiasStage, ConstraintStage, MaskStage, PenaltyStage, TokenHistory, TopStage
 
 _NEG_INF = float("-inf")
 
@@ -20,6 +20,14 @@ def add_bias(logits: torch.Tensor, stage: BiasStage[torch.Tensor]) -> torch.Tens
 def mask_tokens(logits: torch.Tensor, stage: MaskStage[torch.Tensor]) -> torch.Tensor:
     """Set the logits of forbidden tokens to −inf; [S, vocab] in and out."""
     return logits.index_put((stage.rows, stage.tokens), logits.new_full((), _NEG_INF))
+
+
+def constrain(logits: torch.Tensor, stage: ConstraintStage[torch.Tensor]) -> torch.Tensor:
+    """Leave the constrained rows the tokens of their masks, and set all others to −inf; [S, vocab] in and out."""
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    masks = stage.masks.view(torch.uint8).view(len(stage.rows), -1, 1)  # bytes, as they take the least memory unpacked
+    allowed = (masks >> bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
+    return logits.index_put((stage.rows,), logits[stage.rows].masked_fill(~allowed, _NEG_INF))
 
 
 def count_tokens(history: TokenHistory, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

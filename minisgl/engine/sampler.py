@@ -10,6 +10,7 @@ import torch
 from minisgl.core.registry import Registry
 from minisgl.engine.logits_processors import (
     add_bias,
+    constrain,
     keep_min_p,
     keep_top,
     mask_tokens,
@@ -66,9 +67,10 @@ class DefaultSampler:
     2. logit bias;
     3. penalties: repetition, then frequency and presence;
     4. stop tokens are masked while the request is shorter than ``min_tokens``;
-    5. a greedy row takes its likeliest token now;
-    6. temperature, then top-k, then top-p of what is left, then min-p;
-    7. one draw from what remains.
+    5. tokens that a row's constraint does not allow next are masked;
+    6. a greedy row takes its likeliest token now;
+    7. temperature, then top-k, then top-p of what is left, then min-p;
+    8. one draw from what remains.
     """
 
     capturable = True
@@ -85,8 +87,8 @@ class DefaultSampler:
         return SampledTokens(tokens.int(), logprobs)
 
     def _adjust(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> torch.Tensor:
-        """Stages 2 to 4. A batch that is greedy and nothing else keeps the model's dtype."""
-        if inputs.all_greedy and inputs.bias is None and inputs.penalties is None and inputs.mask is None:
+        """Stages 2 to 5. A batch that is greedy and nothing else keeps the model's dtype."""
+        if inputs.all_greedy and not inputs.adjusts_logits:
             return logits
         if logits.dtype != torch.float64:
             logits = logits.float()
@@ -97,10 +99,12 @@ class DefaultSampler:
             logits = penalise(logits, inputs.penalties, history)
         if inputs.mask is not None:
             logits = mask_tokens(logits, inputs.mask)
+        if inputs.constraint is not None:
+            logits = constrain(logits, inputs.constraint)
         return logits
 
     def _weights(self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]) -> torch.Tensor:
-        """Stage 6, for all rows; those of a greedy row are not used. What is 0 may not be drawn."""
+        """Stage 7, for all rows; those of a greedy row are not used. What is 0 may not be drawn."""
         temperature = random.temperature.masked_fill(random.temperature == 0, 1.0)
         weights = softmax_weights(logits, temperature)
         if inputs.top is not None:

@@ -96,6 +96,18 @@ class MaskStage(NamedTuple, Generic[A]):
     tokens: A
 
 
+class ConstraintStage(NamedTuple, Generic[A]):
+    """Rows that may sample some tokens only: those that a grammar allows next.
+
+    Args:
+        rows: [C] int32.
+        masks: [C × words] int32, one bit a token, see `minisgl.core.MaskMaker`.
+    """
+
+    rows: A
+    masks: A
+
+
 class LogprobStage(NamedTuple, Generic[A]):
     """Log-probabilities to report.
 
@@ -133,7 +145,7 @@ class SamplingStages(Generic[A]):
     """The stages of one step in the order in which they are applied (see `minisgl.engine.sampler`), None where unused.
 
     Args:
-        logprobs, bias, penalties, mask, random, top: the stages.
+        logprobs, bias, penalties, mask, constraint, random, top: the stages.
         min_p: [S] float32, 0 where it is off.
     """
 
@@ -141,20 +153,27 @@ class SamplingStages(Generic[A]):
     bias: BiasStage[A] | None = None
     penalties: PenaltyStage[A] | None = None
     mask: MaskStage[A] | None = None
+    constraint: ConstraintStage[A] | None = None
     random: RandomStage[A] | None = None
     top: TopStage[A] | None = None
     min_p: A | None = None
 
     @property
     def all_greedy(self) -> bool:
-        """True if every row takes its likeliest token (after bias, penalties and mask)."""
+        """True if every row takes its likeliest token (after bias, penalties, mask and constraint)."""
         return self.random is None
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """True if a stage between the model's logits and the choice among them changes some: bias to constraint."""
+        stages = (self.bias, self.penalties, self.mask, self.constraint)
+        return any(stage is not None for stage in stages)
 
     @property
     def needs_only_temperatures(self) -> bool:
         """True if the random stage is the only one, or there is none."""
-        others = (self.logprobs, self.bias, self.penalties, self.mask, self.top, self.min_p)
-        return all(stage is None for stage in others)
+        others = (self.logprobs, self.top, self.min_p)
+        return not self.adjusts_logits and all(stage is None for stage in others)
 
 
 class SamplingInputs(SamplingStages[torch.Tensor]):
@@ -178,6 +197,11 @@ class SamplingRows(SamplingStages[npt.NDArray[Any]]):
     """`SamplingStages` on the host, and the way to the device: ``rows.unpack(copy of rows.pack())``."""
 
     __slots__ = ()
+
+    def constrained(self, rows: Int32Array, masks: Int32Array) -> SamplingRows:
+        """The same stages and a `ConstraintStage`."""
+        stage: ConstraintStage[npt.NDArray[Any]] = ConstraintStage(rows, masks)
+        return SamplingRows(**self._map(lambda array: array) | {"constraint": stage})
 
     def pack(self) -> Int32Array:
         """All arrays of all stages as one int32[words]; empty for a batch that is greedy and nothing else."""

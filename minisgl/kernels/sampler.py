@@ -16,7 +16,8 @@ class FusedSampler(DefaultSampler):
     """The stages of `DefaultSampler`, with temperature and draw as one pass over the logits.
 
     Top-k, top-p and min-p are a threshold that this pass compares with, found in two launches and without sorting. A
-    batch that needs nothing else never leaves the model's dtype. Biases, penalties and masks are the default sampler's.
+    batch that needs nothing else never leaves the model's dtype. Biases, penalties, masks and constraints are the
+    default sampler's.
 
     The same seed draws the same token as with the default sampler, unless the first two arrivals of the race lie
     within rounding error of each other, or a token within that of where top-p or min-p end.
@@ -30,9 +31,7 @@ class FusedSampler(DefaultSampler):
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
         """See `minisgl.engine.Sampler.sample`."""
-        adjusted = logits
-        if inputs.bias is not None or inputs.penalties is not None or inputs.mask is not None:
-            adjusted = self._adjust(logits, inputs, history)
+        adjusted = self._adjust(logits, inputs, history) if inputs.adjusts_logits else logits
         thresholds = None
         if inputs.random is not None and (inputs.top is not None or inputs.min_p is not None):
             thresholds = find_thresholds(adjusted, inputs.random.temperature, inputs.top, inputs.min_p)

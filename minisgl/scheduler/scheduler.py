@@ -12,10 +12,12 @@ import time
 import numpy as np
 
 from minisgl.core.batch import Batch, StepResult
+from minisgl.core.constraint import MaskMaker
 from minisgl.core.request import FinishReason, Int32Array, Request, RequestState
 from minisgl.core.table import RunningTable
 from minisgl.errors import InvariantError
 from minisgl.scheduler.admission import Admitter
+from minisgl.scheduler.constraints import Constraints
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MAX_BYPASS, Load, Policy
 from minisgl.scheduler.queue import WaitingQueue
@@ -38,6 +40,7 @@ class Scheduler:
         policy: order, composition and admission.
         max_prefill_tokens: most prompt tokens a step.
         max_queued_requests: limit of the queue.
+        make_masks: for requests with constraints; without it there may be none.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Scheduler:
         policy: Policy,
         max_prefill_tokens: int = 8192,
         max_queued_requests: int = 65536,
+        make_masks: MaskMaker | None = None,
     ) -> None:
         self.table = table
         self.memory = memory
@@ -55,6 +59,7 @@ class Scheduler:
         self.waiting = WaitingQueue(max_queued_requests)
         self._admitter = Admitter(table, memory, self.waiting, policy)
         self._account = policy.account
+        self._constraints = Constraints(table, make_masks)
         self.requests: dict[int, Request] = {}
         """All unfinished requests by uid."""
         self._prefill_steps = 0
@@ -121,7 +126,7 @@ class Scheduler:
         num_decode = len(rows.slots)
         if plan.prefill_tokens > 0:
             self._add_prefills(rows, plan.prefill_tokens)
-        if not rows.slots:
+        if not rows.slots and not plan.decode:
             self._add_decodes(rows)
             num_decode = len(rows.slots)
         if not rows.slots:
@@ -130,7 +135,9 @@ class Scheduler:
         self.table.in_flight[rows.slots] += 1
         self._output.decode_tokens += num_decode
         self._output.prefill_tokens += sum(rows.q_lens) - num_decode
-        return rows.build(num_decode, self.table, self.memory.page_table)
+        batch = self._constraints.add_masks(rows.build(num_decode, self.table, self.memory.page_table))
+        self._output.constrained_rows += len(batch.mask_rows)
+        return batch
 
     def _load(self) -> Load:
         slots = self.table.slots
@@ -160,7 +167,8 @@ class Scheduler:
     def _decoding(self) -> Int32Array:
         """Active slots that decode; one whose last token is being sampled right now has nothing left to do."""
         slots = self.table.slots
-        return slots[~self.table.prefilling[slots] & (self.table.token_len[slots] < self.table.max_len[slots])]
+        unfinished = self.table.token_len[slots] < self.table.max_len[slots]
+        return self._constraints.ready(slots[~self.table.prefilling[slots] & unfinished])
 
     def _make_room(self, slots: Int32Array) -> Int32Array:
         """Give each row the page that its next token needs, preempting the last to come while there are too few.
@@ -268,12 +276,15 @@ class Scheduler:
         table.known_len[slots] = known + 1
         stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
         full = known + 1 >= table.max_len[slots]
+        ends = self._constraints.accept(slots, tokens)
+        stopped[list(ends)] = True
 
         self._stamp_first_tokens(slots[known == table.prompt_len[slots]])
         self._report(slots, tokens, live.tolist(), result)
         for i in np.flatnonzero(stopped | full).tolist():
-            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
-            self.finish(table.request(int(slots[i])).uid, reason)
+            error = ends.get(i)
+            reason = FinishReason.ERROR if error else FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            self.finish(table.request(int(slots[i])).uid, reason, error)
         self._release_idle(batch.slots)
 
     def fail(self, batch: Batch, error: str) -> None:

@@ -74,9 +74,11 @@ class StepOutput:
         events: new tokens of watched requests, in batch order.
         finished: requests that ended, for whatever reason, each exactly once in the engine's life.
         prefill_tokens, decode_tokens: tokens that were fed.
+        constrained_rows: rows that a step was scheduled to sample under a constraint, each with a mask of its own.
     """
 
     events: list[TokenEvent] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    constrained_rows: int = 0

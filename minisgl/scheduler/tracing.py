@@ -28,6 +28,7 @@ def recorded(trace: Trace, loop: EngineLoop | OverlapLoop, engine: Engine | None
     - on the track ``host``, the spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` says
       what was launched: ``rows``, ``tokens``, and in the order of the rows ``uids``, tokens ``fed``, and positions
       ``cached`` in the KV cache before them. The first ``decode`` rows are decode rows, the others prefill;
+      ``constrained`` rows sample under a mask, which was made within ``schedule``;
     - on the track ``device``, if there is an engine, one span: ``decode``, ``prefill`` or ``mixed``;
     - on the track ``requests``, the instants ``admit``, ``preempt`` and ``finish``, with the ``uid``, and the last with
       the ``reason``.
@@ -129,6 +130,7 @@ class _RecordedExecutor:
             "uids": self._table.arrival[batch.slots].tolist(),
             "fed": batch.q_lens.tolist(),
             "cached": (batch.seq_lens - batch.q_lens).tolist(),
+            "constrained": len(batch.mask_rows),
         }
         with self._steps.trace.span("launch", **args):
             pending = self._executor.launch(batch)

@@ -40,6 +40,11 @@ class Tokenizer:
         return self._backend is not None
 
     @property
+    def backend(self) -> Any:
+        """What transformers made of the tokenizer files, None where there are none."""
+        return self._backend
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return len(self._require("prompt"))

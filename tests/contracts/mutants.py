@@ -9,6 +9,8 @@ import torch
 
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
+from minisgl.engine.sampler import DefaultSampler, SampledTokens
+from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
 from minisgl.kvcache.eviction import LeastRecentlyUsed
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
@@ -75,6 +77,26 @@ class SearchesItsHistory(LeastRecentlyUsed):
     def on_use(self, now: int, uses: int) -> int:
         self.history.append(now)
         return max(each for each in self.history)
+
+
+# -- samplers ------------------------------------------------------------------------------------------------------
+
+
+class ForgetsTheConstraints(DefaultSampler):
+    """Every token may follow."""
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+        return super().sample(logits, replace(inputs, constraint=None), history)
+
+
+class ConstrainsTheFirstRows(DefaultSampler):
+    """Takes the masks in order for those of the first rows."""
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+        if inputs.constraint is not None:
+            rows = torch.arange(len(inputs.constraint.rows), device=logits.device)
+            inputs = replace(inputs, constraint=inputs.constraint._replace(rows=rows))
+        return super().sample(logits, inputs, history)
 
 
 # -- attention backends --------------------------------------------------------------------------------------------

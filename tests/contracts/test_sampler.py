@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,9 +145,9 @@ def test_seeds_and_positions_draw_differently(sampler: Sampler) -> None:
 
 def test_the_logits_are_not_changed(sampler: Sampler, logits: torch.Tensor) -> None:
     params = random(top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0, logit_bias={1: 1.0}, min_tokens=3, logprobs=1)
-    batch = logits.repeat(2, 1)
-    sample(sampler, batch, [Row(params, stop_ids=(2,)), Row()])
-    assert torch.equal(batch, logits.repeat(2, 1))
+    batch = logits.repeat(3, 1)
+    sample(sampler, batch, [Row(params, stop_ids=(2,)), Row(), Row(allowed=(1, 2))])
+    assert torch.equal(batch, logits.repeat(3, 1))
 
 
 def test_narrow_logits_are_computed_with_in_float32(sampler: Sampler) -> None:
@@ -177,6 +178,78 @@ def test_stop_tokens_wait_for_min_tokens(sampler: Sampler) -> None:
 def test_a_bias_does_not_lift_the_mask(sampler: Sampler) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=1, logit_bias={1: 100.0})
     assert sample(sampler, torch.zeros(4), [Row(params, stop_ids=(1,))]) == [0]
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 33, 50, 64, 1000])
+def test_a_constrained_row_takes_the_likeliest_token_that_it_may(sampler: Sampler, vocab: int) -> None:
+    """Each token alone, so that each bit of a mask counts, the sign bit of a word as well."""
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(6))
+    rows = [Row(allowed=(token,)) for token in range(vocab)]
+    assert sample(sampler, logits, rows) == list(range(vocab))
+    halves = [tuple(range(0, vocab, 2)), tuple(range(1, vocab, 2)), tuple(range(vocab))]
+    expected = [max(half, key=logits.tolist().__getitem__) for half in halves]
+    assert sample(sampler, logits, [Row(allowed=half) for half in halves]) == expected
+
+
+@pytest.mark.parametrize("params", [random(), random(top_k=3), random(top_p=0.6), random(min_p=0.3), random(0.2)])
+def test_a_constrained_row_draws_among_the_tokens_that_it_may(sampler: Sampler, params: SamplingParams) -> None:
+    """What is masked counts neither for top-k nor for top-p nor for min-p: as if there were no other tokens."""
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(7)) * 2
+    allowed = tuple(logits.argsort(descending=True)[10:30].tolist())
+    kept = logits.clone()
+    kept[[token for token in range(VOCAB) if token not in allowed]] = float("-inf")
+    seeds = range(2000)
+    constrained = sample(sampler, logits, [Row(params, seed=seed, allowed=allowed) for seed in seeds])
+    assert constrained == sample(sampler, kept, [Row(params, seed=seed) for seed in seeds])
+    assert set(constrained) <= set(allowed)
+    assert len(set(constrained)) > 1
+
+
+def test_neither_bias_nor_penalty_lifts_a_constraint(sampler: Sampler) -> None:
+    params = SamplingParams(temperature=0.0, logit_bias={1: 100.0, 3: 1.0}, repetition_penalty=0.1)
+    assert sample(sampler, torch.ones(6), [Row(params, output=(0, 0), allowed=(2, 3, 4))]) == [3]
+
+
+def test_a_constraint_and_min_tokens_both_count(sampler: Sampler) -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=2)
+    logits = torch.tensor([0.0, 9.0, 8.0, 1.0])
+    rows = [Row(params, stop_ids=(1,), index=index, allowed=(1, 3)) for index in (1, 2)]
+    assert sample(sampler, logits, rows) == [3, 1]
+
+
+def test_a_constraint_is_of_its_row_alone(sampler: Sampler) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(30, VOCAB, generator=generator)
+    kinds = [SamplingParams(temperature=0.0), random(), random(top_k=5), random(min_p=0.1, presence_penalty=0.5)]
+    rows = [Row(kinds[i % 4], output=(3, 4), seed=i) for i in range(30)]
+    constrained = [replace(row, allowed=(i, i + 1)) if i % 3 == 0 else row for i, row in enumerate(rows)]
+    free, mixed = sample(sampler, logits, rows), sample(sampler, logits, constrained)
+    for i in range(30):
+        if i % 3 == 0:
+            assert mixed[i] in (i, i + 1)
+            assert mixed[i] == sample(sampler, logits[i : i + 1], [constrained[i]])[0]
+        else:
+            assert mixed[i] == free[i]
+
+
+def test_logprobs_of_a_constrained_row_are_the_models_own(sampler: Sampler, logits: torch.Tensor) -> None:
+    least = int(logits.argmin())
+    params = SamplingParams(temperature=0.0, logprobs=1)
+    tokens, logprobs = sample_with_logprobs(sampler, logits, [Row(params, allowed=(least,))])
+    assert tokens == [least]
+    assert logprobs is not None
+    assert logprobs[0] is not None
+    assert logprobs[0].logprob == pytest.approx(logits.log_softmax(-1)[least].item(), abs=1e-5)
+    assert logprobs[0].top[0][0] == int(logits.argmax())
+
+
+def test_a_row_that_may_sample_nothing_spares_the_others(sampler: Sampler, logits: torch.Tensor) -> None:
+    """Its token means nothing, but it is one of the vocabulary."""
+    for params in (SamplingParams(temperature=0.0), random(), random(top_k=3, top_p=0.5, min_p=0.1)):
+        alone = sample(sampler, logits, [Row(params, seed=1)])
+        tokens = sample(sampler, logits, [Row(params, seed=1), Row(params, allowed=())])
+        assert tokens[:1] == alone
+        assert 0 <= tokens[1] < VOCAB
 
 
 def test_penalties_against_a_loop_over_tokens(sampler: Sampler) -> None:

@@ -13,6 +13,7 @@ SUITES = Path(__file__).parent
 CACHES = "test_prefix_cache.py"
 EVICTIONS = "test_eviction_policy.py"
 BACKENDS = "test_attention_backend.py"
+SAMPLERS = "test_sampler.py"
 ARCHITECTURES = "test_architecture.py"
 
 
@@ -75,6 +76,21 @@ def test_a_broken_eviction_policy_fails(mutant: str, broken: set[str]) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken <= verdict.failed
     assert "test_policies_share_nothing" in verdict.passed, "the suite did run"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        ("ForgetsTheConstraints", "test_a_constrained_row_takes_the_likeliest_token_that_it_may"),
+        ("ConstrainsTheFirstRows", "test_a_constraint_is_of_its_row_alone"),
+    ],
+)
+def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
+    options = ("--tb=no", "-k", "constrain or greedy_rows")
+    status, verdict = grade(f"tests.contracts.mutants:{mutant}", SAMPLERS, *options)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert broken in verdict.failed
+    assert "test_greedy_rows_take_the_likeliest_token" in verdict.passed, "the suite did run"
 
 
 def test_a_right_architecture_passes() -> None:

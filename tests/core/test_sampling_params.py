@@ -29,6 +29,8 @@ GOOD: dict[str, list[Any]] = {
     "seed": [None, 0, 2**63 - 1],
     "logprobs": [None, 0, 20],
     "n": [1, 128],
+    "json_schema": [None, "{}", '{"type": "object"}', "{" + " " * 65534 + "}"],
+    "regex": [None, "a", "[0-9]+", "a" * 8192],
 }
 
 NOT_A_NUMBER: list[Any] = [None, True, False, "1", [1], NAN, INF, -INF, 1j]
@@ -59,6 +61,11 @@ BAD: dict[str, list[Any]] = {
     "seed": [*NOT_AN_INTEGER, -1, 2**63],
     "logprobs": [*NOT_AN_INTEGER, -1, 21],
     "n": [*NOT_AN_INTEGER, None, 0, -1, 129],
+    "json_schema": [
+        *(3, True, b"{}", {}, {"type": "object"}, "", "{" + " " * 65535 + "}", '{"\ud800": 1}'),
+        *("object", "[]", "true", "3", "null", '"{}"', "{}{}", '{"a": ' + "[" * 50_000, '{"a": ' + "9" * 5000 + "}"),
+    ],
+    "regex": [3, True, b"a", ["a"], "", "a" * 8193, "\udfff"],
 }
 
 
@@ -129,3 +136,11 @@ def test_an_astronomical_number_is_refused_like_any_other(field: str) -> None:
             SamplingParams(**{field: value})
         assert caught.value.field == field
         assert len(str(caught.value)) < 250
+
+
+def test_an_output_has_one_constraint_and_ends_where_it_is_complete() -> None:
+    with pytest.raises(InvalidRequest, match="regex: must not be given together with json_schema"):
+        SamplingParams(json_schema="{}", regex="a")
+    for field, text in (("json_schema", "{}"), ("regex", "a")):
+        with pytest.raises(InvalidRequest, match=f"ignore_eos: must be false with {field}"):
+            SamplingParams(**{field: text, "ignore_eos": True})

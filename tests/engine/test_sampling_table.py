@@ -160,6 +160,20 @@ def test_the_largest_values_fit_the_arrays() -> None:
     assert rows.mask is not None
 
 
+def test_masks_travel_with_the_other_stages() -> None:
+    """In a batch that needs nothing else, too."""
+    for params in (GREEDY, EVERYTHING):
+        rows = table(params, params).rows(ints(0, 1), ints(0, 2))
+        constrained = rows.constrained(ints(1), ints(-1, 5))
+        inputs = constrained.unpack(torch.from_numpy(constrained.pack()))
+        assert inputs.constraint is not None
+        assert [part.tolist() for part in inputs.constraint] == [[1], [-1, 5]]
+        assert not constrained.needs_only_temperatures
+        assert constrained.adjusts_logits
+        assert rows.constraint is None
+        assert [constrained.bias, constrained.random] == [rows.bias, rows.random]
+
+
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_unpack_undoes_pack_wherever_the_words_lie(offset: int) -> None:
     rows = table(GREEDY, EVERYTHING, SamplingParams()).rows(ints(2, 1, 0), ints(0, 2, 0))

@@ -14,6 +14,7 @@ from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.prefix import PREFIX_CACHES
 from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
 from tests.fake_executor import FaultyExecutor, ShadowExecutor, expected_output
+from tests.rule import CountingMaskMaker, Rule
 
 assert radix  # imported, as the next one, for their registration
 assert block_hash
@@ -50,7 +51,9 @@ class Harness:
         self.table = RunningTable(max_running, max_seq_len)
         self.memory = KVMemory(num_pages, self.table, PREFIX_CACHES.get(prefix_cache)(page_size))
         policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        self.scheduler = Scheduler(self.table, self.memory, policy, max_prefill_tokens, max_queued)
+        self.make_masks = CountingMaskMaker()
+        limits = (max_prefill_tokens, max_queued)
+        self.scheduler = Scheduler(self.table, self.memory, policy, *limits, self.make_masks)
         width = self.memory.page_table.rows.shape[1]
         self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
         self.vocab = vocab
@@ -59,9 +62,23 @@ class Harness:
         self.finished: dict[int, Request] = {}
         self.seen: dict[int, list[int]] = defaultdict(list)
         """Tokens that were reported of watched requests, by uid."""
+        self._rules: dict[int, tuple[int, int | None]] = {}
+        """Seed and breaking point of the rules of constrained requests, by uid."""
         self._next_uid = 0
 
-    def add(self, prompt: list[int], max_tokens: int = 4, stop_ids: tuple[int, ...] = (), **fields: object) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        stop_ids: tuple[int, ...] = (),
+        rule: int | None = None,
+        breaks_at: int | None = None,
+        **fields: object,
+    ) -> Request:
+        """Enqueue a request, with a `Rule` of that seed if there is one."""
+        if rule is not None:
+            fields["constraint"] = Rule(self.vocab, rule, breaks_at)
+            self._rules[self._next_uid] = rule, breaks_at
         request = Request(
             uid=self._next_uid,
             prompt=np.asarray(prompt, dtype=np.int32),
@@ -126,10 +143,15 @@ class Harness:
     def assert_output(self, request: Request) -> None:
         """The request generated what its prompt demands: all of it, or a prefix if it was cut short."""
         length = request.max_len - request.prompt_len
-        expected = expected_output(request.prompt.tolist(), length, self.vocab, request.stop_ids)
+        seed = self._rules.get(request.uid)
+        rule = None if seed is None else Rule(self.vocab, *seed)
+        expected = expected_output(request.prompt.tolist(), length, self.vocab, request.stop_ids, rule)
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert request.output == expected
-            stopped = expected[-1] in request.stop_ids
+            assert rule is None or rule.error is None
+            stopped = expected[-1] in request.stop_ids or (rule is not None and rule.finished)
             assert request.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         else:
             assert request.output == expected[: len(request.output)]
+        if isinstance(request.constraint, Rule):
+            assert request.constraint.accepted == request.output, "a constraint follows each token once"

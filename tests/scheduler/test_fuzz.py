@@ -39,9 +39,12 @@ class EngineLife(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         stop=st.sampled_from([(), (), (0,)]),
         watched=st.booleans(),
+        rule_seed=st.none() | st.integers(0, 20),
     )
-    def arrive(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], watched: bool) -> None:
-        self.requests.append(self.harness.add(prompt, max_tokens, stop, watched=watched))
+    def arrive(
+        self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], watched: bool, rule_seed: int | None
+    ) -> None:
+        self.requests.append(self.harness.add(prompt, max_tokens, stop, rule_seed, watched=watched))
 
     @rule(copy_of=st.integers(0, 30), extra=st.lists(st.integers(0, VOCAB - 1), max_size=6))
     def arrive_with_shared_prefix(self, copy_of: int, extra: list[int]) -> None:

@@ -1,0 +1,79 @@
+"""Requests that may not generate every token: when they run, what they may sample, and when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from minisgl.core.batch import Batch
+from minisgl.core.constraint import MaskMaker, TokenConstraint
+from minisgl.core.request import Int32Array
+from minisgl.core.table import RunningTable
+
+
+class Constraints:
+    """The constraints of the running requests. All of their work is the host's.
+
+    What may follow a token is known once the host has seen it. Where steps overlap (chapter 12), a constrained row is
+    therefore left out of the step that is launched while its last token is still being sampled, and is in the one
+    after that; the other rows run in every step.
+
+    Args:
+        table: the running requests.
+        make_masks: of the constraints in use.
+    """
+
+    def __init__(self, table: RunningTable, make_masks: MaskMaker | None) -> None:
+        self._table = table
+        self._make_masks = make_masks
+        self._held_back = False
+
+    def ready(self, slots: Int32Array) -> Int32Array:
+        """Those of ``slots``, which could decode, whose masks can be made now.
+
+        Constrained rows that are out of step with each other would share the steps between them, and read the model's
+        weights twice as often as they have to. So the ones that are ready wait for the others, but for one step only:
+        a stream of new requests holds nobody up.
+        """
+        table = self._table
+        constrained = table.constrained[slots]
+        unseen = constrained & (table.known_len[slots] < table.token_len[slots])
+        hold_back = bool(unseen.any()) and bool((constrained & ~unseen).any()) and not self._held_back
+        self._held_back = hold_back
+        return slots[~(constrained if hold_back else unseen)]
+
+    def add_masks(self, batch: Batch) -> Batch:
+        """The step, with a mask for each constrained row that samples."""
+        sampled = batch.slots[batch.sample_rows]
+        rows = np.flatnonzero(self._table.constrained[sampled]).astype(np.int32)
+        if len(rows) == 0:
+            return batch
+        assert self._make_masks is not None, "a request has a constraint, and the scheduler nothing to make masks with"
+        masks = self._make_masks(self._constraints_of(sampled[rows]))
+        return replace(batch, mask_rows=rows, masks=masks.reshape(-1))
+
+    def accept(self, slots: Int32Array, tokens: Int32Array) -> dict[int, str | None]:
+        """Tell the constraints of their requests' new tokens, each exactly once.
+
+        Args:
+            slots: int32[n].
+            tokens: int32[n].
+
+        Returns:
+            By index, requests that end with these tokens: None where the output is complete, else what went wrong.
+        """
+        rows = np.flatnonzero(self._table.constrained[slots])
+        ends: dict[int, str | None] = {}
+        for row, token, constraint in zip(
+            rows.tolist(), tokens[rows].tolist(), self._constraints_of(slots[rows]), strict=True
+        ):
+            constraint.accept(token)
+            if constraint.error or constraint.finished:
+                ends[row] = constraint.error
+        return ends
+
+    def _constraints_of(self, slots: Int32Array) -> Sequence[TokenConstraint]:
+        found = (self._table.request(slot).constraint for slot in slots.tolist())
+        return [constraint for constraint in found if constraint is not None]

@@ -1,0 +1,115 @@
+"""Constrained rows: each token is sampled under the mask of its own place, whenever rows run; others do not notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from minisgl.core import FinishReason
+from tests.fake_executor import Fault
+from tests.rule import Rule
+from tests.scheduler.harness import DELAYS, Harness
+
+NEVER_DONE = 3
+"""Seed of a rule without an end."""
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("policy", ["prefill-first", "mixed", "static"])
+@pytest.mark.parametrize("num_pages", [64, 7])
+def test_every_output_obeys_its_rule(delay: int, policy: str, num_pages: int) -> None:
+    """Prompts in chunks, more requests than slots, and, with few pages, preemption."""
+    harness = Harness(
+        policy=policy, delay=delay, num_pages=num_pages, page_size=2, max_running=3, max_prefill_tokens=4, vocab=7
+    )
+    requests = []
+    for seed in range(20):
+        prompt = [seed % 7, 1, 2, 3, seed % 5][: 1 + seed % 5]
+        rule = seed if seed % 3 else None
+        requests.append(harness.add(prompt, 1 + seed % 9, (seed % 7,) if seed % 4 == 0 else (), rule, watched=True))
+    harness.run()
+    for request in requests:
+        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        harness.assert_output(request)
+    assert {request.finish_reason for request in requests if request.constraint} == {"stop", "length"}
+    assert (sum(request.preemptions for request in requests) > 0) == (num_pages == 7)
+    harness.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_unconstrained_requests_cost_no_masks_and_constrained_ones_a_call_a_step(delay: int) -> None:
+    harness = Harness(delay=delay, max_prefill_tokens=64)
+    harness.add([1], max_tokens=5)
+    harness.run()
+    assert harness.make_masks.calls == []
+    for _ in range(3):
+        harness.add([1, 2], max_tokens=6, rule=NEVER_DONE)
+    made = 0
+    while harness.scheduler.has_work:
+        made += harness.step().constrained_rows
+    masked = [len(batch.mask_rows) for batch in harness.batches]
+    assert harness.make_masks.calls == [rows for rows in masked if rows] == [3] * 6
+    assert made == 18
+    assert all(len(batch.masks) == len(batch.mask_rows) for batch in harness.batches)
+
+
+def test_a_chunk_that_samples_nothing_has_no_mask() -> None:
+    harness = Harness(max_prefill_tokens=4)
+    harness.add([1] * 10, max_tokens=2, rule=NEVER_DONE)
+    harness.run()
+    assert [batch.mask_rows.tolist() for batch in harness.batches] == [[], [], [0], [0]]
+
+
+def test_masks_belong_to_sampling_rows() -> None:
+    """The first row's chunk is not its last, so the second row is sampling row 0."""
+    harness = Harness(max_prefill_tokens=6, policy="mixed")
+    harness.add([2, 1], max_tokens=4)
+    harness.step()
+    harness.add([1] * 9, max_tokens=2)
+    harness.add([2] * 2, max_tokens=2, rule=NEVER_DONE)
+    harness.step()
+    harness.step()
+    batch = harness.batches[-1]
+    assert batch.slots[batch.sample_rows].tolist() == [0, 1, 2]
+    assert batch.mask_rows.tolist() == [2]
+    harness.run()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_a_broken_constraint_ends_its_own_request_with_its_error(delay: int) -> None:
+    harness = Harness(delay=delay)
+    others = [harness.add([1, 2], max_tokens=9), harness.add([1, 2], max_tokens=9, rule=NEVER_DONE)]
+    broken = harness.add([1, 2], max_tokens=9, rule=NEVER_DONE, breaks_at=3)
+    harness.run()
+    assert (broken.finish_reason, broken.error) == (FinishReason.ERROR, "the rule is broken")
+    assert len(broken.output) == 3
+    for other in others:
+        assert other.finish_reason is FinishReason.LENGTH
+        harness.assert_output(other)
+    harness.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_an_abort_and_a_failure_between_a_row_and_its_mask(delay: int) -> None:
+    for steps in range(5):
+        harness = Harness(delay=delay)
+        aborted, failed = (harness.add([1, seed], max_tokens=9, rule=NEVER_DONE) for seed in (1, 2))
+        for _ in range(steps):
+            harness.step()
+        harness.abort(aborted)
+        harness.faulty.fault = Fault(at_launch=False, error=RuntimeError("broken"))
+        harness.run()
+        assert aborted.finish_reason is FinishReason.ABORT
+        assert failed.finish_reason is FinishReason.ERROR
+        for request in (aborted, failed):
+            harness.assert_output(request)
+        harness.assert_idle_and_clean()
+
+
+def test_a_slot_forgets_the_constraint_of_its_last_request() -> None:
+    harness = Harness(max_running=1)
+    constrained, free = harness.add([1, 2], rule=NEVER_DONE), harness.add([1, 2])
+    harness.run()
+    assert isinstance(constrained.constraint, Rule)
+    assert len(constrained.constraint.accepted) == 4
+    assert len(harness.make_masks.calls) == 4
+    harness.assert_output(free)
