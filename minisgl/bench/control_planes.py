@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from minisgl.bench.report import Cell
+from minisgl.bench.report import Cell, Table
 from minisgl.core.batch import Admission, Batch, build_batch
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.distributed import CONTROL_PLANES
@@ -39,29 +38,22 @@ class Listening(msgspec.Struct, frozen=True):
     reports: int
 
 
-@dataclass(slots=True)
-class Planes:
-    """Rows of a table."""
-
-    columns: tuple[str, ...] = ("control plane", "step", "bytes", "ranks", "median", "95 %")
-    rows: list[list[Cell]] = field(default_factory=list)
-
-
-def measure_planes(ranks: Sequence[int], steps: int) -> Planes:
+def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """Microseconds from a `Batch` in the driver to the same `Batch` in the last of the ranks.
 
     Args:
         ranks: numbers of ranks.
         steps: that are sent of each kind.
     """
-    planes = Planes()
+    rows: list[list[Cell]] = []
     for size in ranks:
         for plane in CONTROL_PLANES.names():
             for kind, batch in (("decode", decode_batch_of(256)), ("prefill", prefill_batch_of(8, 1024))):
                 taken = sorted(_times(plane, size, batch, steps))
                 cells = (statistics.median(taken), taken[int(0.95 * len(taken))])
-                planes.rows.append([plane, kind, len(encode_batch(batch)), size, *cells])
-    return planes
+                rows.append([plane, kind, len(encode_batch(batch)), size, *cells])
+    columns = ["control plane", "step", "bytes", "ranks", "median", "95 %"]
+    return Table("from a step decided to the last rank that has it, µs", columns, rows)
 
 
 def _times(plane: str, size: int, batch: Batch, steps: int) -> list[float]:
@@ -78,10 +70,8 @@ def _times(plane: str, size: int, batch: Batch, steps: int) -> list[float]:
             time.sleep(_PAUSE)
             decided = time.monotonic_ns()
             driver.send(encode_batch(batch), _TIMEOUT)
-            heard = [
-                report.digest for report in (reader.read(_TIMEOUT) for reader in readers) if isinstance(report, Stepped)
-            ]
-            taken.append((max(heard) - decided) / 1e3)
+            heard = [reader.read(_TIMEOUT) for reader in readers]
+            taken.append((max(each.digest for each in heard if isinstance(each, Stepped)) - decided) / 1e3)
     return taken[_WARM_UP:]
 
 

@@ -59,18 +59,14 @@ def run_tp(
         for name in workloads
         for size in sorted(ranks)
     ]
-    targets = [
-        Target(
-            f"{model} over {size}, {name}, {WORKLOADS[name].unit}", medians[key], aim, WORKLOADS[name].more_is_better
-        )
-        for key, aim in TARGETS.items()
-        if key in medians and torch.cuda.is_available()
-        for model, size, name in (key,)
-    ]
-    planes = measure_planes([size for size in sorted(ranks) if size > 1], steps)
+    targets = []
+    for (model, size, name), aim in TARGETS.items():
+        if (model, size, name) in medians and torch.cuda.is_available():
+            title = f"{model} over {size}, {name}, {WORKLOADS[name].unit}"
+            targets.append(Target(title, medians[model, size, name], aim, WORKLOADS[name].more_is_better))
     tables = [
         Table("workloads", ["model", "workload", "ranks", "median", "unit", "of linear, %"], rows),
-        Table("from a step decided to the last rank that has it, µs", list(planes.columns), planes.rows),
+        measure_planes([size for size in sorted(ranks) if size > 1], steps),
     ]
     summaries = {**{name: WORKLOADS[name].summary for name in workloads}, **STEPS}
     return Report("tp", {"options": dict(options), "workloads": summaries, "steps": steps}, tables, targets, samples)
