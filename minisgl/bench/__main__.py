@@ -14,6 +14,7 @@ import psutil
 import torch
 from rich.console import Console
 
+from minisgl.bench.all_reduce import run_all_reduce
 from minisgl.bench.attention import run_attention
 from minisgl.bench.attention_steps import run_attention_steps
 from minisgl.bench.compare import run_compare
@@ -85,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     batch_one.add_argument("--lengths", type=int, nargs="+", default=(1, 640, 2000), help="two or more, of the row")
     batch_one.add_argument("--repeat", type=int, default=5, help="measurements of each, of which the median counts")
     batch_one.set_defaults(run=_batch_one)
+
+    reduce = command(
+        "all-reduce", "sums over the GPUs of one host: NCCL and peer memory, alone and with the norm after"
+    )
+    reduce.add_argument("--ranks", type=int, nargs="+", default=(2, 4), help="numbers of GPUs")
+    reduce.set_defaults(run=lambda options: run_all_reduce(options.ranks))
 
     attention = command("attention", "attention alone: every backend on the same decode and prefill steps")
     attention.add_argument("--backend", nargs="*", default=[], help="names; all that can run here if there are none")

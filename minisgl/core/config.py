@@ -70,8 +70,9 @@ class EngineConfig:
         tensor_parallel_size: ranks that share the model, each on a GPU of its own, or as a process on the CPU.
         control_plane: how ranks are told of the next step: ``"shared-memory"``, ``"zmq"``, or another registered name.
         all_reduce: how ranks add up what they have computed: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
-            ``"ring"`` (sends and receives, between CPU ranks) or another registered name; ``"auto"`` takes what is
-            fastest on the device.
+            ``"ring"`` (sends and receives, between CPU ranks), ``"peer-memory"`` (between GPUs, kernels of our own for
+            all but the largest tensors, which NCCL takes) or another registered name; ``"auto"`` takes what is fastest
+            on the device.
         distributed_timeout: seconds that a rank waits for another one in a collective, before the engine ends.
         verify_ranks: compare after every step what each rank was told and what it sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than

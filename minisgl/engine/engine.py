@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,9 @@ class Engine:
         self.kv_dtype = resolve_kv_dtype(config.kv_dtype, self.dtype, self.device)
         self.max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
         make_sampler = SAMPLERS.get(config.sampler)
+        if self.device.type == "cuda":  # what is gone may linger in a cycle, its memory in PyTorch's cache
+            gc.collect()
+            torch.cuda.empty_cache()
         free_before = free_memory(self.device)
         check_balance(free_before, communicator, self.device)
 

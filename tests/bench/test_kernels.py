@@ -23,7 +23,10 @@ def test_every_kernel_and_every_choice_of_fusions_is_measured() -> None:
     names = ["add + RMSNorm", "RoPE + store", "SiLU·mul"]
     samples = ["greedy sample", "random sample", "top-k 50, top-p sample", "top-p sample"]
     assert [row[0] for row in kernels.rows] == [*names, *names, *samples]
-    assert all(isinstance(cell, float) and cell > 0 for row in kernels.rows for cell in row[2:])
+    assert all(isinstance(cell, float) and cell > 0 for row in kernels.rows for cell in row[2:-1])
+    compiled = [row[-1] for row in kernels.rows if row[-1] != "fails"]  # which depends on PyTorch's version
+    assert len(compiled) >= 2 * len(names)
+    assert all(isinstance(cell, float) and cell > 0 for cell in compiled)
     assert [row[0] for row in experts.rows] == [1]
     assert all(isinstance(cell, float) and cell > 0 for row in experts.rows for cell in row[1:])
     for layer in layers:

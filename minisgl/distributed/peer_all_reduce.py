@@ -1,0 +1,164 @@
+"""All-reduce over peer memory: for the small messages of decode steps, where latency is all that counts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import triton
+
+from minisgl.distributed.peer_layout import PeerLayout
+from minisgl.distributed.peer_memory import share_memory
+from minisgl.distributed.peer_one_shot import one_shot_kernel
+from minisgl.distributed.peer_two_shot import two_shot_kernel
+from minisgl.errors import EngineDead
+from minisgl.kernels.launch import check_device, launch_early
+
+ONE_SHOT_BYTES = {2: 1536 << 10, 4: 368 << 10, 8: 128 << 10}
+"""Up to how many bytes one shot is faster than two, by ranks. ``benchmarks/results/all-reduce.json`` has the crossings
+of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB. For 8, which were not at hand, this is
+reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot sends twice the data to each peer."""
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_MOST_POLLS = 1 << 25
+"""About 20 s of looking for a signal, at some 0.6 µs a look."""
+
+_WORDS = 256
+"""Of a program of the one-shot kernel."""
+
+_ELEMENTS = (4096, 2048)
+"""Of a row of the two-shot kernel where rows have no meaning: the first with which half of its programs have work."""
+
+
+class PeerAllReduce:
+    """Sum over the ranks of one host, by kernels that write into the memory of one another's devices.
+
+    All ranks make the same calls with the same shapes in the same order on one stream, or record them in graphs and
+    replay those in the same order. All get the same bits: a sum is taken in float32, in the order of the ranks, and
+    rounded once, whichever way it is taken.
+
+    Args:
+        group: of the ranks, who meet over it before the first call and after the last.
+        device: of this rank.
+        max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
+        one_shot_bytes: of the largest tensor that is reduced in one shot; None: what was measured.
+        most_polls: how often a kernel looks for the signal of a peer before it gives up; see `check`.
+
+    Raises:
+        ConfigError: the device has no kernels, or ranks cannot share memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        max_bytes: int,
+        one_shot_bytes: int | None = None,
+        most_polls: int = _MOST_POLLS,
+    ) -> None:
+        check_device(device)
+        self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        limit = ONE_SHOT_BYTES.get(ranks, min(ONE_SHOT_BYTES.values())) if one_shot_bytes is None else one_shot_bytes
+        self._layout = PeerLayout(ranks, min(limit, max_bytes), max_bytes)
+        self._device = device
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        )
+        self._memory = share_memory(self._layout.nbytes, group, device)
+        self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
+        self._state = torch.tensor([0, most_polls], dtype=torch.int64, device=device)
+        self._lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether `all_reduce` takes this tensor; every rank gets the same answer for the same shape."""
+        return x.dtype in _DTYPES and x.is_contiguous() and self._layout.fits(x.nbytes)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, a new tensor like ``x``, which must fit."""
+        return self.one_shot(x) if self._layout.fits_one_shot(x.nbytes) else self.two_shot(x)
+
+    def one_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """`all_reduce` as in `minisgl.distributed.peer_one_shot`."""
+        out, words = torch.empty_like(x), x.nbytes // 4
+        one_shot_kernel[(triton.cdiv(words, _WORDS),)](
+            x, out, self._peers, self._state, self._lost, words,
+            CAPACITY=self._layout.capacity, RANK=self._rank, RANKS=self._layout.ranks, BLOCK=_WORDS,
+            num_warps=4, **launch_early(x),
+        )  # fmt: skip
+        return out
+
+    def two_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """`all_reduce` as in `minisgl.distributed.peer_two_shot`."""
+        out, programs = torch.empty_like(x), 2 * self._processors
+        for elements in _ELEMENTS:
+            if x.numel() >= elements * self._layout.ranks * programs // 2:
+                break
+        self._launch(x, x, x, out, out, programs, SIZE=elements, NORM=False, ADD=False, EPS=0.0, num_warps=8)
+        return out
+
+    def fits_norm(self, x: torch.Tensor) -> bool:
+        """Whether `add_and_norm` takes this tensor, [T, size], and is faster than one step after the other. Few rows
+        are not: a norm takes whole rows, a program each, while one shot spreads a row over many."""
+        rows, row_bytes = len(x), x[0].nbytes
+        return self.fits(x) and not self._layout.fits_one_shot(x.nbytes) and self._layout.fits_rows(rows, row_bytes)
+
+    def add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over all ranks, add the residual stream and normalise, in two shots with the norm between them.
+
+        Each rank does this for its own rows, those with row % ranks == rank, and hands out what it has normalised. So
+        the residual stream that comes out is complete on no rank: it goes into the next call with as many rows, and
+        nowhere else.
+
+        Args:
+            x: [T, size].
+            residual: as ``x``, or what the call before has returned; None at the stream's source.
+            weight: [size] of the norm.
+            eps: of the norm.
+
+        Returns:
+            The normalised sum, [T, size], the same bits on all ranks, and the residual stream for the next call.
+        """
+        normed, total = torch.empty_like(x), torch.empty_like(x)
+        stream, size = x if residual is None else residual, x.shape[1]
+        warps = min(max(triton.next_power_of_2(size) // 512, 1), 16)
+        self._launch(
+            x, stream, weight, normed, total, self._processors,
+            SIZE=size, NORM=True, ADD=residual is not None, EPS=eps, num_warps=warps,
+        )  # fmt: skip
+        return normed, total
+
+    def check(self) -> None:
+        """Look, without waiting for the device, whether a kernel has given a peer up.
+
+        Raises:
+            EngineDead: one has. Nothing that was computed since is of any use.
+        """
+        if self._lost.item():
+            raise EngineDead(
+                f"rank {self._rank} waited in vain for another rank in an all-reduce over peer memory: a rank has "
+                "died, or the ranks do not make the same calls; restart the engine"
+            )
+
+    def close(self) -> None:
+        """Give the memory back. A collective call, after the last all-reduce."""
+        self._memory.close()
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        most_programs: int,
+        **constants: int | float,
+    ) -> None:
+        layout, size = self._layout, int(constants["SIZE"])
+        groups = triton.cdiv(x.numel(), size * layout.ranks)
+        two_shot_kernel[(min(groups, most_programs),)](
+            x, residual, weight, out, total, self._peers, self._state, self._lost, x.numel(),
+            BLOCK=triton.next_power_of_2(size), INBOX=layout.inbox, OUTBOX=layout.outbox, PADS=layout.pads,
+            GROUPS=layout.groups, RANK=self._rank, RANKS=layout.ranks, **constants, **launch_early(x),
+        )  # fmt: skip

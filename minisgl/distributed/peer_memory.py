@@ -1,0 +1,201 @@
+"""Memory that the kernels of all ranks of a host read and write: each rank gives a piece, and maps those of the others.
+
+On GPUs a piece is ordinary device memory, handed on by CUDA's interprocess handles. It is no memory of PyTorch's
+allocator, which cuts small tensors out of large blocks, and no symmetric memory of PyTorch's, which sets NVLink's
+multicast up wherever the hardware has it: all that is used here are loads and stores. On the CPU a piece is an
+anonymous file. Either way nothing has a name that could be left behind: a piece is freed with the last process that
+maps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from minisgl.errors import ConfigError
+
+_HANDLE_BYTES = 64  # of CUDA's handles
+_ENABLE_PEER_ACCESS = 1
+
+
+class PeerMemory(Protocol):
+    """A piece of memory a rank, all of one size, zero at first.
+
+    Args:
+        addresses: where this process sees them, in the order of the ranks.
+    """
+
+    addresses: list[int]
+
+    def close(self) -> None:
+        """Unmap the pieces of the others, then give back one's own. A collective call, after the last kernel."""
+
+
+class _Mapping(Protocol):
+    """How a device hands memory from one process to another."""
+
+    def create(self, nbytes: int) -> bytes:
+        """Make this rank's piece, zero it, and return a handle of at most 64 bytes with which others open it."""
+
+    def open(self, handle: bytes | None) -> int:
+        """Address of a piece in this process; None is its own."""
+
+    def unmap(self) -> None:
+        """Let the pieces of the others go."""
+
+    def free(self) -> None:
+        """Give this rank's piece back, which nobody maps any more."""
+
+
+def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    """Allocate a piece on every rank and map them all. A collective call: all ranks make it, or none goes on.
+
+    Args:
+        nbytes: bytes a piece.
+        group: of the ranks, processes of one host and one user.
+        device: of this rank. CUDA devices must reach one another, over NVLink for speed.
+
+    Raises:
+        ConfigError: a piece could not be made or mapped, on this or on another rank, which it names.
+    """
+    mapping: _Mapping = _CudaMapping(device) if device.type == "cuda" else _FileMapping()
+    rank = dist.get_rank(group)
+    handle, problem, addresses = b"", "", []
+    try:
+        handle = mapping.create(nbytes)
+    except (OSError, ConfigError) as error:
+        problem = str(error)
+    handles = _exchange(handle, group, device)
+    failed = [peer for peer, each in enumerate(handles) if not each]
+    if not failed:
+        try:
+            addresses = [mapping.open(None if peer == rank else each) for peer, each in enumerate(handles)]
+        except (OSError, ConfigError) as error:
+            problem = str(error)
+        mapped = _exchange(b"all" if addresses else b"", group, device)  # and nobody writes before everybody has mapped
+        failed = [peer for peer, each in enumerate(mapped) if not each]
+    if failed:
+        _close(mapping, group, device)
+        raise ConfigError(
+            f"peer memory: ranks {failed} could not make or map {nbytes:,} bytes{': ' + problem if problem else ''}; "
+            "the ranks must be processes of one host whose devices reach one another; else use NCCL alone"
+        )
+    return _Mapped(addresses, mapping, group, device)
+
+
+class _Mapped:
+    def __init__(self, addresses: list[int], mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.addresses = addresses
+        self._mapping, self._group, self._device = mapping, group, device
+
+    def close(self) -> None:
+        self.addresses = []
+        _close(self._mapping, self._group, self._device)
+
+
+def _close(mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
+    mapping.unmap()
+    # CUDA leaves undefined what becomes of a piece that is freed while another process maps it.
+    _exchange(b"", group, device)
+    mapping.free()
+
+
+def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """What every rank has to say, in up to 64 bytes without zeros at the end."""
+    mine = torch.frombuffer(bytearray(message.ljust(_HANDLE_BYTES, b"\0")), dtype=torch.uint8)
+    if dist.get_backend(group) == "nccl":
+        mine = mine.to(device)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    return [bytes(each.tolist()).rstrip(b"\0") for each in everyones]
+
+
+class _FileMapping:
+    """Anonymous files, which another process of the same user opens through ``/proc`` (Linux)."""
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._files: list[int] = []
+
+    def create(self, nbytes: int) -> bytes:
+        file = os.memfd_create("minisgl-peer-memory")
+        self._files.append(file)
+        os.ftruncate(file, nbytes)
+        return f"/proc/{os.getpid()}/fd/{file}".encode()
+
+    def open(self, handle: bytes | None) -> int:
+        file = self._files[0]
+        if handle is not None:
+            file = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
+            self._files.append(file)
+        self._maps.append(mmap.mmap(file, 0))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1]))
+
+    def unmap(self) -> None:
+        self._maps = []
+
+    def free(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_byte * _HANDLE_BYTES),)
+
+
+class _CudaMapping:
+    """Interprocess handles of CUDA's driver, which are five functions of its C library."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._own: ctypes.c_uint64 | None = None
+        self._opened: list[ctypes.c_uint64] = []
+
+    def create(self, nbytes: int) -> bytes:
+        own, handle = ctypes.c_uint64(), _Handle()
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # makes the context of this device current in the driver
+            self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes))
+            self._own = own
+            self._call("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
+            torch.cuda.synchronize()
+        return bytes(handle)
+
+    def open(self, handle: bytes | None) -> int:
+        if handle is None:
+            assert self._own is not None
+            return self._own.value
+        opened = ctypes.c_uint64()
+        padded = _Handle.from_buffer_copy(handle.ljust(_HANDLE_BYTES, b"\0"))
+        with torch.cuda.device(self._device):
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), padded, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        self._opened.append(opened)
+        return opened.value
+
+    def unmap(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            for opened in self._opened:
+                self._call("cuIpcCloseMemHandle", opened)
+        self._opened = []
+
+    def free(self) -> None:
+        if self._own is not None:
+            with torch.cuda.device(self._device):
+                self._call("cuMemFree_v2", self._own)
+        self._own = None
+
+    def _call(self, function: str, *arguments: object) -> None:
+        result: int = getattr(self._driver, function)(*arguments)
+        if result != 0:
+            name = ctypes.c_char_p()
+            self._driver.cuGetErrorName(result, ctypes.byref(name))
+            raise ConfigError(f"{function} answered {(name.value or b'').decode() or result}")
