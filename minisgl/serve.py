@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m minisgl.serve", description="Serve a model over HTTP, as OpenAI's API.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on. Default: 127.0.0.1, loopback only.")
     parser.add_argument("--port", default=1919, type=int, help="port to listen on; 0 takes a free one. Default: 1919.")
-    add_options(parser, EngineConfig)
+    add_options(parser, EngineConfig, {"tensor_parallel_size": "--tp"})
     arguments = parser.parse_args(argv)
     try:
         config = EngineConfig(**given_options(arguments, EngineConfig))

@@ -26,7 +26,8 @@ from minisgl.bench.overlap import OverlapWorkload, run_overlap
 from minisgl.bench.preemption import run_preemption
 from minisgl.bench.profile import run_profile
 from minisgl.bench.report import Report
-from minisgl.bench.shapes import SHAPES
+from minisgl.bench.shapes import FOR_ONE_GPU
+from minisgl.bench.tp import run_tp
 from minisgl.bench.workloads import WORKLOADS
 
 RESULTS = Path("benchmarks", "results")
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     ideas.set_defaults(run=_attention_steps)
 
     offline = command("offline", "whole workloads on one device, by default on random weights in public shapes")
-    offline.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes, directories, or hub ids")
+    offline.add_argument("--model", nargs="+", default=FOR_ONE_GPU, help="shapes, directories, or hub ids")
     offline.add_argument("--start", action="store_true", help="also measure the time to the first token")
     offline.set_defaults(run=_offline)
 
@@ -125,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     overlap.set_defaults(run=_overlap)
 
     preemption = command("preemption", "memory pressure: reservation and optimism; to compute again and to copy back")
-    preemption.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes; the first is put under pressure")
+    preemption.add_argument("--model", nargs="+", default=FOR_ONE_GPU, help="shapes; the first is put under pressure")
     preemption.add_argument("--pool-tokens", type=int, default=65536, help="tokens that the KV cache holds")
     preemption.add_argument("--requests", type=int, default=128, help="how many compete for it, 256 at most")
     preemption.add_argument("--lengths", type=int, nargs="+", default=(512, 2048, 8192), help="brought back, in tokens")
@@ -144,12 +145,18 @@ def _parser() -> argparse.ArgumentParser:
     error.add_argument("--window", type=int, default=1024, help="tokens that are read in one go")
     error.set_defaults(run=lambda given: run_fp8_error(given.model, given.text, given.tokens, given.window))
 
-    for each in (offline, compare):
+    tp = command("tp", "tensor parallelism: the same workloads over more ranks, and the control planes")
+    tp.add_argument("--model", nargs="+", default=["Qwen3-14B", "Qwen3-32B"], help="shapes, directories, or hub ids")
+    tp.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4), help="numbers of ranks")
+    tp.add_argument("--steps", type=int, default=300, help="steps that are sent over each control plane")
+    tp.set_defaults(run=_tp)
+
+    for each in (offline, compare, tp):
         choices = list(WORKLOADS)
         each.add_argument("--work", nargs="+", default=choices, choices=choices, help="workloads")
         each.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts")
     summary = "options of minisgl.LLM, with values in JSON"
-    for each in (batch_one, offline, profile, overlap, preemption):
+    for each in (batch_one, offline, profile, overlap, preemption, tp):
         each.add_argument("--set", nargs="+", default=[], type=_option, metavar="NAME=VALUE", help=summary)
     return parser
 
@@ -198,6 +205,10 @@ def _overlap(options: argparse.Namespace) -> Report:
 
 def _preemption(options: argparse.Namespace) -> Report:
     return run_preemption(options.model, options.pool_tokens, options.lengths, options.requests, dict(options.set))
+
+
+def _tp(options: argparse.Namespace) -> Report:
+    return run_tp(options.model, options.ranks, options.work, options.repeat, options.steps, dict(options.set))
 
 
 def _compare(options: argparse.Namespace) -> Report:

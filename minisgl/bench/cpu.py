@@ -68,7 +68,7 @@ def run_cpu(model: str, workload: CpuWorkload, repeat: int) -> Report:
     rng = np.random.default_rng(0)
 
     def prompts(count: int, length: int) -> Prompts:
-        ids: Prompts = rng.integers(llm.engine.model_config.vocab_size, size=(count, length)).tolist()
+        ids: Prompts = rng.integers(llm.model_config.vocab_size, size=(count, length)).tolist()
         return ids
 
     def race(requests: int) -> _Race:

@@ -144,7 +144,7 @@ class _Decoding:
         return seconds
 
     def _request(self) -> Request:
-        highest = self._llm.engine.model_config.vocab_size - 1
+        highest = self._llm.model_config.vocab_size - 1
         prompt = [self._rng.randint(0, highest) for _ in range(_INPUT_LEN)]
         output_len = _WARM_UP_STEPS + self._steps + _SPARE_STEPS
         params = SamplingParams(temperature=0.6, max_tokens=output_len, ignore_eos=True)

@@ -101,7 +101,7 @@ def _under_pressure(
     sizes = {"num_pages": pool_tokens // page_size, "max_seq_len": 4096, "max_running_requests": min(requests, 128)}
     llm = LLM(path, **{**sizes, **dummy, **options})
     warm_up(llm)
-    work = list(zip(*WORKLOADS["mixed"].requests(0, llm.engine.model_config.vocab_size), strict=True))[:requests]
+    work = list(zip(*WORKLOADS["mixed"].requests(0, llm.model_config.vocab_size), strict=True))[:requests]
     _compete(llm, WAYS[-1], work[: requests // 8 + 1])  # compiles what is left to compile
     rows = [[way.label, *_compete(llm, way, work)] for way in WAYS]
     del llm
@@ -178,7 +178,7 @@ def _bring_back(model: str, path: str, lengths: Sequence[int], options: Mapping[
 
 def _computing(llm: LLM, length: int) -> float:
     """Milliseconds to prefill so many tokens and to sample the next, alone on the device."""
-    prompts = np.random.default_rng(length).integers(llm.engine.model_config.vocab_size, size=(_REPEATS + 1, length))
+    prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
     one = SamplingParams(temperature=0.0, max_tokens=1)
     return _milliseconds(lambda prompt: llm.generate([prompt], one), prompts.tolist(), llm.engine.device)
 

@@ -37,8 +37,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    "Qwen3-32B": {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
 }
 """By the name of the checkpoint whose config.json says so."""
+FOR_ONE_GPU = ["Qwen3-0.6B", "Qwen3-14B"]
+"""Those that one GPU serves well."""
 
 
 def model_dir(name: str, root: Path) -> str:

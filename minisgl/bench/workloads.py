@@ -88,7 +88,7 @@ WORKLOADS = {
 
 def warm_up(llm: LLM) -> None:
     """A few tokens, sampled and greedy, as the first request of a server would bring."""
-    tokens = _tokens(llm.engine.model_config.vocab_size, random.Random(9))
+    tokens = _tokens(llm.model_config.vocab_size, random.Random(9))
     for temperature in (0.6, 0.0):
         llm.generate([tokens(64)], [_params(temperature, 8)])
 
@@ -99,7 +99,7 @@ def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
     Raises:
         AssertionError: a request did not get as many tokens as it asked for.
     """
-    prompts, params = workload.requests(seed, llm.engine.model_config.vocab_size)
+    prompts, params = workload.requests(seed, llm.model_config.vocab_size)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - start

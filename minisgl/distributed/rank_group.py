@@ -42,14 +42,18 @@ class RankGroup:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def start(self, setups: Sequence[Setup]) -> None:
+    def start(self, setups: Sequence[Setup], store: object) -> None:
         """Start a process for each, in the order of the ranks.
+
+        Args:
+            setups: of the ranks.
+            store: where they meet. It is kept open as long as they live, and no longer.
 
         Raises:
             OSError: a process cannot be started. `close` ends the others.
         """
         started: Future[None] = Future()
-        self._run_thread("ranks", self._run, setups, started)
+        self._run_thread("ranks", self._run, setups, started, store)
         started.result()
 
     def check(self) -> None:
@@ -84,7 +88,7 @@ class RankGroup:
 
     # -- in the thread that starts and watches them --------------------------------------------------------------------
 
-    def _run(self, setups: Sequence[Setup], started: Future[None]) -> None:
+    def _run(self, setups: Sequence[Setup], started: Future[None], store: object) -> None:
         try:
             for setup in setups:
                 self._start(setup)

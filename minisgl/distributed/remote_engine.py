@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import Store
 
 from minisgl.attention import AutoChoice
 from minisgl.core.batch import Batch, StepResult
@@ -82,8 +81,6 @@ class RemoteEngine:
             self._readers = [ReportReader(reader, self.group.alarm, self.group.check) for reader, _ in pipes]
             for reader in self._readers:
                 stack.callback(reader.close)
-            self._stores: list[Store] = []  # in a list, since a store closes with the last reference to it
-            stack.callback(self._stores.clear)
             stack.callback(self.group.close)
             ready = self._start(path, [writer for _, writer in pipes])
             self.close = weakref.finalize(self, stack.pop_all().close)
@@ -98,11 +95,11 @@ class RemoteEngine:
         Raises:
             EngineDead: the ranks are gone.
         """
-        self.group.check()
+        self._check()
         try:
             self._plane.send(encode_batch(batch), self.config.distributed_timeout)
         except BaseException as error:  # some ranks may know of the step and others not
-            dead = self.group.fail(f"a step was not sent: {type(error).__name__}: {error}", patience=_PATIENCE)
+            dead = self._bury(f"a step was not sent: {type(error).__name__}: {error}")
             if isinstance(error, Exception):
                 raise dead from error
             raise
@@ -111,28 +108,38 @@ class RemoteEngine:
 
     def result(self, step: int) -> StepResult:
         """See `RemoteStep.wait`."""
+        self._check()
         stepped = self._await_step(self._readers[0], step)
         if self.config.verify_ranks:
             for rank, reader in enumerate(self._readers[1:], start=1):
                 if self._await_step(reader, step).digest != stepped.digest:
-                    raise self.group.fail(f"ranks 0 and {rank} disagree on the tokens of step {step}")
+                    raise self._bury(f"ranks 0 and {rank} disagree on the tokens of step {step}", patience=0.0)
         return StepResult(np.frombuffer(stepped.tokens, dtype=np.int32).copy(), stepped.logprobs)
 
     def _await_step(self, reader: ReportReader, step: int) -> Stepped:
         while True:
             try:
                 report = reader.read(self.config.distributed_timeout + _SLACK)
-            except TimeoutError as error:
-                raise self.group.fail(f"step {step}: {error}") from error
+            except (EngineDead, TimeoutError) as error:
+                raise self._bury(f"step {step}: {error}", patience=0.0) from None
             if isinstance(report, Failed):
-                raise self.group.fail(f"{report.kind}: {report.message}", patience=_PATIENCE)
+                raise self._bury(f"{report.kind}: {report.message}")
             if isinstance(report, Stepped) and report.step == step:
                 return report
 
+    def _check(self) -> None:
+        if self.group.end is not None:
+            raise self._bury(self.group.end, patience=0.0)
+
+    def _bury(self, reason: str, patience: float = _PATIENCE) -> EngineDead:
+        """End all ranks, and keep nothing that was needed to talk to them. See `RankGroup.fail`."""
+        dead = self.group.fail(reason, patience)
+        self.close()
+        return dead
+
     def _start(self, path: Path, writers: Sequence[int]) -> Ready:
         """Start the ranks and wait until they are ready."""
-        store = open_store(self.config.distributed_timeout)
-        self._stores.append(store)
+        store = open_store()
         setups = [
             Setup(
                 rank=rank,
@@ -148,7 +155,8 @@ class RemoteEngine:
         ]
         reports: list[Report | None] = []
         try:
-            self.group.start(setups)
+            self.group.start(setups, store)
+            del store
             self._plane.connect(_START_TIMEOUT)
             for reader in self._readers:
                 reports.append(reader.read(_START_TIMEOUT))

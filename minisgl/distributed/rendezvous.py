@@ -9,20 +9,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+_ARRIVAL = timedelta(minutes=10)
+"""In which all ranks must have come to the store."""
 
-def open_store(timeout: float) -> TCPStore:
+
+def open_store() -> TCPStore:
     """Serve a key-value store to the ranks of this machine, and to nobody else.
 
     The socket listens before anybody is told its port, so the port cannot be taken in between.
-
-    Args:
-        timeout: seconds that a rank waits for the others.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, None, True, timedelta(seconds=timeout), False, master_listen_fd=listener.detach()
-    )
+    return TCPStore("127.0.0.1", port, None, True, _ARRIVAL, False, master_listen_fd=listener.detach())
 
 
 def join_group(port: int, rank: int, size: int, device: torch.device, timeout: float) -> dist.ProcessGroup:
@@ -35,7 +33,10 @@ def join_group(port: int, rank: int, size: int, device: torch.device, timeout: f
         timeout: seconds after which a collective that another rank has not joined fails.
     """
     limit = timedelta(seconds=timeout)
-    store = TCPStore("127.0.0.1", port, None, False, limit)
+    store = TCPStore("127.0.0.1", port, None, False, _ARRIVAL)
+    # Processes start at their own pace; from here on the ranks are about equally far.
+    store.set(f"rank {rank}", "is here")
+    store.wait([f"rank {each}" for each in range(size)], _ARRIVAL)
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
 from pathlib import Path
 
@@ -27,8 +28,8 @@ from minisgl.engine import Engine, PendingStep
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Build this rank's engine, then run steps until the driver is gone."""
+def main() -> int:
+    """Build this rank's engine, then run steps until the driver is gone. Returns the exit code."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     die_with(setup.driver)
     try:
@@ -37,10 +38,11 @@ def main() -> None:
         send_report(setup.reports, ready(engine))
         Rank(engine, steps, setup).run()
     except EOFError:
-        pass
+        return 0
     except BaseException as error:
+        traceback.print_exc()
         send_report(setup.reports, Failed(type(error).__name__, str(error)))
-        raise
+    return 1
 
 
 def die_with(driver: int) -> None:
@@ -66,9 +68,6 @@ def start(setup: Setup) -> Engine:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     size, timeout = config.tensor_parallel_size, config.distributed_timeout
-    sys.excepthook = (
-        sys.__excepthook__
-    )  # torch has its own, which writes the rank before every line, as the driver does
     group = join_group(setup.store_port, setup.rank, size, device, timeout)
     communicator = choose_communicator(config.all_reduce, device)(group, device)
     return build_engine(config, Path(setup.path), communicator)
@@ -134,4 +133,6 @@ def digest_of(message: bytes, result: StepResult) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # not in the polite way, which waits for connections to ranks that may be gone

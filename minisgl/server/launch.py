@@ -63,8 +63,9 @@ def serve(config: EngineConfig, host: str, port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn passes on to these what it caught
         signal.signal(number, _leave)
     listener = bind(host, port)
-    engine = AsyncEngine(LLM(**asdict(config)))
-    Server(engine).run([listener])
+    with LLM(**asdict(config)) as llm:
+        engine = AsyncEngine(llm)
+        Server(engine).run([listener])
     return int(engine.died)
 
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
-def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, config: type[Any], short_forms: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
 
     Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``), help texts from the
     ``Args:`` section. A flag that is not given leaves no attribute behind, so that `given_options` passes on what was
     given and nothing else.
+
+    Args:
+        parser: to add to.
+        config: dataclass.
+        short_forms: another flag for some fields, by their names.
     """
     types = get_type_hints(config)
     texts = _described(inspect.getdoc(config) or "")
@@ -23,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         default = "" if field.default in (None, MISSING) else f" Default: {field.default}."
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
+            *([short_forms[field.name]] if field.name in short_forms else []),
+            dest=field.name,
             type=_parser_of(types[field.name]),
             default=argparse.SUPPRESS,
             metavar=field.name.upper(),

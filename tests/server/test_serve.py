@@ -143,6 +143,13 @@ def test_every_option_of_the_engine_is_a_flag_with_a_help_text() -> None:
     assert given == {"max_seq_len": 9, "memory_ratio": 0.5, "prefix_cache": "none"}
 
 
+def test_a_flag_may_have_a_short_form() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig, {"tensor_parallel_size": "--tp"})
+    for flag in ("--tp", "--tensor-parallel-size"):
+        assert given_options(parser.parse_args([flag, "4"]), EngineConfig) == {"tensor_parallel_size": 4}
+
+
 def test_flags_of_truth_values_and_lists(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, EngineConfig)
