@@ -15,6 +15,7 @@ MOST_CELLS = 4096
 MOST_SLICES = 32
 HEAD = 24
 """Tokens that a node of the tree shows, and a request."""
+MOST_NODE_PAGES = 64
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
@@ -29,7 +30,7 @@ class LiveNode(msgspec.Struct):
         parent: uid of the node above it.
         tokens: on the edge that leads to it.
         num_pages: that hold them.
-        pages: the first `HEAD` of these.
+        pages: the first `MOST_NODE_PAGES` of these.
         locks: of running requests, on prefixes that run through it; a node with none can be evicted.
         last_used: logical time of the last match or insert through it. Of hashed blocks, no time is known: 0.
         head: its first tokens.

@@ -12,7 +12,7 @@ from minisgl.core.request import Int32Array
 from minisgl.kvcache.block_hash import Block, BlockHashCache
 from minisgl.kvcache.prefix import PrefixCache
 from minisgl.kvcache.radix import Node, RadixCache
-from minisgl.server.live.state import HEAD, MOST_NODES, LiveNode
+from minisgl.server.live.state import HEAD, MOST_NODE_PAGES, MOST_NODES, LiveNode
 
 MOST_VISITED = 4000
 """Nodes or blocks that are looked at. A larger tree is shown in part: a look must not hold up the engine."""
@@ -43,7 +43,7 @@ def _node(node: Node) -> LiveNode:
         parent=node.parent.uid,
         tokens=len(node.tokens),
         num_pages=len(node.pages),
-        pages=node.pages[:HEAD].tolist(),
+        pages=node.pages[:MOST_NODE_PAGES].tolist(),
         locks=node.lock_count,
         last_used=node.last_access,
         head=node.tokens[:HEAD].tolist(),
@@ -77,18 +77,17 @@ def _chain_nodes(blocks: list[Block], page_size: int) -> list[LiveNode]:
     nodes = []
     for chain in chains:
         parent = chain_of.get(chain[0].parent) if chain[0].parent is not None else None
-        shown = chain[:HEAD]
-        tokens: Int32Array = np.frombuffer(b"".join(block.tokens for block in shown), dtype=np.int32)
+        head: Int32Array = np.frombuffer(b"".join(block.tokens for block in chain[:HEAD]), dtype=np.int32)
         nodes.append(
             LiveNode(
                 uid=chain[0].page + 1,
                 parent=parent[0].page + 1 if parent else 0,
                 tokens=len(chain) * page_size,
                 num_pages=len(chain),
-                pages=[block.page for block in shown],
+                pages=[block.page for block in chain[:MOST_NODE_PAGES]],
                 locks=chain[0].ref_count,
                 last_used=0,
-                head=tokens[:HEAD].tolist(),
+                head=head[:HEAD].tolist(),
             )
         )
     return nodes
