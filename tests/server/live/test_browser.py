@@ -157,10 +157,23 @@ def test_a_pause_stops_the_picture_and_not_the_engine(live: RunningServer, page:
     page.evaluate("document.querySelector('#speed').value")
     page.evaluate("(it => { it.value = 1; it.dispatchEvent(new Event('change')); })(document.querySelector('#speed'))")
     page.wait_for(f"{NODES}.length > 0")
-    page.evaluate(
-        "(it => { it.value = -60; it.dispatchEvent(new Event('input')); })(document.querySelector('#moment'))"
-    )
+    move(page, "#moment", -60, "input")
     page.wait_for(f"{NODES}.length === 0")
+
+
+def test_slow_motion_replays_what_has_been(live: RunningServer, page: Browser) -> None:
+    move(page, "#speed", 0.1, "change")
+    live.chat()
+    page.wait_for("parseFloat(document.querySelector('#ago').innerText.slice(1)) > 0.5")
+    assert page.evaluate("document.querySelector('#pause').innerText") == "Pause"
+    assert page.evaluate(NODES) == []
+    move(page, "#speed", 1, "change")
+    page.wait_for(f"{NODES}.length > 0 && document.querySelector('#ago').innerText === 'now'")
+
+
+def move(page: Browser, control: str, value: float, event: str) -> None:
+    script = f"(it => {{ it.value = {value}; it.dispatchEvent(new Event('{event}')); }})"
+    page.evaluate(f"{script}(document.querySelector('{control}'))")
 
 
 def test_the_keyboard_walks_through_the_tree(live: RunningServer, page: Browser) -> None:
