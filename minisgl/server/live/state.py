@@ -133,7 +133,6 @@ class LiveState(msgspec.Struct, tag=True):
     Args:
         started: when this engine was; another engine has another one.
         time: now.
-        cost: seconds of the engine's thread that it took to make this.
         cache: name of the prefix cache; ``nodes`` is empty for one whose insides are unknown here.
         page_size: tokens a page.
         num_pages: of the pool.
@@ -146,11 +145,11 @@ class LiveState(msgspec.Struct, tag=True):
         requests: running ones in order of arrival, then waiting ones, then finished ones; the first of each.
         num_running, num_waiting: how many there are.
         slices: the last `MOST_SLICES`; the last one may still grow.
+        cost: seconds of processor time that the engine's thread took to make this.
     """
 
     started: float
     time: float
-    cost: float
     cache: str
     page_size: int
     num_pages: int
@@ -166,3 +165,4 @@ class LiveState(msgspec.Struct, tag=True):
     num_running: int
     num_waiting: int
     slices: list[LiveSlice]
+    cost: float

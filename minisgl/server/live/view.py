@@ -45,7 +45,7 @@ class LiveView:
 
     def look(self) -> LiveState:
         """The state now. Steps are recorded from the first look on, until none has come for a while."""
-        begin = time.perf_counter()
+        before = time.thread_time()
         self._steps.look()
         scheduler = self._llm.scheduler
         memory = scheduler.memory
@@ -55,10 +55,9 @@ class LiveView:
         running = [self._running(slot, pages) for slot in slots[:MOST_RUNNING].tolist()]
         others = [*islice(scheduler.waiting, MOST_WAITING), *self._steps.finished()]
         stride = -(-memory.num_pages // MOST_CELLS)
-        return LiveState(
+        state = LiveState(
             started=self._started,
-            time=begin,
-            cost=time.perf_counter() - begin,
+            time=time.perf_counter(),
             cache=self._llm.config.prefix_cache,
             page_size=memory.page_size,
             num_pages=memory.num_pages,
@@ -74,7 +73,10 @@ class LiveView:
             num_running=len(slots),
             num_waiting=len(scheduler.waiting),
             slices=list(self._steps.slices),
+            cost=0.0,
         )
+        state.cost = time.thread_time() - before
+        return state
 
     def _running(self, slot: int, pages: _Pages) -> LiveRequest:
         table = self._llm.scheduler.table

@@ -15,6 +15,7 @@ import { drawTree, listenToTree } from "./tree.js";
 const FRAME = 80; // milliseconds: more often would take time from an engine on the same machine
 const RETRY = 2000; // milliseconds
 const SILENCE = 1.5; // seconds after which the page says that it waits
+const SHARE = 0.05; // of the engine's time that looks may take: it answers less often where they take long
 
 const history = new History();
 let trouble = "";
@@ -29,19 +30,20 @@ async function follow() {
         trouble = "";
         history.add(state);
       }
-      trouble = "The server has closed the connection.";
+      trouble = "the server has closed the connection";
     } catch (error) {
-      trouble = error.message === "Failed to fetch" ? "The server does not answer." : error.message;
+      trouble = error.message;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY));
   }
 }
 
 function status() {
-  if (trouble) return `${trouble} Trying again …`;
+  if (trouble) return `Trying again: ${trouble}`;
   if (!history.shown) return "Waiting for the engine …";
-  if (history.silence > SILENCE) return `The engine has been busy with one step for ${Math.round(history.silence)} s.`;
-  return `A look costs the engine ${(history.shown.cost * 1000).toFixed(1)} ms`;
+  const { cost } = history.shown;
+  if (history.silence > SILENCE + cost / SHARE) return `The engine has been busy for ${Math.round(history.silence)} s.`;
+  return `A look costs the engine ${(cost * 1000).toFixed(1)} ms`;
 }
 
 function drawPlayer() {

@@ -9,7 +9,9 @@ export async function ask(path, options = {}) {
   for (;;) {
     const used = key;
     const headers = { "Content-Type": "application/json", ...(used && { Authorization: `Bearer ${used}` }) };
-    const response = await fetch(path, { ...options, headers });
+    const response = await fetch(path, { ...options, headers }).catch((error) => {
+      throw error.name === "AbortError" ? error : new Error("the server does not answer");
+    });
     if (response.ok) return response;
     if (response.status !== 401) throw new Error(await complaint(response));
     if (key === used) await newKey();

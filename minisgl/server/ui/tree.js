@@ -99,12 +99,12 @@ function layout(nodes) {
   return places;
 }
 
-/** Characters that all texts begin with, if there are several: pages are whole, so siblings may begin alike. */
+/** Length of what all texts begin with, if there are several: pages are whole, so siblings may begin alike. */
 function commonLength(texts) {
   if (texts.length < 2) return 0;
-  let length = 0;
-  while (length < texts[0].length && texts.every((text) => text[length] === texts[0][length])) length += 1;
-  return length;
+  const signs = texts.map((text) => [...text]);
+  const differing = signs[0].findIndex((sign, index) => signs.some((other) => other[index] !== sign));
+  return differing < 0 ? 0 : signs[0].slice(0, differing).join("").length;
 }
 
 function show({ node, x, y, w, h, common }, state, path, uid) {

@@ -3,19 +3,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
 from minisgl.errors import EngineDead
 from minisgl.server.live import feed
 from minisgl.server.live.feed import LiveFeed
-from minisgl.server.live.state import LiveState
-
-
-def state(number: int, cost: float = 0.0) -> LiveState:
-    nothing: dict[str, Any] = dict.fromkeys(LiveState.__struct_fields__, 0)
-    return LiveState(**{**nothing, "time": number, "cost": cost})
+from tests.server.live.states import empty_state
 
 
 class Engine:
@@ -28,7 +22,7 @@ class Engine:
 
     def _ask(self) -> None:
         self.asked += 1
-        asyncio.get_running_loop().call_soon(self.feed.put, state(self.asked, self.cost))
+        asyncio.get_running_loop().call_soon(self.feed.put, empty_state(self.asked, self.cost))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -10,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
+from minisgl.server.live.feed import LiveFeed
+from minisgl.server.live.page import LiveStream
+from minisgl.server.live.text import Spelled
+from minisgl.tokenizer import Tokenizer
 from tests.server.harness import RunningServer, in_background, wait_until
+from tests.server.live.states import empty_state
 
 UI = files("minisgl.server") / "ui"
 NAMES = sorted(file.name for file in UI.iterdir() if file.name != "index.html")
@@ -107,10 +114,41 @@ def test_a_stop_ends_the_stream(checkpoint: Path) -> None:
         assert "shutting down" in list(stream)[-1]["error"]["message"]
 
 
-def test_a_model_without_a_tokenizer_shows_its_tokens(server: RunningServer) -> None:
-    from minisgl.server.live.text import Spelled
+class Nothing(Tokenizer):
+    """The tokenizer of a checkpoint that has none."""
 
-    class Nothing:
-        available = False
+    available = False  # type: ignore[assignment]
 
-    assert Spelled(Nothing())._text((5, 6)) == "5 6"  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_model_without_a_tokenizer_shows_its_tokens() -> None:
+    assert Spelled(Nothing())._text((5, 6)) == "5 6"
+
+
+def test_a_client_that_reads_nothing_and_leaves_is_forgotten_at_once() -> None:
+    async def test() -> None:
+        feed = LiveFeed(lambda: None)
+        sending, leaving = asyncio.Event(), asyncio.Event()
+
+        async def send(message: Message) -> None:
+            if message.get("body"):
+                sending.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> Message:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        stream = LiveStream(feed.states(), Spelled(Nothing()))
+        answering = asyncio.ensure_future(stream({"type": "http"}, receive, send))
+        await asyncio.sleep(0.01)
+        feed.put(empty_state(1))
+        await sending.wait()
+        assert feed._watchers == 1
+        leaving.set()
+        await answering
+        assert feed._watchers == 0
+
+    asyncio.run(asyncio.wait_for(test(), 20))
