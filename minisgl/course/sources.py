@@ -79,6 +79,15 @@ class Sources:
         chapters = ((path, self.chapter_of_module(name)) for name, path in self.modules.items())
         return [path for path, number in chapters if number is not None and number <= chapter]
 
+    def data_until(self, chapter: int) -> list[str]:
+        """Paths of the files, other than modules, that the packages of chapters 1 to ``chapter`` read."""
+        files = (path for path in (self.root / PACKAGE).rglob("*.*") if path.suffix not in (".py", ".pyc"))
+        numbers = {
+            path: self.chapter_of_module(path.replace("/", "."))
+            for path in sorted(path.relative_to(self.root).as_posix() for path in files)
+        }
+        return [path for path, number in numbers.items() if number is not None and number <= chapter]
+
     def home(self, imported: str) -> str | None:
         """The module that defines what is imported as ``package.module.name``; None if that is not of the package."""
         name = imported

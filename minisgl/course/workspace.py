@@ -29,13 +29,13 @@ def package(sources: Sources, chapter: int, unwritten: int) -> Files:
 
 
 def package_with_stubs(sources: Sources, chapter: int, tasks: list[Task]) -> Files:
-    """The package's modules of chapters 1 to ``chapter``, with the functions of some tasks taken away."""
+    """The package's files of chapters 1 to ``chapter``, with the functions of some tasks taken away."""
     messages: dict[str, dict[str, str]] = {}
     for task in tasks:
         for stub in task.stubs:
             messages.setdefault(stub.path, {})[stub.name] = task.message(stub)
     is_there = _is_there(sources, chapter)
-    files = {}
+    files = {path: sources.read(path) for path in sources.data_until(chapter)}
     for path in sources.modules_until(chapter):
         text = with_stubs(sources.read(path), messages.get(path, {}))
         files[path] = without_later_imports(text, is_there, path.endswith("__init__.py"))

@@ -18,6 +18,7 @@ from minisgl.server.answer import Answer
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import ApiError, as_api_error, to_json
 from minisgl.server.formats import ChatFormat, CompletionFormat, Format, Usage
+from minisgl.server.live.page import add_live_page
 from minisgl.server.messages import Update
 from minisgl.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.streaming import EventStream, until_disconnect
@@ -60,6 +61,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
             raise engine.error
         return {"status": "ok"}
 
+    add_live_page(app, engine)
     return app
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import EngineDead
 from minisgl.llm import LLM
 from minisgl.server.answer import Answer
+from minisgl.server.live.feed import LiveFeed
+from minisgl.server.live.state import LiveState, Look
 from minisgl.server.messages import Abort, Accepted, Conversation, Rejected, Reply, Submit
 from minisgl.server.worker import EngineWorker
 
@@ -35,6 +37,7 @@ class AsyncEngine:
         self.died = False
         """True once the engine's thread has ended with an error."""
         self._worker = EngineWorker(llm, self._send, self._on_death)
+        self._feed = LiveFeed(lambda: self._worker.put(Look()))
         self._answers: dict[int, Answer] = {}
         self._jobs = itertools.count()
 
@@ -73,6 +76,14 @@ class AsyncEngine:
             raise
         return answer
 
+    def watch(self) -> AsyncGenerator[LiveState, None]:
+        """The engine's state, over and over, at most ten times a second. Costs the engine nothing if nobody watches.
+
+        Raises:
+            EngineDead: the engine died, or is shutting down.
+        """
+        return self._feed.states()
+
     async def stop(self) -> None:
         """Take no more jobs, end those in flight with `EngineDead`, and wait for the engine's thread."""
         self._end(EngineDead("the server is shutting down"))
@@ -96,6 +107,9 @@ class AsyncEngine:
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
+            if isinstance(reply, LiveState):
+                self._feed.put(reply)
+                continue
             answer = self._answers.get(reply.job)
             if answer is None:
                 continue
@@ -114,6 +128,7 @@ class AsyncEngine:
 
     def _end(self, error: EngineDead) -> None:
         self.error = self.error or error
+        self._feed.end(self.error)
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.fail(error)

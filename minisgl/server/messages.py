@@ -8,6 +8,7 @@ from typing import Any
 
 from minisgl.core.request import TokenLogprobs
 from minisgl.core.sampling_params import SamplingParams
+from minisgl.server.live.state import LiveState
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +93,4 @@ class Update:
         self.cached_tokens = later.cached_tokens
 
 
-Reply = Accepted | Rejected | Update
+Reply = Accepted | Rejected | Update | LiveState

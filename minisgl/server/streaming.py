@@ -69,18 +69,19 @@ class EventStream(StreamingResponse):
 async def _events(answer: Answer, style: Format, usage: Usage, include_usage: bool) -> AsyncIterator[bytes]:
     try:
         for chunk in style.opening(answer.num_choices):
-            yield _event(to_json(chunk))
+            yield event(to_json(chunk))
         async for update in answer.updates():
             usage.add(update)
             visible = style.chunk(update)
             if visible is not None:
-                yield _event(to_json(visible))
+                yield event(to_json(visible))
         if include_usage:
-            yield _event(to_json(style.usage_chunk(usage)))
-        yield _event(b"[DONE]")
+            yield event(to_json(style.usage_chunk(usage)))
+        yield event(b"[DONE]")
     except MiniSGLError as error:  # the status has left already: an event must tell, and no [DONE] follows
-        yield _event(to_json(as_api_error(error).body()))
+        yield event(to_json(as_api_error(error).body()))
 
 
-def _event(data: bytes) -> bytes:
+def event(data: bytes) -> bytes:
+    """One server-sent event; ``data`` has no line breaks."""
     return b"data: " + data + b"\n\n"

@@ -12,6 +12,8 @@ from minisgl.errors import InvalidRequest
 from minisgl.generation import Generation
 from minisgl.llm import LLM
 from minisgl.scheduler import StepOutput
+from minisgl.server.live.state import Look
+from minisgl.server.live.view import LiveView
 from minisgl.server.messages import Abort, Accepted, Conversation, Rejected, Reply, Submit, Update
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class EngineWorker:
         self._llm = llm
         self._send = send
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
+        self._view = LiveView(llm)
+        self._inbox: queue.SimpleQueue[Submit | Abort | Look | None] = queue.SimpleQueue()
         self._jobs: dict[int, set[Generation]] = {}
         """What is unfinished of each job."""
         self._choices: dict[int, _Choice] = {}
@@ -52,7 +55,7 @@ class EngineWorker:
         """Start the thread, once."""
         self._thread.start()
 
-    def put(self, message: Submit | Abort) -> None:
+    def put(self, message: Submit | Abort | Look) -> None:
         """Leave a message for the engine, which reads it before its next step. Never blocks."""
         self._inbox.put(message)
 
@@ -79,6 +82,8 @@ class EngineWorker:
                 return False
             if isinstance(message, Submit):
                 self._send([self._submit(message)])
+            elif isinstance(message, Look):
+                self._send([self._view.look()])
             else:
                 self._abort(message)
         return True

@@ -92,7 +92,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token on its own, special tokens by name; bytes that are no whole character become U+FFFD."""
-        text: str = self._require("token_ids").decode([token_id], clean_up_tokenization_spaces=False)
+        return self.spell([token_id])
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens by name: what the model reads, for people to look at."""
+        text: str = self._require("token_ids").decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
 
     def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:

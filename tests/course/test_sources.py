@@ -91,6 +91,13 @@ def test_a_snapshot_is_the_source_itself_but_for_what_comes_later(sources: Sourc
     assert "Chapter 9, task 2: Scheduler._preempt" in package(sources, 8, unwritten=9)["minisgl/scheduler/scheduler.py"]
 
 
+def test_a_package_brings_the_files_that_it_reads(sources: Sources) -> None:
+    page = "minisgl/server/ui/index.html"
+    assert package(sources, 15, unwritten=16)[page] == sources.read(page)
+    assert page not in package(sources, 14, unwritten=15)
+    assert sources.data_until(14) == [], "the tools' own files are theirs"
+
+
 def test_a_workspace_has_the_tests_with_what_they_need(sources: Sources) -> None:
     files = suite_until(sources, 6)
     assert {"tests/kvcache/test_radix.py", "tests/kvcache/__init__.py", "tests/steps.py"} <= set(files)

@@ -1,0 +1,30 @@
+// The figures in the page's head.
+
+import { $, make } from "./markup.js";
+
+const WINDOW = 2; // seconds
+
+export function drawNumbers(state, history, time) {
+  const recent = [...history.slices.values()].filter((slice) => slice.end > time - WINDOW && slice.end <= time);
+  const rate = (kind) => Math.round(recent.reduce((sum, slice) => sum + slice[kind], 0) / WINDOW);
+  const seen = [...history.requests.values()].filter((request) => request.admitted && request.admitted <= time);
+  const prompt = seen.reduce((sum, request) => sum + request.prompt, 0);
+  const cached = seen.reduce((sum, request) => sum + request.cached, 0);
+  const used = state.num_pages - state.free - state.evictable;
+  show([
+    ["running", state.num_running],
+    ["waiting", state.num_waiting],
+    ["pages in use", `${used} / ${state.num_pages}`],
+    ["prefill", `${rate("prefill")} tok/s`],
+    ["decode", `${rate("decode")} tok/s`],
+    ["of prompts cached", prompt ? `${Math.round((100 * cached) / prompt)} %` : "–"],
+  ]);
+}
+
+function show(figures) {
+  const list = $("#numbers");
+  if (!list.children.length) list.append(...figures.map(([name]) => make("div", {}, make("dt", {}, name), make("dd"))));
+  figures.forEach(([, value], index) => {
+    list.children[index].lastChild.textContent = value;
+  });
+}

@@ -1,0 +1,154 @@
+"""The live page's routes, by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from minisgl.server.live.feed import LiveFeed
+from minisgl.server.live.page import LiveStream
+from minisgl.server.live.text import Spelled
+from minisgl.tokenizer import Tokenizer
+from tests.server.harness import RunningServer, in_background, wait_until
+from tests.server.live.states import empty_state
+
+UI = files("minisgl.server") / "ui"
+NAMES = sorted(file.name for file in UI.iterdir() if file.name != "index.html")
+
+
+def states(server: RunningServer) -> Iterator[dict[str, Any]]:
+    with server.http.stream("GET", "/ui/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        rest = b""
+        for piece in response.iter_bytes():
+            *events, rest = (rest + piece).split(b"\n\n")
+            yield from (json.loads(event.removeprefix(b"data: ")) for event in events)
+
+
+def watchers(server: RunningServer) -> int:
+    return server.engine._feed._watchers
+
+
+@pytest.mark.parametrize("path", ["/ui", *(f"/ui/{name}" for name in NAMES)])
+def test_files_are_served_as_they_are_and_may_load_nothing_from_elsewhere(server: RunningServer, path: str) -> None:
+    answer = server.http.get(path)
+    name = path.removeprefix("/ui").removeprefix("/") or "index.html"
+    assert (answer.status_code, answer.content) == (200, (UI / name).read_bytes())
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert server.http.head(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/ui/nothing.js", "/ui/../app.py", "/ui/%2e%2e/app.py", "/ui/index.html/x"])
+def test_nothing_else_is_served(server: RunningServer, path: str) -> None:
+    assert server.http.get(path).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["index.html", *NAMES])
+def test_the_files_write_no_markup_and_name_no_other_server(name: str) -> None:
+    text = (UI / name).read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|https?://", text)
+    assert not re.search(r"\sstyle=|\son\w+=|<script>|<style", text), "the page's policy forbids what is inline"
+    assert len(text.splitlines()) < 250
+
+
+def test_the_routes_are_no_part_of_the_api(server: RunningServer) -> None:
+    assert not [path for path in server.http.get("/openapi.json").json()["paths"] if path.startswith("/ui")]
+
+
+def test_a_watcher_sees_a_request_run(server: RunningServer) -> None:
+    server.gate.allowed = 0
+    result = in_background(lambda: server.chat(user="ada"))
+    wait_until(lambda: bool(server.llm.scheduler.requests))
+    seen: list[dict[str, Any]] = []
+    for state in states(server):
+        seen.append(state)
+        server.gate.allowed = None
+        if [r for r in state["requests"] if r["user"] == "ada" and r["state"] == "finished"]:
+            break
+    result()
+    (request,) = (r for r in seen[-1]["requests"] if r["user"] == "ada")
+    assert request["generated"] == 24
+    assert [node for node in seen[-1]["nodes"] if "the quick brown fox" in node["text"]]
+    assert seen[-1]["slices"][-1]["decode"] > 0
+    wait_until(lambda: watchers(server) == 0)
+
+
+@pytest.mark.parametrize("prompt", ["<img src=x onerror=1>", '\n\ndata: {"error": 1}\n\n', "\u2028</script>"])
+def test_text_is_data_whatever_it_says(server: RunningServer, prompt: str) -> None:
+    server.gate.allowed = 0
+    result = in_background(lambda: server.complete(prompt=prompt, max_tokens=1))
+    wait_until(lambda: bool(server.llm.scheduler.requests))
+    state = next(states(server))
+    server.gate.allowed = None
+    result()
+    (request,) = (request for request in state["requests"] if request["state"] == "waiting")
+    assert request["text"].removeprefix("<s>") == prompt
+
+
+def test_the_stream_tells_of_the_engines_death(own_server: RunningServer) -> None:
+    stream = states(own_server)
+    assert "nodes" in next(stream)
+    own_server.gate.error = RuntimeError("the device is gone")
+    in_background(own_server.chat)
+    last = list(stream)[-1]
+    assert last["error"]["code"] == "engine_dead"
+    assert "the device is gone" in last["error"]["message"]
+
+
+def test_a_stop_ends_the_stream(checkpoint: Path) -> None:
+    with RunningServer(checkpoint) as server:
+        stream = states(server)
+        next(stream)
+        server.server.should_exit = True
+        assert "shutting down" in list(stream)[-1]["error"]["message"]
+
+
+class Nothing(Tokenizer):
+    """The tokenizer of a checkpoint that has none."""
+
+    available = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_a_model_without_a_tokenizer_shows_its_tokens() -> None:
+    assert Spelled(Nothing())._text((5, 6)) == "5 6"
+
+
+def test_a_client_that_reads_nothing_and_leaves_is_forgotten_at_once() -> None:
+    async def test() -> None:
+        feed = LiveFeed(lambda: None)
+        sending, leaving = asyncio.Event(), asyncio.Event()
+
+        async def send(message: Message) -> None:
+            if message.get("body"):
+                sending.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> Message:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        stream = LiveStream(feed.states(), Spelled(Nothing()))
+        answering = asyncio.ensure_future(stream({"type": "http"}, receive, send))
+        await asyncio.sleep(0.01)
+        feed.put(empty_state(1))
+        await sending.wait()
+        assert feed._watchers == 1
+        leaving.set()
+        await answering
+        assert feed._watchers == 0
+
+    asyncio.run(asyncio.wait_for(test(), 20))
