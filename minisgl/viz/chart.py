@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from minisgl.viz.svg import Canvas, Picture, request_colors
-
-Point = tuple[float, float]
+from minisgl.viz.svg import Canvas, Picture, Point, request_colors
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 722.0, 70.0, 300.0
 _LEGEND = 26
