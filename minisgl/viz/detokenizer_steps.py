@@ -68,7 +68,8 @@ def detokenizer_steps(steps: Sequence[DetokenizerStep]) -> Player:
 
 
 def _caption(step: DetokenizerStep) -> str:
-    return f"token {_label(step.token)} comes, {f'{shorten(visible(step.piece), _LONGEST)} is sent' if step.piece else 'nothing is sent'}"
+    sent = shorten(visible(step.piece), _LONGEST) or "nothing"
+    return f"token {_label(step.token)} comes, {sent} is sent"
 
 
 def _frame(steps: Sequence[DetokenizerStep], number: int) -> Picture:
@@ -92,7 +93,7 @@ def _frame(steps: Sequence[DetokenizerStep], number: int) -> Picture:
     says = [
         f"{title}.",
         f"Not read: {_hex(unread) or 'nothing'}; incomplete: {_hex(pending) or 'nothing'}.",
-        f"Decoded again: {step.window!r}, of which {step.window[: step.sent]!r} had been sent and {held!r} is held back.",
+        f"Decoded again: {step.window!r}; sent before: {step.window[: step.sent]!r}; held back: {held!r}.",
         f"Sent now: {step.piece!r}. The client has {before + step.piece!r}.",
     ]
     return canvas.picture(_HEIGHT, "\n".join(says))
@@ -116,12 +117,10 @@ def _draw_tokens(canvas: Canvas, step: DetokenizerStep, tokens: Sequence[bytes])
     for index in range(first, len(tokens)):
         x, width = borders[index], widths[index]
         borders[index + 1] = x + width
-        kind = "empty" if index < step.surrogate else "shared"
+        kind, look = ("empty", "muted mono") if index < step.surrogate else ("shared", "text mono")
         fill, ink = request_colors(_NEW) if index >= step.read else ("", "")
         canvas.box(x + 1, _TOKENS, width - 2, _BOX, kind, fill)
-        canvas.text(
-            x + width / 2, _TOKENS + 19, labels[index], "muted mono" if kind == "empty" else "text mono", fill=ink
-        )
+        canvas.text(x + width / 2, _TOKENS + 19, labels[index], look, fill=ink)
     marks: dict[int, str] = {}
     for name, offset in (("end", len(tokens)), ("read", step.read), ("surrogate", step.surrogate)):
         marks[offset] = f"{name} = {marks[offset]}" if offset in marks else name

@@ -37,6 +37,8 @@ _STYLE = """
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
+_JOINER = "\u200d"
+"""Makes one emoji of two."""
 _HEADING_LEFT, _HEADING_LINE, _HEADING_LENGTH = 14, 20, 80
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
@@ -93,7 +95,7 @@ def request_colors(number: int) -> tuple[str, str]:
 def visible(text: str) -> str:
     """Text in which one can see the spaces and the ends of lines, as a token needs it."""
     signs = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
-    return "".join(sign if sign.isprintable() else "�" for sign in signs)
+    return "".join(sign if sign.isprintable() or sign == _JOINER else "�" for sign in signs)
 
 
 def shorten(text: str, longest: int) -> str:
@@ -115,6 +117,12 @@ def runs(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return " ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+
+
+def circle(x: float, y: float, radius: float) -> str:
+    """A circle as a path for `Canvas.path`."""
+    half = f"a{radius:g} {radius:g} 0 1 0"
+    return f"M{x - radius:g} {y:g}{half} {2 * radius:g} 0{half} {-2 * radius:g} 0"
 
 
 def _valid(text: str) -> str:
@@ -139,9 +147,8 @@ class Canvas:
         """One line of text with its baseline at ``y``; ``kind`` names style-sheet classes without their prefix."""
         classes = " ".join(f"viz-{name}" for name in kind.split())
         style = f' style="fill:{fill}"' if fill else ""
-        self._parts.append(
-            f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{escape(_valid(str(text)))}</text>'
-        )
+        words = escape(_valid(str(text)))
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{words}</text>')
 
     def path(self, d: str, kind: str = "line", fill: str = "", stroke: str = "") -> None:
         """Lines, in the colour ``stroke`` if there is one, or an area in the colour ``fill``.

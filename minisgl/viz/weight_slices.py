@@ -146,15 +146,16 @@ class _Lanes:
         first, last = 0.0, 1.0
         if matrix.axis is not None:
             first, last = (min(end / matrix.shape[matrix.axis], 1.0) for end in matrix.ranges[rank])
+        left, top, width, height = x, y, self.box, float(_BOX)
         if matrix.axis == len(matrix.shape) - 1:
-            held = (x + first * self.box, y, (last - first) * self.box, _BOX)
+            left, width = x + first * self.box, (last - first) * self.box
         else:
-            held = (x, y + first * _BOX, self.box, (last - first) * _BOX)
+            top, height = y + first * _BOX, (last - first) * _BOX
         self.canvas.box(x, y, self.box, _BOX)
         if last > first:
-            self.canvas.box(*held, fill=fill)
-        if held[2] >= 10 and held[3] >= 12:
-            self.canvas.text(held[0] + held[2] / 2, held[1] + held[3] / 2 + 4.5, rank, "small", fill=ink)
+            self.canvas.box(left, top, width, height, fill=fill)
+        if width >= 10 and height >= 12:
+            self.canvas.text(left + width / 2, top + height / 2 + 4.5, rank, "small", fill=ink)
         self.canvas.path(f"M{self._middle(rank):g} {y + _BOX}V{y + _LINE - 4:g}", "rule")
 
     def _middle(self, rank: int) -> float:
