@@ -136,7 +136,7 @@ class _Drawing:
 
     def processes(self, processes: Sequence[ProcessState], depths: dict[str, int]) -> dict[str, float]:
         """A box each; returns where they begin."""
-        indent = min(_INDENT, _DEEPEST / max(*depths.values(), 1))
+        indent = min(_INDENT, _DEEPEST / max([*depths.values(), 1]))
         tops: dict[str, float] = {}
         for process in processes:
             x, top = _MARGIN + depths[process.name] * indent, self.y

@@ -44,8 +44,8 @@ def reduce_player(transfers: Sequence[Transfer], name: str = "all-reduce") -> Pl
 
 
 def _caption(turn: Sequence[Transfer]) -> str:
-    sizes = [transfer.nbytes for transfer in turn]
-    size = byte_size(sizes[0]) if min(sizes) == max(sizes) else f"{byte_size(min(sizes))} to {byte_size(max(sizes))}"
+    sizes = dict.fromkeys(byte_size(nbytes) for nbytes in sorted(transfer.nbytes for transfer in turn))
+    size = " to ".join([*sizes][:: max(len(sizes) - 1, 1)])
     kinds = " or ".join(sorted({f"{transfer.kind}s" for transfer in turn}))
     messages = f"{counted(len(turn), 'message')} of {size}{' each' * (len(turn) > 1)}"
     return f"{messages}; whoever gets one {kinds} it"

@@ -172,5 +172,5 @@ def _shape(shape: Sequence[int]) -> str:
 def _who(matrix: SlicedMatrix) -> str:
     if matrix.axis is None:
         return "all of it on every rank"
-    parts = (f"rank {rank} {start} to {stop - 1}" for rank, (start, stop) in enumerate(matrix.ranges))
-    return f"{'inputs' if matrix.axis == len(matrix.shape) - 1 else 'outputs'}: {', '.join(parts)}"
+    parts = (f"{start} to {stop - 1} on rank {rank}" for rank, (start, stop) in enumerate(matrix.ranges))
+    return f"{'inputs' if matrix.axis == len(matrix.shape) - 1 else 'outputs'} {', '.join(parts)}"
