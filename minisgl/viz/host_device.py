@@ -7,6 +7,7 @@ from statistics import median
 
 from minisgl.trace import DEVICE, HOST, Event, Trace
 from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors
+from minisgl.viz.units import duration
 
 _MARGIN = 14
 _LABEL = 76
@@ -35,7 +36,7 @@ def host_device_timeline(trace: Trace, first: int = 0, count: int = 4) -> Pictur
     drawn = len({event.args["step"] for event in spans})
     title = f"Host and device, {counted(drawn, 'step')} from step {first}"
     canvas.text(_MARGIN, 26, title, "text strong", "start")
-    canvas.text(WIDTH - _MARGIN, 26, _time(seconds), anchor="end")
+    canvas.text(WIDTH - _MARGIN, 26, duration(seconds), anchor="end")
     canvas.text(WIDTH - _MARGIN, _TOP - 6, "median", "muted small", "end")
     left, scale = _MARGIN + _LABEL, _ROOM / (seconds or 1.0)
     bottom = _TOP + len(_LANES) * _LINE
@@ -48,12 +49,12 @@ def host_device_timeline(trace: Trace, first: int = 0, count: int = 4) -> Pictur
         canvas.text(_MARGIN, y + 18, lane, "text strong" if lane == "device" else "text", "start")
         canvas.path(f"M{left} {y + _BOX:g}h{_ROOM:g}", "rule")
         if members:
-            canvas.text(WIDTH - _MARGIN, y + 18, _time(median(durations[lane])), "text small", "end")
+            canvas.text(WIDTH - _MARGIN, y + 18, duration(median(durations[lane])), "text small", "end")
         places = [left + (event.start - start) * scale for event in members]
         for event, x, end in zip(members, places, [*places[1:], left + _ROOM + _DIGIT * 3], strict=False):
             _draw_span(canvas, y, event, x, scale, end)
     canvas.text(_MARGIN, bottom + 40, _LEGEND, "muted small", "start")
-    return canvas.picture(bottom + 52, "\n".join([f"{title}, {_time(seconds)}.", *_words(spans, start)]))
+    return canvas.picture(bottom + 52, "\n".join([f"{title}, {duration(seconds)}.", *_words(spans, start)]))
 
 
 def _is_drawn(event: Event, first: int, count: int) -> bool:
@@ -92,12 +93,6 @@ def _words(spans: list[Event], start: float) -> list[str]:
     steps: defaultdict[int, list[str]] = defaultdict(list)
     for event in spans:
         name = f"{event.name} on the device" if event.track == DEVICE else event.name
-        steps[event.args["step"]].append(f"{name} at {_time(event.start - start)} for {_time(event.end - event.start)}")
+        when, spent = duration(event.start - start), duration(event.end - event.start)
+        steps[event.args["step"]].append(f"{name} at {when} for {spent}")
     return [f"Step {step}: {', '.join(parts)}." for step, parts in sorted(steps.items())]
-
-
-def _time(seconds: float) -> str:
-    """``12 µs``, ``3.45 ms``, ``1.20 s``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -8,6 +8,7 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.sizing import free_memory, total_memory
 from minisgl.llm import LLM
 from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors
+from minisgl.viz.units import byte_size
 
 _MARGIN = 14
 _BAR_TOP, _BAR = 64, 40
@@ -35,9 +36,9 @@ def memory_budget(parts: Mapping[str, int], total: int, title: str = "Device mem
         raise ConfigError(f"memory_budget: {sizes} must be at least 0 and fit into {total} bytes together")
     canvas = Canvas()
     canvas.text(_MARGIN, 26, title, "text strong", "start")
-    canvas.text(WIDTH - _MARGIN, 26, _bytes(total), anchor="end")
+    canvas.text(WIDTH - _MARGIN, 26, byte_size(total), anchor="end")
     scale = (WIDTH - 2 * _MARGIN) / total
-    says, start, next_number = [f"{title}: {_bytes(total)}."], 0, float(_MARGIN + _NUMBER_WIDTH / 2)
+    says, start, next_number = [f"{title}: {byte_size(total)}."], 0, float(_MARGIN + _NUMBER_WIDTH / 2)
     for number, (name, size) in enumerate([*parts.items(), (_FREE, total - used)], start=1):
         kind, (fill, ink) = ("empty", ("", "")) if name == _FREE else ("shared", request_colors(number - 1))
         x, width = _MARGIN + start * scale, size * scale
@@ -48,11 +49,11 @@ def memory_budget(parts: Mapping[str, int], total: int, title: str = "Device mem
         canvas.box(_MARGIN, y, 28, 20, kind, fill)
         canvas.text(_MARGIN + 14, y + 15, number, "text strong small", fill=ink)
         canvas.text(_MARGIN + 40, y + 15, name, "text", "start")
-        canvas.text(WIDTH - 130, y + 15, _bytes(size), "text", "end")
+        canvas.text(WIDTH - 130, y + 15, byte_size(size), "text", "end")
         canvas.text(WIDTH - _MARGIN, y + 15, f"{100 * size / total:.1f} %", "muted", "end")
         if size:
             next_number = _draw_number(canvas, x, width, number, ink, next_number)
-        says.append(f"{number}. {name}: {_bytes(size)}, {100 * size / total:.1f} %.")
+        says.append(f"{number}. {name}: {byte_size(size)}, {100 * size / total:.1f} %.")
     return canvas.picture(_BAR_TOP + _BAR + 20 + (len(parts) + 1) * _LINE, "\n".join(says))
 
 
@@ -89,12 +90,3 @@ def _draw_number(canvas: Canvas, x: float, width: float, number: int, ink: str, 
     canvas.path(f"M{place:g} {_BAR_TOP - 10}L{middle:g} {_BAR_TOP}", "rule")
     canvas.text(place, _BAR_TOP - 13, number, "text small strong")
     return place + _NUMBER_WIDTH
-
-
-def _bytes(count: int) -> str:
-    """In binary units: ``1.50 GiB``."""
-    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return counted(count, "byte") if units[0] == "bytes" else f"{size:.2f} {units[0]}"

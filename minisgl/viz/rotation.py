@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from minisgl.layers import Rotary, rotate
-from minisgl.viz.svg import WIDTH, Canvas, Picture, request_colors
+from minisgl.viz.svg import WIDTH, Canvas, Picture, circle, request_colors
 
 _MARGIN = 14
 _RADIUS = 56.0
@@ -49,7 +49,7 @@ def rotation_dials(rotary: Rotary, pairs: Sequence[int], positions: Sequence[int
 def _draw_dial(canvas: Canvas, x: float, points: Sequence[tuple[float, float]], positions: Sequence[int]) -> None:
     """``points`` are (cos, sin) and turn counter-clockwise from the right, as angles do on paper."""
     y = _TOP + _DIAL / 2
-    canvas.path(_circle(x, y, _RADIUS), "rule")
+    canvas.path(circle(x, y, _RADIUS), "rule")
     placed: list[tuple[float, float]] = []
     in_order = [0, len(points) - 1, *range(1, len(points) - 1)]
     for index in in_order:
@@ -57,12 +57,7 @@ def _draw_dial(canvas: Canvas, x: float, points: Sequence[tuple[float, float]], 
         dot = x + cos * _RADIUS, y - sin * _RADIUS
         label = x + cos * (_RADIUS + 14), y - sin * (_RADIUS + 14)
         canvas.path(f"M{x:g} {y:g}L{dot[0]:g} {dot[1]:g}", "rule")
-        canvas.path(_circle(*dot, 4), fill=request_colors(0)[0])
+        canvas.path(circle(*dot, 4), fill=request_colors(0)[0])
         if all(math.dist(label, other) >= _APART for other in placed):
             placed.append(label)
             canvas.text(label[0], label[1] + 4, positions[index], "text small")
-
-
-def _circle(x: float, y: float, radius: float) -> str:
-    half = f"a{radius:g} {radius:g} 0 1 0"
-    return f"M{x - radius:g} {y:g}{half} {2 * radius:g} 0{half} {-2 * radius:g} 0"

@@ -7,11 +7,14 @@ sign: what a colour says is also written.
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+
+Point = tuple[float, float]
 
 WIDTH = 760
 """Width of every drawing in CSS pixels: the text column of a notebook or of the book."""
@@ -32,7 +35,10 @@ _STYLE = """
 .viz .viz-mono{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace;font-size:13px}
 """.replace("\n", "")
 
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
+_JOINER = "\u200d"
+"""Makes one emoji of two."""
 _HEADING_LEFT, _HEADING_LINE, _HEADING_LENGTH = 14, 20, 80
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
@@ -89,7 +95,7 @@ def request_colors(number: int) -> tuple[str, str]:
 def visible(text: str) -> str:
     """Text in which one can see the spaces and the ends of lines, as a token needs it."""
     signs = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
-    return "".join(sign if sign.isprintable() else "�" for sign in signs)
+    return "".join(sign if sign.isprintable() or sign == _JOINER else "�" for sign in signs)
 
 
 def shorten(text: str, longest: int) -> str:
@@ -113,6 +119,17 @@ def runs(numbers: Iterable[int]) -> str:
     return " ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
 
 
+def circle(x: float, y: float, radius: float) -> str:
+    """A circle as a path for `Canvas.path`."""
+    half = f"a{radius:g} {radius:g} 0 1 0"
+    return f"M{x - radius:g} {y:g}{half} {2 * radius:g} 0{half} {-2 * radius:g} 0"
+
+
+def _valid(text: str) -> str:
+    """``text`` with U+FFFD for what no XML document may have: most control characters, and lone surrogates."""
+    return _NOT_XML.sub("\ufffd", text)
+
+
 class Canvas:
     """Collects shapes and text, and makes a `Picture` of them. All lengths are CSS pixels."""
 
@@ -130,15 +147,27 @@ class Canvas:
         """One line of text with its baseline at ``y``; ``kind`` names style-sheet classes without their prefix."""
         classes = " ".join(f"viz-{name}" for name in kind.split())
         style = f' style="fill:{fill}"' if fill else ""
-        self._parts.append(
-            f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{escape(str(text))}</text>'
-        )
+        words = escape(_valid(str(text)))
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{words}</text>')
 
-    def path(self, d: str, kind: str = "line", fill: str = "") -> None:
-        """Lines, or an area in the colour ``fill``: ``d`` as in SVG, such as ``M0 0H10V10``."""
+    def path(self, d: str, kind: str = "line", fill: str = "", stroke: str = "") -> None:
+        """Lines, in the colour ``stroke`` if there is one, or an area in the colour ``fill``.
+
+        ``d`` as in SVG, such as ``M0 0H10V10``.
+        """
         classes = " ".join(f"viz-{name}" for name in kind.split())
         look = f'fill="{fill}"' if fill else f'class="{classes}"'
-        self._parts.append(f'<path d="{d}" {look}/>')
+        style = f' style="stroke:{stroke}"' if stroke else ""
+        self._parts.append(f'<path d="{d}" {look}{style}/>')
+
+    def arrow(self, start: Point, end: Point, kind: str = "text", fill: str = "", thickness: float = 1.5) -> None:
+        """A straight arrow with its tip at ``end``, in the colour ``fill`` or in that of a ``kind`` of text."""
+        length = math.dist(start, end) or 1.0
+        along, across = (end[0] - start[0]) / length, (end[1] - start[1]) / length
+        half, wing, neck = thickness / 2, thickness / 2 + 3, max(length - 8, 0.0)
+        outline = ((0.0, half), (neck, half), (neck, wing), (length, 0.0), (neck, -wing), (neck, -half), (0.0, -half))
+        corners = ((start[0] + a * along - b * across, start[1] + a * across + b * along) for a, b in outline)
+        self.path(f"M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in corners)}Z", kind, fill)
 
     def group(self, y: float, parts: str) -> None:
         """Parts of another drawing, moved down by ``y``."""
@@ -146,6 +175,7 @@ class Canvas:
 
     def picture(self, height: float, text: str) -> Picture:
         """Everything drawn so far on a card of ``height``. ``text`` says the same in words."""
+        text = _valid(text)
         label = escape(text, quote=True).replace("\n", " ")
         card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6" class="viz-card"/>'
         svg = (

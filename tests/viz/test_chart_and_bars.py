@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +15,12 @@ def lines_of(picture: Picture) -> list[list[tuple[float, float]]]:
     paths = [each for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path") if "line" in each.get("class", "")]
     numbers = [[float(number) for number in re.findall(r"[\d.]+", each.get("d", ""))] for each in paths]
     return [list(zip(each[::2], each[1::2], strict=True)) for each in numbers]
+
+
+def dots_of(picture: Picture) -> list[tuple[float, float]]:
+    """Middles of the filled circles."""
+    paths = [each.get("d", "") for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path") if each.get("fill")]
+    return [(float(x) + 3.5, float(y)) for x, y in re.findall(r"^M([\d.]+) ([\d.]+)a3.5", "\n".join(paths), re.M)]
 
 
 def test_equal_factors_are_equal_steps_on_logarithmic_axes() -> None:
@@ -53,6 +60,42 @@ def test_marks_are_numbered_after_the_lines_and_named_below() -> None:
 def test_a_point_at_the_edge_stays_on_the_card() -> None:
     values = {"low": (1.0, 1.0), "high": (1000.0, 1000.0)}
     assert_sound(chart({}, values, "Edges", Axis("x", log=True), Axis("y", log=True)))
+
+
+def test_what_was_measured_has_dots_in_the_colour_of_its_line() -> None:
+    line, other = [(1.0, 10.0), (2.0, 30.0), (3.0, 20.0)], [(1.0, 12.0), (3.0, 21.0)]
+    picture = chart({"a": line, "b": other}, {"best": (2.0, 30.0)}, "T", Axis("x"), Axis("y"), dots=True)
+    assert_sound(picture)
+    drawn = [place for each in lines_of(picture)[:2] for place in each]
+    assert dots_of(picture) == [pytest.approx(place, abs=0.1) for place in drawn]
+    paths = [each.attrib for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path")]
+    strokes = [each["style"].removeprefix("stroke:") for each in paths if "style" in each]
+    assert strokes == list(dict.fromkeys(each["fill"] for each in paths if "fill" in each))
+
+
+def test_numbers_of_lines_and_marks_do_not_cover_each_other() -> None:
+    lines = {str(number): [(1.0, 1.0), (10.0, 10.0 + number / 10)] for number in range(4)}
+    marks = {f"mark {number}": (5.0, 5.0 + number / 10) for number in range(4)}
+    picture = chart(lines, marks, "T", Axis("x"), Axis("y"), dots=True)
+    assert_sound(picture)
+    places = [(float(box.get("x", "")), float(box.get("y", ""))) for box in boxes(picture)]
+    numbers = [place for place in places if place[0] != 14]
+    assert len(numbers) == 8
+    for (x, y), (other_x, other_y) in combinations(numbers, 2):
+        assert abs(x - other_x) >= 22 or abs(y - other_y) >= 19
+
+
+def test_a_limit_is_a_line_across_with_its_name() -> None:
+    line = [(0.0, 10.0), (10.0, 20.0)]
+    picture = chart({"a": line}, {}, "T", Axis("x"), Axis("y"), limits={"most": 40.0})
+    assert_sound(picture)
+    paths = [each.attrib for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path")]
+    limit, drawn = (each["d"] for each in paths if "line" in each["class"])
+    height = float(limit.removeprefix("M76 ").removesuffix("H722"))
+    middle = float(drawn.rpartition(" ")[2])
+    assert 300 - height == pytest.approx(2 * (300 - middle)), "twice as high as 20, and on the chart"
+    assert "most: 40" in texts(picture)
+    assert "most: 40." in picture.text
 
 
 def test_bars_are_as_long_as_their_parts_together() -> None:

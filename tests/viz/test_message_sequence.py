@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from minisgl.viz import Message, message_player, message_sequence
+from minisgl.viz.svg import _PALETTE
+from tests.viz.drawing import assert_sound, boxes, texts
+from tests.viz.test_reduce_pictures import arrows
+
+LIFE = [
+    Message(10.0, "client", "API", "POST", "stream=true"),
+    Message(10.0005, "API", "tokenizer", "Submit", "job 7"),
+    Message(10.002, "tokenizer", "scheduler", "Tokenized", "41 tokens"),
+    Message(10.02, "scheduler", "detokenizer", "Progress"),
+    Message(10.021, "detokenizer", "API", "Update", "text '<b>&'"),
+]
+
+
+def test_a_lane_for_each_process_and_an_arrow_between_them_for_each_message() -> None:
+    picture = message_sequence(LIFE)
+    assert_sound(picture)
+    found = texts(picture)
+    lanes = ["client", "API", "tokenizer", "scheduler", "detokenizer"]
+    assert found[:6] == ["5 messages in 21.00 ms", *lanes]
+    middles = [float(box.get("x", "")) + float(box.get("width", "")) / 2 for box in boxes(picture)]
+    assert middles == sorted(middles)
+    drawn = arrows(picture)
+    assert [x for _, x, _ in drawn] == pytest.approx([middles[lanes.index(each.destination)] for each in LIFE], abs=0.1)
+    assert [fill for fill, _, _ in drawn] == [_PALETTE[lanes.index(each.source)][0] for each in LIFE]
+    assert all(above[2] < below[2] for above, below in pairwise(drawn)), "later is lower"
+    assert found[6:12] == ["POST", "stream=true", "0 µs", "Submit", "job 7", "500 µs"]
+    assert "text '<b>&'" in found
+    assert "At 2.00 ms: tokenizer to scheduler: Tokenized (41 tokens)." in picture.text
+
+
+def test_messages_come_in_order_of_time() -> None:
+    assert message_sequence(LIFE[::-1]).svg == message_sequence(LIFE).svg
+
+
+def test_the_player_adds_one_message_a_frame_and_colours_the_newest() -> None:
+    made = message_player(LIFE)
+    assert len(made.frames) == 5
+    assert [len(arrows(frame)) for frame in made.frames] == [1, 2, 3, 4, 5]
+    assert len({frame.height for frame in made.frames}) == 1, "the page does not jump"
+    for number, frame in enumerate(made.frames):
+        assert_sound(frame)
+        coloured = [fill for fill, _, _ in arrows(frame)]
+        assert coloured[:-1] == [""] * number
+        assert coloured[-1]
+        heads = [box for box in boxes(frame) if box.get("fill")]
+        assert len(heads) == 2, "those that talk"
+    assert made.headings[1] == "2 of 5: API to tokenizer: Submit (job 7)"
+
+
+def test_the_player_moves_a_window_over_many_messages() -> None:
+    many = [Message(number, "a", "b", f"kind{number}") for number in range(30)]
+    frame = message_player(many).frames[20]
+    kinds = [text for text in texts(frame) if text.startswith("kind")]
+    assert kinds == [f"kind{number}" for number in range(11, 21)]
+    assert_sound(message_player(many).strip)
+
+
+def test_of_very_many_the_last_are_counted() -> None:
+    picture = message_sequence([Message(number, "a", "b", f"kind{number}") for number in range(100)])
+    assert_sound(picture)
+    assert len(arrows(picture)) == 60
+    assert "… and 40 messages more" in texts(picture)
+
+
+def test_names_that_have_no_room_beside_each_other_stand_in_two_rows() -> None:
+    names = [f"scheduler rank {number}" for number in range(6)]
+    picture = message_sequence([Message(0, a, b, "hello") for a, b in pairwise(names)])
+    assert_sound(picture)
+    assert [text for text in texts(picture) if text.startswith("scheduler")] == names
+    heads = boxes(picture)
+    assert len({box.get("y") for box in heads}) == 2
+    for row in (heads[::2], heads[1::2]):
+        for left, right in pairwise(row):
+            assert float(left.get("x", "")) + float(left.get("width", "")) <= float(right.get("x", ""))
+
+
+def test_long_and_odd_texts() -> None:
+    odd = Message(0, "a", "a", "k" * 100, "s\x00\ud800" + "t" * 100)
+    picture = message_sequence([odd])
+    assert_sound(picture)
+    assert "s\ufffd\ufffd" in picture.text
+    assert message_player([odd]).widget is not None
+
+
+def test_no_messages() -> None:
+    picture = message_sequence([])
+    assert_sound(picture)
+    assert texts(picture) == ["0 messages"]
+    with pytest.raises(ValueError, match="0 frames"):
+        message_player([])
