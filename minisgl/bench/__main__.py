@@ -26,6 +26,7 @@ from minisgl.bench.overlap import OverlapWorkload, run_overlap
 from minisgl.bench.preemption import run_preemption
 from minisgl.bench.profile import run_profile
 from minisgl.bench.report import Report
+from minisgl.bench.serve.command import add_commands
 from minisgl.bench.shapes import FOR_ONE_GPU
 from minisgl.bench.tp import run_tp
 from minisgl.bench.workloads import WORKLOADS
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--work", nargs="+", default=choices, choices=choices, help="workloads")
         each.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median counts")
     summary = "options of minisgl.LLM, with values in JSON"
-    for each in (batch_one, offline, profile, overlap, preemption, tp):
+    for each in (batch_one, offline, profile, overlap, preemption, tp, *add_commands(command)):
         each.add_argument("--set", nargs="+", default=[], type=_option, metavar="NAME=VALUE", help=summary)
     return parser
 
