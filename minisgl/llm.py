@@ -242,9 +242,13 @@ class LLM:
         return AutoChoice(self.config.attention_backend, "it was asked for")
 
     @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom."""
-        trace = Trace(self.engine.device)
+    def trace(self, limit: int | None = None) -> Iterator[Trace]:
+        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom.
+
+        Args:
+            limit: most events to keep, the newest ones; None keeps all.
+        """
+        trace = Trace(self.engine.device, limit)
         with recorded(trace, self.loop, self.engine):
             yield trace
 

@@ -6,12 +6,25 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import EngineDead
 from minisgl.llm import LLM
 from minisgl.server.answer import Answer
-from minisgl.server.messages import Abort, Accepted, Conversation, Rejected, Reply, Submit
+from minisgl.server.messages import (
+    Abort,
+    Accepted,
+    Count,
+    Detokenize,
+    EngineStats,
+    Prompt,
+    Rejected,
+    Reply,
+    Submit,
+    Tokenize,
+    Told,
+)
 from minisgl.server.worker import EngineWorker
 
 STOP_TIMEOUT = 30.0
@@ -27,6 +40,7 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM) -> None:
+        self.config = llm.config
         self.model = llm.config.model
         self.tokenizer = llm.tokenizer
         self.max_seq_len = llm.max_seq_len
@@ -36,6 +50,7 @@ class AsyncEngine:
         """True once the engine's thread has ended with an error."""
         self._worker = EngineWorker(llm, self._send, self._on_death)
         self._answers: dict[int, Answer] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._jobs = itertools.count()
 
     def start(self) -> None:
@@ -45,7 +60,7 @@ class AsyncEngine:
 
     async def submit(
         self,
-        prompts: Sequence[str | Sequence[int] | Conversation],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         streaming: bool,
         user: str = "",
@@ -73,6 +88,45 @@ class AsyncEngine:
             raise
         return answer
 
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with those that the tokenizer or the template adds.
+
+        Raises:
+            InvalidRequest: the prompt is malformed, or the template rejects it.
+            EngineDead: the engine died, or is shutting down.
+        """
+        ids: list[int] = await self._ask(Tokenize(next(self._jobs), prompt))
+        return ids
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens left out.
+
+        Raises:
+            InvalidRequest: an id is outside of the vocabulary.
+            EngineDead: the engine died, or is shutting down.
+        """
+        text: str = await self._ask(Detokenize(next(self._jobs), token_ids))
+        return text
+
+    async def stats(self) -> EngineStats:
+        """How busy the engine is, told between two steps.
+
+        Raises:
+            EngineDead: the engine died, or is shutting down.
+        """
+        stats: EngineStats = await self._ask(Count(next(self._jobs)))
+        return stats
+
+    async def _ask(self, question: Tokenize | Detokenize | Count) -> Any:
+        if self.error is not None:
+            raise self.error
+        answer = self._questions[question.job] = self._loop.create_future()
+        self._worker.put(question)
+        try:
+            return await answer
+        finally:
+            del self._questions[question.job]
+
     async def stop(self) -> None:
         """Take no more jobs, end those in flight with `EngineDead`, and wait for the engine's thread."""
         self._end(EngineDead("the server is shutting down"))
@@ -96,8 +150,12 @@ class AsyncEngine:
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
+            question = self._questions.get(reply.job)
+            if question is not None:
+                _resolve(question, reply)
+                continue
             answer = self._answers.get(reply.job)
-            if answer is None:
+            if answer is None or isinstance(reply, Told):
                 continue
             if isinstance(reply, Accepted):
                 answer.accept(reply.prompt_lens)
@@ -117,3 +175,15 @@ class AsyncEngine:
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.fail(error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
+
+
+def _resolve(question: asyncio.Future[Any], reply: Reply) -> None:
+    if question.done():  # whoever asked was cancelled a moment ago
+        return
+    if isinstance(reply, Told):
+        question.set_result(reply.value)
+    elif isinstance(reply, Rejected):
+        question.set_exception(reply.error)

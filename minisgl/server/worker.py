@@ -8,11 +8,28 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.errors import InvalidRequest
+from minisgl.errors import ContextExceeded
 from minisgl.generation import Generation
 from minisgl.llm import LLM
+from minisgl.outputs import Metrics
 from minisgl.scheduler import StepOutput
-from minisgl.server.messages import Abort, Accepted, Conversation, Rejected, Reply, Submit, Update
+from minisgl.server.messages import (
+    Abort,
+    Accepted,
+    Conversation,
+    Count,
+    Detokenize,
+    EngineStats,
+    Message,
+    Prompt,
+    Rejected,
+    Reply,
+    Submit,
+    Tokenize,
+    Told,
+    Update,
+)
+from minisgl.validation import check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +58,7 @@ class EngineWorker:
         self._llm = llm
         self._send = send
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._jobs: dict[int, set[Generation]] = {}
         """What is unfinished of each job."""
         self._choices: dict[int, _Choice] = {}
@@ -52,7 +69,7 @@ class EngineWorker:
         """Start the thread, once."""
         self._thread.start()
 
-    def put(self, message: Submit | Abort) -> None:
+    def put(self, message: Message) -> None:
         """Leave a message for the engine, which reads it before its next step. Never blocks."""
         self._inbox.put(message)
 
@@ -79,9 +96,34 @@ class EngineWorker:
                 return False
             if isinstance(message, Submit):
                 self._send([self._submit(message)])
-            else:
+            elif isinstance(message, Abort):
                 self._abort(message)
+            else:
+                self._send([self._tell(message)])
         return True
+
+    def _tell(self, message: Tokenize | Detokenize | Count) -> Told | Rejected:
+        try:
+            return Told(message.job, self._answer(message))
+        except Exception as error:  # text that is no text, ids that are none: it ends this question alone
+            return Rejected(message.job, error)
+
+    def _answer(self, message: Tokenize | Detokenize | Count) -> list[int] | str | EngineStats:
+        if isinstance(message, Tokenize):
+            return self._token_ids(message.prompt)
+        if isinstance(message, Detokenize):
+            vocab_size = self._llm.engine.model_config.vocab_size
+            check_token_ids("tokens", message.token_ids, vocab_size, limit=len(message.token_ids))
+            return self._llm.tokenizer.decode(message.token_ids)
+        scheduler = self._llm.scheduler
+        memory = scheduler.memory
+        cached = memory.cache.num_evictable
+        return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, memory.pool.num_free, cached)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Conversation):
+            return self._llm.tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
+        return self._llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _submit(self, message: Submit) -> Accepted | Rejected:
         """Enqueue all generations of a job, or none of them."""
@@ -103,10 +145,8 @@ class EngineWorker:
             self._choices[generation.request.uid] = _Choice(message.job, number, generation)
         return Accepted(message.job, prompt_lens)
 
-    def _prepare(self, prompt: str | Sequence[int] | Conversation, message: Submit) -> list[Generation]:
-        if isinstance(prompt, Conversation):
-            prompt = self._llm.tokenizer.encode_chat(prompt.messages)
-        group = self._llm.prepare(prompt, message.params, message.streaming, message.user)
+    def _prepare(self, prompt: Prompt, message: Submit) -> list[Generation]:
+        group = self._llm.prepare(self._token_ids(prompt), message.params, message.streaming, message.user)
         self._check_fits(group[0])
         return group
 
@@ -117,9 +157,9 @@ class EngineWorker:
         if request.max_len - 1 <= capacity:  # the last token is never fed, so its KV needs no room
             return
         if request.prompt_len > capacity:
-            raise InvalidRequest("prompt", f"{request.prompt_len} tokens do not fit the KV cache of {capacity} tokens")
+            raise ContextExceeded("prompt", f"{request.prompt_len} tokens do not fit the KV cache of {capacity} tokens")
         room = capacity + 1 - request.prompt_len
-        raise InvalidRequest(
+        raise ContextExceeded(
             "max_tokens",
             f"{request.max_len - request.prompt_len} with a prompt of {request.prompt_len} tokens exceed the KV cache "
             f"of {capacity} tokens; at most {room} fit",
@@ -154,7 +194,8 @@ class EngineWorker:
 def _take_update(choice: _Choice) -> Update | None:
     """The deltas that a streaming generation has made, or the whole of one that has finished."""
     generation = choice.generation
-    update = Update(choice.job, choice.index, cached_tokens=generation.request.cached_tokens)
+    queue_time = Metrics.of(generation.request).queue_time
+    update = Update(choice.job, choice.index, cached_tokens=generation.request.cached_tokens, queue_time=queue_time)
     if generation.deltas:
         while generation.deltas:
             delta = generation.deltas.popleft()
