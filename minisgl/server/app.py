@@ -24,6 +24,7 @@ from minisgl.server.openai_routes import openai_routes
 from minisgl.server.openapi import describe
 from minisgl.server.records import record_of
 from minisgl.server.request_log import RequestLog
+from minisgl.server.text_service import TextService
 from minisgl.server.tool_parsers import syntax_for
 from minisgl.server.watching import watching_routes
 
@@ -48,9 +49,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     metrics = Metrics(engine)
     generator = Generator(engine, metrics)
+    texts = TextService(engine.tokenizer.path)
     syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
-    app.include_router(openai_routes(engine, generator, syntax))
-    app.include_router(native_routes(engine, generator))
+    app.include_router(openai_routes(engine, generator, texts, syntax))
+    app.include_router(native_routes(engine, generator, texts))
     app.include_router(watching_routes(engine, metrics, config.health_timeout))
     describe(app, engine.model, with_key=config.api_key is not None)
     _add_layers(app, config, metrics)

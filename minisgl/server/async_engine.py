@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import EngineDead
@@ -16,13 +15,11 @@ from minisgl.server.messages import (
     Abort,
     Accepted,
     Count,
-    Detokenize,
     EngineStats,
     Prompt,
     Rejected,
     Reply,
     Submit,
-    Tokenize,
     Told,
 )
 from minisgl.server.worker import EngineWorker
@@ -50,7 +47,7 @@ class AsyncEngine:
         """True once the engine's thread has ended with an error."""
         self._worker = EngineWorker(llm, self._send, self._on_death)
         self._answers: dict[int, Answer] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions: dict[int, asyncio.Future[EngineStats]] = {}
         self._jobs = itertools.count()
 
     def start(self) -> None:
@@ -88,44 +85,22 @@ class AsyncEngine:
             raise
         return answer
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with those that the tokenizer or the template adds.
-
-        Raises:
-            InvalidRequest: the prompt is malformed, or the template rejects it.
-            EngineDead: the engine died, or is shutting down.
-        """
-        ids: list[int] = await self._ask(Tokenize(next(self._jobs), prompt))
-        return ids
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens left out.
-
-        Raises:
-            InvalidRequest: an id is outside of the vocabulary.
-            EngineDead: the engine died, or is shutting down.
-        """
-        text: str = await self._ask(Detokenize(next(self._jobs), token_ids))
-        return text
-
     async def stats(self) -> EngineStats:
         """How busy the engine is, told between two steps.
 
         Raises:
             EngineDead: the engine died, or is shutting down.
         """
-        stats: EngineStats = await self._ask(Count(next(self._jobs)))
-        return stats
-
-    async def _ask(self, question: Tokenize | Detokenize | Count) -> Any:
         if self.error is not None:
             raise self.error
-        answer = self._questions[question.job] = self._loop.create_future()
-        self._worker.put(question)
+        number = next(self._jobs)
+        told: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._questions[number] = told
+        self._worker.put(Count(number))
         try:
-            return await answer
+            return await told
         finally:
-            del self._questions[question.job]
+            del self._questions[number]
 
     async def stop(self) -> None:
         """Take no more jobs, end those in flight with `EngineDead`, and wait for the engine's thread."""
@@ -150,12 +125,11 @@ class AsyncEngine:
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            question = self._questions.get(reply.job)
-            if question is not None:
-                _resolve(question, reply)
+            if isinstance(reply, Told):
+                self._tell(reply)
                 continue
             answer = self._answers.get(reply.job)
-            if answer is None or isinstance(reply, Told):
+            if answer is None:
                 continue
             if isinstance(reply, Accepted):
                 answer.accept(reply.prompt_lens)
@@ -165,6 +139,11 @@ class AsyncEngine:
                 answer.put(reply)
             if answer.finished:
                 del self._answers[reply.job]
+
+    def _tell(self, told: Told) -> None:
+        question = self._questions.get(told.job)
+        if question is not None and not question.done():  # whoever asked may have been cancelled a moment ago
+            question.set_result(told.stats)
 
     def _bury(self, error: BaseException) -> None:
         self.died = True
@@ -178,12 +157,3 @@ class AsyncEngine:
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(error)
-
-
-def _resolve(question: asyncio.Future[Any], reply: Reply) -> None:
-    if question.done():  # whoever asked was cancelled a moment ago
-        return
-    if isinstance(reply, Told):
-        question.set_result(reply.value)
-    elif isinstance(reply, Rejected):
-        question.set_exception(reply.error)

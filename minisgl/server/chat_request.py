@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import StrictBool, StrictInt
+from pydantic import StrictBool
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.conversation import ChatMessage
 from minisgl.server.messages import Conversation
-from minisgl.server.requests import GenerationRequest
+from minisgl.server.requests import Count, GenerationRequest, NumLogprobs, shown
 from minisgl.server.response_format import ResponseFormat
 from minisgl.server.tool_choice import NamedChoice, Tool, ToolChoice, forced_call, offered
 from minisgl.server.tool_parsers import FORCED, CallReader, ToolSyntax
@@ -20,13 +20,13 @@ from minisgl.server.tool_parsers import FORCED, CallReader, ToolSyntax
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
-    max_tokens: StrictInt | None = None
-    max_completion_tokens: StrictInt | None = None
+    messages: Annotated[list[ChatMessage], shown(minItems=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: StrictBool = False
-    top_logprobs: StrictInt | None = None
+    top_logprobs: NumLogprobs | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], shown(minItems=1)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
     modalities: list[Literal["text"]] | None = None

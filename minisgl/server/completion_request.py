@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator, StrictBool, StrictInt
+from pydantic import PlainValidator, StrictBool
 
-from minisgl.server.requests import GenerationRequest
+from minisgl.server.requests import Count, GenerationRequest, NumLogprobs, shown
 from minisgl.server.response_format import ResponseFormat
 
 
@@ -24,9 +24,13 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str)
 
 
+Ids = Annotated[list[Annotated[int, shown(minimum=0)]], shown(minItems=1)]
+Texts = Annotated[list[str], shown(minItems=1)]
+IdLists = Annotated[list[Ids], shown(minItems=1)]
+
 Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+    PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists),
 ]
 """One prompt or several, as a list."""
 
@@ -35,8 +39,8 @@ class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` is taken at its default."""
 
     prompt: Prompts
-    max_tokens: StrictInt = 16
-    logprobs: StrictInt | None = None
+    max_tokens: Count = 16
+    logprobs: NumLogprobs | None = None
     echo: StrictBool = False
     best_of: Literal[1] = 1
     response_format: ResponseFormat | None = None

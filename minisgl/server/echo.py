@@ -15,6 +15,7 @@ from minisgl.core.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.completion_format import Echo
 from minisgl.server.formats import LEAST_LOGPROB
+from minisgl.server.text_service import TextService
 
 AT_ONCE = 64
 """Beginnings of a prompt that are in the engine's queue together."""
@@ -22,21 +23,22 @@ AT_ONCE = 64
 _FORCE = 100.0
 
 
-async def echo(engine: AsyncEngine, prompt: str | list[int], num_logprobs: int | None) -> Echo:
+async def echo(engine: AsyncEngine, texts: TextService, prompt: str | list[int], num_logprobs: int | None) -> Echo:
     """What a prompt looks like when it comes back.
 
     Args:
-        engine: has the tokenizer, and the model.
+        engine: has the model.
+        texts: has the tokenizer.
         prompt: text or token ids.
         num_logprobs: likeliest tokens to report at every position; None is no log-probabilities.
 
     Raises:
         InvalidRequest, QueueFull, EngineDead, GenerationFailed: from the engine.
     """
-    text = prompt if isinstance(prompt, str) else await engine.detokenize(prompt)
+    text = prompt if isinstance(prompt, str) else await texts.detokenize(prompt)
     if num_logprobs is None:
         return Echo(text)
-    token_ids = await engine.tokenize(prompt)
+    token_ids = await texts.tokenize(prompt) if isinstance(prompt, str) else prompt
     logprobs: list[TokenLogprobs] = []
     for start in range(1, len(token_ids), AT_ONCE):
         lengths = range(start, min(start + AT_ONCE, len(token_ids)))

@@ -48,7 +48,8 @@ class ApiError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients expect it."""
-        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        clients_fault = self.status_code < 500 and self.status_code != 408
+        kind = "invalid_request_error" if clients_fault else "server_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:

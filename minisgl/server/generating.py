@@ -16,7 +16,7 @@ from minisgl.server.formats import Format, Usage
 from minisgl.server.messages import Update
 from minisgl.server.metrics import Metrics
 from minisgl.server.records import RequestRecord, record_of
-from minisgl.server.requests import Generates
+from minisgl.server.requests import Generates, Job
 from minisgl.server.streaming import EventStream, TimeLimit, until_disconnect
 
 MakeFormat = Callable[[Sequence[int]], Awaitable[Format]]
@@ -40,17 +40,21 @@ class Generator:
 
         Raises:
             InvalidRequest, QueueFull, EngineDead, GenerationFailed: from the engine.
-            ApiError: 504; there was a time limit, and it has passed.
+            ApiError: 408; there was a time limit, and it has passed.
             ClientDisconnect: the client has left.
         """
         record = record_of(request)
-        limit = TimeLimit(_shorter(body.time_limit, self._engine.config.request_timeout))
-        work = self._begin(body, make_format)
-        answer, written, n = await limit.keep(until_disconnect(request.receive, work))
-        usage = record.usage = Usage(answer.accepted.result(), n)
-        record.choices, record.streamed = answer.num_choices, body.streams
+        try:
+            job = body.job()
+            limit = TimeLimit(_shorter(job.time_limit, self._engine.config.request_timeout))
+            work = self._begin(job, make_format)
+            answer, written = await limit.keep(until_disconnect(request.receive, work))
+        except InvalidRequest as error:
+            raise body.in_own_words(error) from error
+        usage = record.usage = Usage(answer.accepted.result(), job.params.n)
+        record.choices, record.streamed = answer.num_choices, job.streaming
         note = partial(self._note, record, usage)
-        if body.streams:
+        if job.streaming:
             return EventStream(answer, written, usage, limit, note)
         try:
             updates = await until_disconnect(request.receive, _collect(answer, limit))
@@ -60,14 +64,10 @@ class Generator:
             note(update)
         return Response(to_json(written.whole(updates, usage)), media_type="application/json")
 
-    async def _begin(self, body: Generates, make_format: MakeFormat) -> tuple[Answer, Format, int]:
+    async def _begin(self, job: Job, make_format: MakeFormat) -> tuple[Answer, Format]:
+        answer = await self._engine.submit(job.prompts, job.params, job.streaming, job.user)
         try:
-            params = body.engine_params()
-            answer = await self._engine.submit(body.prompts, params, body.streams, body.on_behalf_of)
-        except InvalidRequest as error:
-            raise body.in_own_words(error) from error
-        try:
-            return answer, await make_format(answer.accepted.result()), params.n
+            return answer, await make_format(answer.accepted.result())
         except BaseException:
             answer.abort()
             raise

@@ -54,22 +54,6 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenize:
-    """Say which token ids a prompt has; answered with `Told`, or `Rejected`."""
-
-    job: int
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Detokenize:
-    """Say which text token ids have; answered with `Told`, or `Rejected`."""
-
-    job: int
-    token_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Count:
     """Say how busy the engine is; answered with `Told`."""
 
@@ -101,10 +85,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The answer to a question."""
+    """The answer to `Count`."""
 
     job: int
-    value: list[int] | str | EngineStats
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +143,5 @@ class Update:
         self.queue_time = later.queue_time
 
 
-Message = Submit | Abort | Tokenize | Detokenize | Count
+Message = Submit | Abort | Count
 Reply = Accepted | Rejected | Update | Told

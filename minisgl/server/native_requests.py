@@ -9,9 +9,10 @@ from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_val
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.server.completion_request import IdLists, Ids, Texts
 from minisgl.server.conversation import ChatMessage
 from minisgl.server.messages import Conversation, Prompt
-from minisgl.server.requests import ApiObject, SamplingFields
+from minisgl.server.requests import ApiObject, Count, Job, Least, SamplingFields, Seed, shown
 from minisgl.server.response_format import held_to
 
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -20,9 +21,10 @@ _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "s
 class GenerateParams(SamplingFields):
     """``sampling_params`` of ``POST /generate``, by SGLang's names; a ``top_k`` of −1 keeps all tokens."""
 
-    max_new_tokens: StrictInt = 128
-    min_new_tokens: StrictInt = 0
-    sampling_seed: StrictInt | None = None
+    top_k: Annotated[StrictInt, shown(minimum=-1, maximum=2**31 - 1)] | None = None
+    max_new_tokens: Count = 128
+    min_new_tokens: Least = 0
+    sampling_seed: Seed | None = None
     json_schema: StrictStr | None = None
     regex: StrictStr | None = None
     skip_special_tokens: Literal[True] = True
@@ -62,12 +64,10 @@ def _ids(value: Any) -> Any:
 class GenerateRequest(ApiObject):
     """Body of ``POST /generate``: one of ``text`` and ``input_ids``, a prompt or a list of prompts."""
 
-    text: Annotated[
-        str | list[str] | None, PlainValidator(_texts, json_schema_input_type=StrictStr | list[StrictStr])
-    ] = None
+    text: Annotated[str | list[str] | None, PlainValidator(_texts, json_schema_input_type=str | Texts)] = None
     input_ids: Annotated[
         list[int] | list[list[int]] | None,
-        PlainValidator(_ids, json_schema_input_type=list[StrictInt] | list[list[StrictInt]]),
+        PlainValidator(_ids, json_schema_input_type=Ids | IdLists),
     ] = None
     sampling_params: GenerateParams = GenerateParams()
     stream: StrictBool = False
@@ -89,9 +89,9 @@ class GenerateRequest(ApiObject):
         given = self._given
         return [given] if isinstance(given, str) or _is_ids(given) else given
 
-    def engine_params(self) -> SamplingParams:
-        """See `minisgl.server.requests.Generates`, as for all that follow."""
-        return self.sampling_params.in_engine_words()
+    def job(self) -> Job:
+        """See `minisgl.server.requests.Generates`."""
+        return Job(self.prompts, self.sampling_params.in_engine_words(), self.stream)
 
     def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
         """Parameters are in an object of their own, some under other names."""
@@ -100,21 +100,6 @@ class GenerateRequest(ApiObject):
         prompt = "text" if self.input_ids is None else "input_ids"
         name = prompt if error.field == "prompt" else f"sampling_params.{_OWN_NAMES.get(error.field, error.field)}"
         return type(error)(name, error.message)
-
-    @property
-    def streams(self) -> bool:
-        """As the client says."""
-        return self.stream
-
-    @property
-    def time_limit(self) -> float | None:
-        """None of the client's."""
-        return None
-
-    @property
-    def on_behalf_of(self) -> str:
-        """Nobody in particular."""
-        return ""
 
 
 class TokenizeRequest(ApiObject):
@@ -140,5 +125,5 @@ class DetokenizeRequest(ApiObject):
     """Body of ``POST /detokenize``; special tokens have no text."""
 
     model: StrictStr | None = None
-    tokens: list[StrictInt]
+    tokens: list[Annotated[StrictInt, shown(minimum=0)]]
     skip_special_tokens: Literal[True] = True

@@ -16,10 +16,17 @@ from minisgl.server.native_requests import DetokenizeRequest, GenerateRequest, T
 from minisgl.server.openai_routes import check_model
 from minisgl.server.openapi import GENERATES, TAKES_BODY, errors, streams
 from minisgl.server.replies import DetokenizeReply, GenerateReply, TokenizeReply
+from minisgl.server.text_service import TextService
 
 
-def native_routes(engine: AsyncEngine, generator: Generator) -> APIRouter:
-    """Generate, tokenize and detokenize."""
+def native_routes(engine: AsyncEngine, generator: Generator, texts: TextService) -> APIRouter:
+    """Generate, tokenize and detokenize.
+
+    Args:
+        engine: has the model.
+        generator: answers.
+        texts: tokenizes.
+    """
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(
@@ -37,14 +44,14 @@ def native_routes(engine: AsyncEngine, generator: Generator) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Any:
         """Token ids of a text or a conversation."""
         check_model(engine, body.model)
-        tokens = await engine.tokenize(body.text)
+        tokens = await texts.tokenize(body.text)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_seq_len}
 
     @router.post("/detokenize", response_model=DetokenizeReply, responses=errors(*TAKES_BODY))
     async def detokenize(body: DetokenizeRequest) -> Any:
         """Text of token ids."""
         check_model(engine, body.model)
-        text = await engine.detokenize(body.tokens)
+        text = await texts.detokenize(body.tokens)
         return {"prompt": text, "text": text}
 
     return router

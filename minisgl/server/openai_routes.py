@@ -20,15 +20,19 @@ from minisgl.server.generating import Generator
 from minisgl.server.json_body import JsonRoute
 from minisgl.server.openapi import GENERATES, READS, errors, streams
 from minisgl.server.replies import ChatReply, CompletionReply, ModelList, ModelReply
+from minisgl.server.text_service import TextService
 from minisgl.server.tool_parsers import ToolSyntax
 
 
-def openai_routes(engine: AsyncEngine, generator: Generator, syntax: ToolSyntax | None) -> APIRouter:
+def openai_routes(
+    engine: AsyncEngine, generator: Generator, texts: TextService, syntax: ToolSyntax | None
+) -> APIRouter:
     """Chat, completions and models.
 
     Args:
         engine: has the model.
         generator: answers.
+        texts: tokenizes prompts that are echoed.
         syntax: how the model calls tools; None if it cannot.
     """
     router = APIRouter(prefix="/v1", route_class=JsonRoute)
@@ -51,7 +55,7 @@ def openai_routes(engine: AsyncEngine, generator: Generator, syntax: ToolSyntax 
         check_model(engine, body.model)
 
         async def completion_format(prompt_lens: Sequence[int]) -> CompletionFormat:
-            echoes = [await echo(engine, prompt, body.logprobs) for prompt in body.prompts if body.echo]
+            echoes = [await echo(engine, texts, prompt, body.logprobs) for prompt in body.prompts if body.echo]
             each_choice = [each for each in echoes for _ in range(body.n)]
             wants_logprobs = body.logprobs is not None
             return CompletionFormat(engine.model, engine.tokenizer, wants_logprobs, body.shows_usage, each_choice)

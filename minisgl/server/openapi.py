@@ -13,11 +13,11 @@ _MEANINGS = {
     400: "The request is malformed, or asks for what this model or server cannot do; param names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
+    408: "The time limit passed before the answer was finished.",
     413: "The body is too large.",
     415: "The body is not sent as JSON.",
     500: "The engine could not finish the request.",
     503: "The queue is full, and Retry-After says when to come again; or the engine is dead or shutting down.",
-    504: "The time limit passed before the answer was finished.",
 }
 
 READS = (401,)
@@ -26,7 +26,7 @@ ASKS = (401, 503)
 """Of one that has to ask the engine."""
 TAKES_BODY = (400, 401, 404, 413, 415, 503)
 """Of one that takes a body."""
-GENERATES = (*TAKES_BODY, 500, 504)
+GENERATES = (*TAKES_BODY, 408, 500)
 """Of one that generates."""
 
 
@@ -37,8 +37,9 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def streams(reply: Any) -> dict[int | str, dict[str, Any]]:
     """FastAPI's ``responses`` for an answer that is ``reply``, or a stream of chunks if the client wants one."""
-    events = {"schema": {"type": "string", "description": "server-sent events; the last is [DONE], or an error"}}
-    return {200: {"model": reply, "description": "The answer.", "content": {"text/event-stream": events}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    text = "The answer; of a stream, each event is a chunk, and the last is [DONE] or an error."
+    return {200: {"model": reply, "description": text, "content": {"text/event-stream": {"itemSchema": event}}}}
 
 
 def describe(app: FastAPI, model: str, with_key: bool) -> None:
@@ -62,6 +63,9 @@ def _document(app: FastAPI, model: str, with_key: bool) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path in document["paths"].values():
         for operation in path.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] == "model":
+                    parameter["schema"] = {"enum": [model]}
             operation["responses"].pop("422", None)  # FastAPI's own; here a malformed body is a 400
             if not with_key:
                 operation["responses"].pop("401", None)
@@ -70,7 +74,8 @@ def _document(app: FastAPI, model: str, with_key: bool) -> dict[str, Any]:
         schemas.pop(name, None)
     for name, schema in schemas.items():
         if name.endswith("Request") and "model" in schema["properties"]:
-            schema["properties"]["model"] = {"const": model, "title": "Model"}
+            required = "model" in schema.get("required", ())
+            schema["properties"]["model"] = {"enum": [model] if required else [model, None], "title": "Model"}
     if with_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
@@ -26,13 +26,21 @@ from minisgl.server.messages import Prompt
 _PASSED_ON = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 """Sampling parameters that have the same name and meaning in the API, so they are checked in one place only."""
 
-_MAX_TIMEOUT = 86400.0
+_MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0
+
+
+def _show_nulls(schema: dict[str, Any]) -> None:
+    """Let a model's JSON schema tell that null is taken for every field that may be left out."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **about}
 
 
 class ApiObject(BaseModel):
     """A JSON object of the API: known fields only, and null is the same as not given."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_show_nulls)
 
     @model_validator(mode="before")
     @classmethod
@@ -45,6 +53,24 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def shown(**limits: Any) -> Any:
+    """Limits for ``/openapi.json`` alone: `SamplingParams` is what holds a field to them, and has the better errors."""
+    return Field(json_schema_extra=limits)
+
+
+Count = Annotated[StrictInt, shown(minimum=1, maximum=2**31 - 1)]
+"""Of tokens that may be generated."""
+Least = Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)]
+"""Of tokens that must be."""
+Seed = Annotated[StrictInt, shown(minimum=0, maximum=2**63 - 1)]
+NumLogprobs = Annotated[StrictInt, shown(minimum=0, maximum=20)]
+_Share = Annotated[StrictFloat, shown(exclusiveMinimum=0, maximum=1)]
+_Penalty = Annotated[StrictFloat, shown(minimum=-2, maximum=2)]
+_Bias = Annotated[StrictFloat, shown(minimum=-100, maximum=100)]
+_Text = Annotated[StrictStr, shown(minLength=1)]
+_TokenId = Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)]
+
+
 class StreamOptions(ApiObject):
     """What a stream has beside the text."""
 
@@ -54,16 +80,16 @@ class StreamOptions(ApiObject):
 class SamplingFields(ApiObject):
     """Fields that every generating endpoint has, under the same name and with the meaning of `SamplingParams`."""
 
-    temperature: StrictFloat | None = None
-    top_p: StrictFloat | None = None
-    min_p: StrictFloat | None = None
-    top_k: StrictInt | None = None
-    n: StrictInt = 1
-    stop: Annotated[list[StrictStr] | None, BeforeValidator(as_list, json_schema_input_type=str | list[str])] = None
-    stop_token_ids: list[StrictInt] | None = None
-    presence_penalty: StrictFloat | None = None
-    frequency_penalty: StrictFloat | None = None
-    repetition_penalty: StrictFloat | None = None
+    temperature: Annotated[StrictFloat, shown(minimum=0, maximum=100)] | None = None
+    top_p: _Share | None = None
+    min_p: Annotated[StrictFloat, shown(minimum=0, maximum=1)] | None = None
+    top_k: Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)] | None = None
+    n: Annotated[StrictInt, shown(minimum=1, maximum=128)] = 1
+    stop: Annotated[list[_Text] | None, BeforeValidator(as_list, json_schema_input_type=_Text | list[_Text])] = None
+    stop_token_ids: list[_TokenId] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[StrictFloat, shown(exclusiveMinimum=0, maximum=10)] | None = None
     ignore_eos: StrictBool = False
 
     def passed_on(self) -> dict[str, Any]:
@@ -71,30 +97,33 @@ class SamplingFields(ApiObject):
         return self.model_dump(include=_PASSED_ON, exclude_unset=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a body asks of the engine.
+
+    Args:
+        prompts: what to continue.
+        params: how.
+        streaming: whether the answer is wanted while it is generated.
+        user: that the scheduler is told of; empty for nobody in particular.
+        time_limit: seconds after which the client wants an error rather than the answer.
+    """
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    streaming: bool
+    user: str = ""
+    time_limit: float | None = None
+
+
 class Generates(Protocol):
     """A body that asks for generations, whatever its fields are called."""
 
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """What to continue. Raises `InvalidRequest`."""
-
-    def engine_params(self) -> SamplingParams:
-        """The engine's view of the parameters. Raises `InvalidRequest`, naming the field by the engine's name."""
+    def job(self) -> Job:
+        """The same for the engine. Raises `InvalidRequest`, naming a field by the engine's name or by its own."""
 
     def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
         """The error, naming the field as the client knows it."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether the answer is wanted while it is generated."""
-
-    @property
-    def time_limit(self) -> float | None:
-        """Seconds after which the client wants an error rather than the answer."""
-
-    @property
-    def on_behalf_of(self) -> str:
-        """The user that the scheduler is told of; empty for nobody in particular."""
 
 
 class GenerationRequest(SamplingFields, ABC):
@@ -104,15 +133,20 @@ class GenerationRequest(SamplingFields, ABC):
     """
 
     model: StrictStr
-    seed: StrictInt | None = None
-    logit_bias: dict[str, StrictFloat] | None = None
-    min_tokens: StrictInt | None = None
+    seed: Seed | None = None
+    logit_bias: Annotated[dict[str, _Bias], shown(propertyNames={"pattern": "^[0-9]{1,9}$"})] | None = None
+    min_tokens: Least | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
-    timeout: Annotated[StrictFloat, Field(gt=0, le=_MAX_TIMEOUT)] | None = None
+    timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
     store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
+
+    @property
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """What to continue. Raises `InvalidRequest`."""
 
     @property
     @abstractmethod
@@ -125,29 +159,13 @@ class GenerationRequest(SamplingFields, ABC):
         """``max_tokens`` of `SamplingParams`."""
 
     @property
-    @abstractmethod
-    def prompts(self) -> Sequence[Prompt]:
-        """See `Generates`, as for all that follow."""
-
-    @property
-    def streams(self) -> bool:
-        """As the client says."""
-        return self.stream
-
-    @property
-    def time_limit(self) -> float | None:
-        """As the client says."""
-        return self.timeout
-
-    @property
-    def on_behalf_of(self) -> str:
-        """As the client says."""
-        return self.user or ""
-
-    @property
     def shows_usage(self) -> bool:
         """Whether a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def job(self) -> Job:
+        """See `Generates`."""
+        return Job(self.prompts, self.engine_params(), self.stream, self.user or "", self.timeout)
 
     def engine_params(self) -> SamplingParams:
         """What was given, and nothing else."""

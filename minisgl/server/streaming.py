@@ -57,14 +57,14 @@ class TimeLimit:
         """Await ``work``, or cancel it when the time is over.
 
         Raises:
-            ApiError: 504.
+            ApiError: 408.
         """
         try:
             async with asyncio.timeout_at(self._end):
                 return await work
         except TimeoutError as error:
             message = f"the answer was not finished within the time limit of {self._seconds:g} s"
-            raise ApiError(504, message, code="timeout") from error
+            raise ApiError(408, message, code="timeout") from error
 
     async def updates(self, answer: Answer) -> AsyncIterator[Update]:
         """The updates of ``answer``, as long as there is time. Raises `ApiError` when it is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,10 +11,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
+from minisgl.server.errors import ApiError
 from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import ASKS, READS, errors
 from minisgl.server.replies import HealthReply
-from minisgl.server.streaming import TimeLimit
 
 _PROMPT = [0]
 """Any token will do."""
@@ -36,10 +37,14 @@ def watching_routes(engine: AsyncEngine, metrics: Metrics, health_timeout: float
             raise engine.error
         return {"status": "ok"}
 
-    @router.get("/health/generate", response_model=HealthReply, responses=errors(*ASKS, 500, 504))
+    @router.get("/health/generate", response_model=HealthReply, responses=errors(*ASKS, 500))
     async def health_generate() -> Any:
         """Whether requests are answered: generates one token."""
-        await TimeLimit(health_timeout).keep(_generate_one(engine))
+        try:
+            await asyncio.wait_for(_generate_one(engine), health_timeout)
+        except TimeoutError as error:
+            message = f"the engine has not generated a token within {health_timeout:g} s"
+            raise ApiError(503, message, code="engine_slow") from error
         return {"status": "ok"}
 
     @router.get("/metrics", response_class=Response, responses={**_PLAIN_TEXT, **errors(*READS)})

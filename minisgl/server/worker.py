@@ -17,19 +17,15 @@ from minisgl.server.messages import (
     Abort,
     Accepted,
     Conversation,
-    Count,
-    Detokenize,
     EngineStats,
     Message,
     Prompt,
     Rejected,
     Reply,
     Submit,
-    Tokenize,
     Told,
     Update,
 )
-from minisgl.validation import check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -99,31 +95,14 @@ class EngineWorker:
             elif isinstance(message, Abort):
                 self._abort(message)
             else:
-                self._send([self._tell(message)])
+                self._send([Told(message.job, self._count())])
         return True
 
-    def _tell(self, message: Tokenize | Detokenize | Count) -> Told | Rejected:
-        try:
-            return Told(message.job, self._answer(message))
-        except Exception as error:  # text that is no text, ids that are none: it ends this question alone
-            return Rejected(message.job, error)
-
-    def _answer(self, message: Tokenize | Detokenize | Count) -> list[int] | str | EngineStats:
-        if isinstance(message, Tokenize):
-            return self._token_ids(message.prompt)
-        if isinstance(message, Detokenize):
-            vocab_size = self._llm.engine.model_config.vocab_size
-            check_token_ids("tokens", message.token_ids, vocab_size, limit=len(message.token_ids))
-            return self._llm.tokenizer.decode(message.token_ids)
+    def _count(self) -> EngineStats:
         scheduler = self._llm.scheduler
         memory = scheduler.memory
-        cached = memory.cache.num_evictable
-        return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, memory.pool.num_free, cached)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Conversation):
-            return self._llm.tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
-        return self._llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        free, cached = memory.pool.num_free, memory.cache.num_evictable
+        return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached)
 
     def _submit(self, message: Submit) -> Accepted | Rejected:
         """Enqueue all generations of a job, or none of them."""
@@ -146,7 +125,9 @@ class EngineWorker:
         return Accepted(message.job, prompt_lens)
 
     def _prepare(self, prompt: Prompt, message: Submit) -> list[Generation]:
-        group = self._llm.prepare(self._token_ids(prompt), message.params, message.streaming, message.user)
+        if isinstance(prompt, Conversation):
+            prompt = self._llm.tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
+        group = self._llm.prepare(prompt, message.params, message.streaming, message.user)
         self._check_fits(group[0])
         return group
 
