@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import PlainValidator, StrictBool
 
-from minisgl.server.requests import Count, GenerationRequest, NumLogprobs, shown
+from minisgl.server.requests import Count, GenerationRequest, NumLogprobs, only, shown
 from minisgl.server.response_format import ResponseFormat
 
 
@@ -42,7 +42,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count = 16
     logprobs: NumLogprobs | None = None
     echo: StrictBool = False
-    best_of: Literal[1] = 1
+    best_of: Annotated[int, only(1)] = 1
     response_format: ResponseFormat | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_validator
 
@@ -12,7 +12,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.server.completion_request import IdLists, Ids, Texts
 from minisgl.server.conversation import ChatMessage
 from minisgl.server.messages import Conversation, Prompt
-from minisgl.server.requests import ApiObject, Count, Job, Least, SamplingFields, Seed, shown
+from minisgl.server.requests import ApiObject, Count, Job, Least, SamplingFields, Seed, only, shown
 from minisgl.server.response_format import held_to
 
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -27,8 +27,8 @@ class GenerateParams(SamplingFields):
     sampling_seed: Seed | None = None
     json_schema: StrictStr | None = None
     regex: StrictStr | None = None
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
+    skip_special_tokens: Annotated[bool, only(True)] = True
+    spaces_between_special_tokens: Annotated[bool, only(True)] = True
 
     @field_validator("top_k")
     @classmethod
@@ -108,8 +108,8 @@ class TokenizeRequest(ApiObject):
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: Literal[True] = True
-    add_generation_prompt: Literal[True] = True
+    add_special_tokens: Annotated[bool, only(True)] = True
+    add_generation_prompt: Annotated[bool, only(True)] = True
 
     @property
     def text(self) -> str | Conversation:
@@ -126,4 +126,4 @@ class DetokenizeRequest(ApiObject):
 
     model: StrictStr | None = None
     tokens: list[Annotated[StrictInt, shown(minimum=0)]]
-    skip_special_tokens: Literal[True] = True
+    skip_special_tokens: Annotated[bool, only(True)] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -51,6 +53,17 @@ class ApiObject(BaseModel):
 def as_list(value: Any) -> Any:
     """One text is the same as a list of one."""
     return [value] if isinstance(value, str) else value
+
+
+def only(value: bool | int) -> Any:
+    """A field that is taken with one value alone: its default, which changes nothing."""
+
+    def check(given: Any) -> Any:
+        if type(given) is not type(value) or given != value:
+            raise ValueError(f"only {json.dumps(value)} is supported, which is the default; leave it out")
+        return given
+
+    return PlainValidator(check, json_schema_input_type=Literal[value])
 
 
 def shown(**limits: Any) -> Any:
@@ -140,7 +153,7 @@ class GenerationRequest(SamplingFields, ABC):
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
     timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
-    store: Literal[False] = False
+    store: Annotated[bool, only(False)] = False
     service_tier: Literal["auto", "default"] = "auto"
 
     @property

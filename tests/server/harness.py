@@ -18,16 +18,16 @@ from minisgl.server import AsyncEngine
 from minisgl.server.config import ServerConfig
 from minisgl.server.launch import Server, bind
 from tests.model_zoo import tiny_checkpoint
-from tests.tokenizer.tiny import byte_level, save
+from tests.tokenizer.tiny import TEMPLATE, byte_level, save
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}]
 PROMPT = "the cat and the dog, 12 of them"
 
 
-def chat_checkpoint(directory: Path) -> Path:
-    """A tiny random Llama with a byte-level tokenizer and a chat template that rejects the role ``tool``."""
+def chat_checkpoint(directory: Path, template: str = TEMPLATE) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a chat template, by default one that rejects ``tool``."""
     path, _ = tiny_checkpoint(directory, "LlamaForCausalLM", vocab_size=300)
-    return save(byte_level(), path)
+    return save(byte_level(), path, template)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
