@@ -95,7 +95,18 @@ def try_llm() -> None:
         entry = {"model_id": "tiny", "model_name": MODEL, "api_base": f"{TEXT_URL}/v1", "can_stream": True}
         Path(folder, "extra-openai-models.yaml").write_text(json.dumps([entry]))
         for extra in ([], ["--no-stream"]):
-            command = [sys.executable, "-m", "llm", "-m", "tiny", "-o", "max_tokens", "8", *extra, "the quick brown fox"]
+            command = [
+                sys.executable,
+                "-m",
+                "llm",
+                "-m",
+                "tiny",
+                "-o",
+                "max_tokens",
+                "8",
+                *extra,
+                "the quick brown fox",
+            ]
             environment = {**os.environ, "LLM_USER_PATH": folder}
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
             assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with (
         tempfile.TemporaryDirectory() as directory,
-        RunningServer(chat_checkpoint(Path(directory), QWEN), max_seq_len=400, num_pages=512) as server,
+        RunningServer(chat_checkpoint(Path(directory), QWEN), max_seq_len=64, num_pages=512) as server,
     ):
         return subprocess.run(_command(server.url, arguments.cases, arguments.seed), check=False).returncode
 

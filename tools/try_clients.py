@@ -28,7 +28,9 @@ def main(python: str) -> int:
             say(calls, CALL)
             forms = "yes" if "json_schema" in {field.name for field in fields(SamplingParams)} else "no"
             trials = Path(__file__).with_name("client_trials.py")
-            return subprocess.run([python, str(trials), texts.url, calls.url, texts.model, forms], check=False).returncode
+            return subprocess.run(
+                [python, str(trials), texts.url, calls.url, texts.model, forms], check=False
+            ).returncode
 
 
 def say(server: RunningServer, text: str) -> None:

@@ -87,7 +87,7 @@ def _integer(digits: str) -> int:
 
 def _check_nesting(value: Any) -> None:
     level = [value]
-    for _ in range(MAX_NESTING + 1):
+    for _ in range(MAX_NESTING):
         level = [child for parent in level for child in _children(parent) if isinstance(child, (dict, list))]
         if not level:
             return

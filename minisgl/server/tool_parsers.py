@@ -38,11 +38,13 @@ class ToolSyntax:
     separators: str = _BLANK
     anywhere: bool = False
 
-    def may_begin(self, text: str) -> bool:
-        """Whether ``text`` is the beginning of a call, or of a beginning."""
+    def begins(self, text: str) -> bool | None:
+        """Whether a call begins with ``text``; None if more of it must be seen."""
         compact = "".join(text.lstrip(self.separators).split())
         wholes = [opening + keys for opening in self.openings for keys in self.first_keys]
-        return any(whole.startswith(compact) or compact.startswith(whole) for whole in wholes)
+        if any(compact.startswith(whole) for whole in wholes):
+            return True
+        return None if any(whole.startswith(compact) for whole in wholes) else False
 
 
 TOOL_PARSERS: Mapping[str, ToolSyntax] = {
@@ -122,12 +124,12 @@ class CallReader:
     def _decide(self, pieces: list[str | ToolCall], complete: bool) -> bool:
         """Take a call, or the proof that there is none, off the front of the held text. False if neither is certain."""
         if not self._object.begun:
-            if not self._syntax.may_begin(self._held):
+            begins = self._syntax.begins(self._held)
+            if begins is None and not complete:
+                return False
+            if not begins:
                 return self._reject(pieces)
-            brace = self._held.find("{")
-            if brace < 0:
-                return complete and self._reject(pieces)
-            self._object.begin(brace)
+            self._object.begin(self._held.index("{"))
         end = self._object.find(self._held)
         if end is None:
             return complete and self._reject(pieces)
@@ -142,7 +144,7 @@ class CallReader:
             return self._reject(pieces)
         pieces.append(call)
         self._called = True
-        self._held = rest.removeprefix(closing)
+        self._held = rest[len(closing) :]
         self._object = _ObjectEnd()
         return True
 
