@@ -31,6 +31,7 @@ os.environ |= {"OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def try_openai() -> None:
+    """The ``openai`` client: chat, stream, tools and their results, errors, forms."""
     import openai
 
     text, calls = (openai.OpenAI(base_url=f"{url}/v1", max_retries=0) for url in (TEXT_URL, CALL_URL))
@@ -52,6 +53,7 @@ def try_openai() -> None:
 
 
 def try_litellm() -> None:
+    """``litellm``: chat, stream with usage, tools, errors."""
     import litellm
 
     def ask(url: str, **fields: Any) -> Any:
@@ -68,6 +70,7 @@ def try_litellm() -> None:
 
 
 def try_langchain() -> None:
+    """LangChain's ``ChatOpenAI``: chat, stream with usage, tools and their results, forms."""
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
@@ -91,6 +94,7 @@ def try_langchain() -> None:
 
 
 def try_llm() -> None:
+    """The ``llm`` command with the server in its ``extra-openai-models.yaml``: stream and not."""
     with tempfile.TemporaryDirectory() as folder:
         entry = {"model_id": "tiny", "model_name": MODEL, "api_base": f"{TEXT_URL}/v1", "can_stream": True}
         Path(folder, "extra-openai-models.yaml").write_text(json.dumps([entry]))

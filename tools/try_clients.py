@@ -36,7 +36,7 @@ def main(python: str) -> int:
 def say(server: RunningServer, text: str) -> None:
     """Let a server's model answer everything with ``text``."""
     tokenizer = server.llm.tokenizer
-    (bos, *tokens) = tokenizer.encode(text)
+    _, *tokens = tokenizer.encode(text)  # the first one is BOS
     server.llm.loop.executor = Scripted([*tokens, *tokenizer.eos_ids[:1]])
 
 
