@@ -37,6 +37,10 @@ class InvalidRequest(MiniSGLError, ValueError):
         return type(self), (self.field, self.message)
 
 
+class ContextExceeded(InvalidRequest):
+    """A prompt, or a prompt and the output it asks for, has more tokens than the model or the KV cache can hold."""
+
+
 class QueueFull(MiniSGLError):
     """The queue of waiting requests is at its limit; nothing was enqueued. Retry later."""
 

@@ -285,11 +285,15 @@ class LLM:
         return AutoChoice(self.config.attention_backend, "it was asked for")
 
     @contextmanager
-    def trace(self) -> Iterator[Trace]:
+    def trace(self, limit: int | None = None) -> Iterator[Trace]:
         """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom. What
-        the devices of several ranks did is not seen from here."""
+        the devices of several ranks did is not seen from here.
+
+        Args:
+            limit: most events to keep, the newest ones; None keeps all.
+        """
         engine = None if isinstance(self.executor, RemoteEngine) else self.executor
-        trace = Trace(None if engine is None else engine.device)
+        trace = Trace(None if engine is None else engine.device, limit)
         with recorded(trace, self.loop, engine):
             yield trace
 

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError, MiniSGLError
+from minisgl.server.config import ServerConfig
 from minisgl.server.launch import serve
+from minisgl.server.logs import configure_logs
 from minisgl.server.options import add_options, given_options
+
+_KEY = "MINISGL_API_KEY"
+"""Environment variable of `ServerConfig.api_key`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal ends it. Returns the exit code: 0 after a signal, 1 if the engine died or cannot start."""
     parser = argparse.ArgumentParser("python -m minisgl.serve", description="Serve a model over HTTP, as OpenAI's API.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on. Default: 127.0.0.1, loopback only.")
-    parser.add_argument("--port", default=1919, type=int, help="port to listen on; 0 takes a free one. Default: 1919.")
+    add_options(parser, ServerConfig)
     add_options(parser, EngineConfig, {"tensor_parallel_size": "--tp"})
     arguments = parser.parse_args(argv)
     try:
-        config = EngineConfig(**given_options(arguments, EngineConfig))
+        engine_config = EngineConfig(**given_options(arguments, EngineConfig))
+        config = ServerConfig(**{**_from_environment(), **given_options(arguments, ServerConfig)})
     except ConfigError as error:
         parser.error(str(error))
+    configure_logs(config.log_format)
     try:
-        return serve(config, arguments.host, arguments.port)
+        return serve(engine_config, config)
     except MiniSGLError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
+
+
+def _from_environment() -> dict[str, str]:
+    return {"api_key": os.environ[_KEY]} if _KEY in os.environ else {}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+_DeviceSpan = tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]
+"""Name, args, and the device's events at its two ends."""
 
 HOST, DEVICE, REQUESTS = TRACKS = ("host", "device", "requests")
 """What the engine's thread does; what the device computes; what becomes of the requests."""
@@ -70,13 +73,14 @@ class Trace:
 
     Args:
         device: whose clock measures device spans; None and the CPU are measured by the host's.
+        limit: most events to keep, the newest ones; None keeps all.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, limit: int | None = None) -> None:
         self.on_cuda = device is not None and device.type == "cuda"
         self.start = time.perf_counter()
-        self._events: list[Event] = []
-        self._unresolved: list[tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[Event] = deque(maxlen=limit)
+        self._unresolved: deque[_DeviceSpan] = deque(maxlen=limit)
         if self.on_cuda:
             torch.cuda.synchronize(device)
             self._reference = torch.cuda.Event(enable_timing=True)
@@ -150,7 +154,7 @@ class Trace:
     @classmethod
     def _of(cls, events: list[Event], start: float, on_cuda: bool) -> Trace:
         trace = cls()
-        trace._events, trace.start, trace.on_cuda = events, start, on_cuda
+        trace._events, trace.start, trace.on_cuda = deque(events), start, on_cuda
         return trace
 
     def _as_json(self, event: Event) -> dict[str, Any]:

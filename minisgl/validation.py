@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl.core.request import Int32Array
-from minisgl.errors import InvalidRequest, check_type
+from minisgl.errors import ContextExceeded, InvalidRequest, check_type
 
 
 def check_prompt(prompt: object, vocab_size: int) -> Int32Array:
@@ -49,17 +49,18 @@ def check_lengths(prompt_len: int, max_tokens: int | None, min_tokens: int, max_
     """Most tokens that the sequence may have, prompt included.
 
     Raises:
-        InvalidRequest: prompt and output do not fit ``max_seq_len``.
+        ContextExceeded: prompt and output do not fit ``max_seq_len``.
+        InvalidRequest: ``min_tokens`` exceed what may be generated.
     """
     room = max_seq_len - prompt_len
     if room < 1:
-        raise InvalidRequest(
+        raise ContextExceeded(
             "prompt", f"{prompt_len} tokens leave no room for output within max_seq_len of {max_seq_len}; shorten it"
         )
     if max_tokens is None:
         max_tokens = room
     if max_tokens > room:
-        raise InvalidRequest(
+        raise ContextExceeded(
             "max_tokens",
             f"{max_tokens} with a prompt of {prompt_len} tokens exceed max_seq_len of {max_seq_len}; {room} fit",
         )

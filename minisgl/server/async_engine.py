@@ -13,7 +13,17 @@ from minisgl.llm import LLM
 from minisgl.server.answer import Answer
 from minisgl.server.live.feed import LiveFeed
 from minisgl.server.live.state import LiveState, Look
-from minisgl.server.messages import Abort, Accepted, Conversation, Rejected, Reply, Submit
+from minisgl.server.messages import (
+    Abort,
+    Accepted,
+    Count,
+    EngineStats,
+    Prompt,
+    Rejected,
+    Reply,
+    Submit,
+    Told,
+)
 from minisgl.server.worker import EngineWorker
 
 STOP_TIMEOUT = 30.0
@@ -29,6 +39,7 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM) -> None:
+        self.config = llm.config
         self.model = llm.config.model
         self.tokenizer = llm.tokenizer
         self.max_seq_len = llm.max_seq_len
@@ -39,6 +50,7 @@ class AsyncEngine:
         self._worker = EngineWorker(llm, self._send, self._on_death)
         self._feed = LiveFeed(lambda: self._worker.put(Look()))
         self._answers: dict[int, Answer] = {}
+        self._questions: dict[int, asyncio.Future[EngineStats]] = {}
         self._jobs = itertools.count()
 
     def start(self) -> None:
@@ -48,7 +60,7 @@ class AsyncEngine:
 
     async def submit(
         self,
-        prompts: Sequence[str | Sequence[int] | Conversation],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         streaming: bool,
         user: str = "",
@@ -84,6 +96,23 @@ class AsyncEngine:
         """
         return self._feed.states()
 
+    async def stats(self) -> EngineStats:
+        """How busy the engine is, told between two steps.
+
+        Raises:
+            EngineDead: the engine died, or is shutting down.
+        """
+        if self.error is not None:
+            raise self.error
+        number = next(self._jobs)
+        told: asyncio.Future[EngineStats] = self._loop.create_future()
+        self._questions[number] = told
+        self._worker.put(Count(number))
+        try:
+            return await told
+        finally:
+            del self._questions[number]
+
     async def stop(self) -> None:
         """Take no more jobs, end those in flight with `EngineDead`, and wait for the engine's thread."""
         self._end(EngineDead("the server is shutting down"))
@@ -110,6 +139,9 @@ class AsyncEngine:
             if isinstance(reply, LiveState):
                 self._feed.put(reply)
                 continue
+            if isinstance(reply, Told):
+                self._tell(reply)
+                continue
             answer = self._answers.get(reply.job)
             if answer is None:
                 continue
@@ -122,6 +154,11 @@ class AsyncEngine:
             if answer.finished:
                 del self._answers[reply.job]
 
+    def _tell(self, told: Told) -> None:
+        question = self._questions.get(told.job)
+        if question is not None and not question.done():  # whoever asked may have been cancelled a moment ago
+            question.set_result(told.stats)
+
     def _bury(self, error: BaseException) -> None:
         self.died = True
         self._end(EngineDead(f"the engine died: {type(error).__name__}: {error}"))
@@ -132,3 +169,6 @@ class AsyncEngine:
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.fail(error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from minisgl.errors import EngineDead, InvalidRequest, MiniSGLError, QueueFull
+from minisgl.errors import ContextExceeded, EngineDead, InvalidRequest, MiniSGLError, QueueFull
+from minisgl.server.unsupported import INSTEAD
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 1
 """Seconds after which a client whose request found the queue full may try again."""
 
+_ROUTING = {404: "not_found", 405: "method_not_allowed"}
+_VALIDATION = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
-class ApiError(Exception):
+
+class ApiError(HTTPException):
     """An error with its HTTP status.
 
     Args:
@@ -24,64 +31,75 @@ class ApiError(Exception):
         message: for people.
         param: the request's field that is to blame, if one is.
         code: for programs, if there is something to tell beyond the status.
+        headers: of the answer, beside those that go with the status.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
         self.param = param
         self.code = code
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients expect it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        clients_fault = self.status_code < 500 and self.status_code != 408
+        kind = "invalid_request_error" if clients_fault else "server_error"
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         """The error as an answer of its own."""
-        headers = {"Retry-After": str(RETRY_AFTER)} if self.code == "queue_full" else None
-        return Response(to_json(self.body()), self.status, headers, media_type="application/json")
+        return Response(to_json(self.body()), self.status_code, self.headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of ``error``."""
+    """What a client is told of ``error``. What nobody foresaw is told to the log alone."""
     match error:
         case ApiError():
             return error
+        case ContextExceeded():
+            return ApiError(400, str(error), error.field, "context_length_exceeded")
         case InvalidRequest():
-            return ApiError(400, str(error), error.field)
+            return ApiError(400, str(error), error.field, "invalid_value")
         case QueueFull():
-            return ApiError(503, str(error), code="queue_full")
+            return ApiError(503, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER)})
         case EngineDead():
             return ApiError(503, str(error), code="engine_dead")
         case RequestValidationError():
             return _malformed(error)
         case HTTPException():
-            return ApiError(error.status_code, str(error.detail))
+            code = _ROUTING.get(error.status_code)
+            return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
         case MiniSGLError():
-            return ApiError(500, str(error))
+            return ApiError(500, str(error), code="generation_failed")
         case _:
-            return ApiError(500, f"{type(error).__name__}: {error}")
+            logger.error("a request met an error that nobody foresaw", exc_info=error)
+            return ApiError(500, "internal error; the server's log has it", code="internal_error")
 
 
 def to_json(value: object) -> bytes:
-    """Compact JSON in UTF-8. Half a surrogate pair, which a client may have sent, becomes a question mark."""
+    """Compact JSON in UTF-8. Half a surrogate pair, which only a model's name on a path can hold, becomes ``?``."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def _malformed(error: RequestValidationError) -> ApiError:
-    """A body that is no JSON, or not what the endpoint takes: the first thing that is wrong with it."""
+    """A body that is not what the endpoint takes: the first thing that is wrong with it."""
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}")
+    kind = first["type"]
     field = field_name(first["loc"][1:])
     if not field:
-        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{field}: this field is not supported", field)
-    if first["type"] == "value_error":
-        return ApiError(400, f"{field}: {first['ctx']['error']}", field)
-    return ApiError(400, f"{field}: {first['msg']}", field)
+        return ApiError(400, "the body must be a JSON object", code="invalid_type")
+    if kind == "extra_forbidden" and (instead := INSTEAD.get(field)):
+        return ApiError(400, f"{field}: this field is not supported; {instead}", field, "unsupported_parameter")
+    message = {"extra_forbidden": "this field is not known", "missing": "this field is required"}.get(kind)
+    if kind == "value_error":
+        message = str(first["ctx"]["error"])
+    return ApiError(400, f"{field}: {message or first['msg']}", field, _VALIDATION.get(kind, "invalid_value"))
 
 
 def field_name(path: Sequence[str | int]) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -16,6 +19,10 @@ from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
+from minisgl.server.config import ServerConfig
+from minisgl.server.recording import recording
+
+logger = logging.getLogger(__name__)
 
 LAST_WORDS_TIMEOUT = 5
 """Seconds that clients have to read the end of their answers when the server stops."""
@@ -26,10 +33,15 @@ class Server(uvicorn.Server):
 
     Args:
         engine: to serve.
+        config: how.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        super().__init__(uvicorn.Config(create_app(engine), timeout_graceful_shutdown=LAST_WORDS_TIMEOUT))
+    def __init__(self, engine: AsyncEngine, config: ServerConfig | None = None) -> None:
+        app = create_app(engine, config)
+        # Every request leaves a line of the app's own, and whoever runs the server configures the logs.
+        super().__init__(
+            uvicorn.Config(app, timeout_graceful_shutdown=LAST_WORDS_TIMEOUT, access_log=False, log_config=None)
+        )
         self.engine = engine
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -50,7 +62,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(config: EngineConfig, host: str, port: int) -> int:
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Load the model and serve it until SIGTERM or SIGINT, which end the process with exit code 0.
 
     Returns:
@@ -62,11 +74,22 @@ def serve(config: EngineConfig, host: str, port: int) -> int:
     """
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn passes on to these what it caught
         signal.signal(number, _leave)
-    listener = bind(host, port)
-    with LLM(**asdict(config)) as llm:
+    listener = bind(config.host, config.port)
+    warn_of_strangers(listener, config)
+    with ExitStack() as until_stopped:
+        llm = until_stopped.enter_context(LLM(**asdict(engine_config)))
+        if config.trace is not None:
+            until_stopped.enter_context(recording(llm, config.trace))
         engine = AsyncEngine(llm)
-        Server(engine).run([listener])
+        Server(engine, config).run([listener])
     return int(engine.died)
+
+
+def warn_of_strangers(listener: socket.socket, config: ServerConfig) -> None:
+    """Log a warning if other machines can use the server without a key."""
+    address = listener.getsockname()[0]
+    if config.api_key is None and not ip_address(address.partition("%")[0]).is_loopback:
+        logger.warning("whoever reaches %s can use this server, since it has no API key; see --api-key", address)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -8,14 +8,24 @@ from typing import Any
 
 from minisgl.core.request import TokenLogprobs
 from minisgl.core.sampling_params import SamplingParams
-from minisgl.server.live.state import LiveState
+from minisgl.server.live.state import LiveState, Look
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt to be written in the model's chat template: messages with ``role`` and ``content``."""
+    """A prompt to be written in the model's chat template.
+
+    Args:
+        messages: with ``role`` and ``content`` each.
+        tools: functions that the model may call; None is not to be told of any.
+    """
 
     messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+Prompt = str | Sequence[int] | Conversation
+"""Text, token ids, or what is to be written in the model's chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,7 @@ class Submit:
     """
 
     job: int
-    prompts: Sequence[str | Sequence[int] | Conversation]
+    prompts: Sequence[Prompt]
     params: SamplingParams
     streaming: bool
     user: str = ""
@@ -42,6 +52,44 @@ class Abort:
     """Forget a job: nobody waits for it any more."""
 
     job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Say how busy the engine is; answered with `Told`."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How busy the engine is, between two steps.
+
+    Args:
+        waiting, running: requests in the queue, and in the running table.
+        pages: KV pages in all.
+        free_pages: KV pages that hold nothing.
+        cached_pages: KV pages that hold what no running request uses, for those that will have the same prefix.
+    """
+
+    waiting: int
+    running: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+
+    @property
+    def used_pages(self) -> int:
+        """KV pages that running requests hold."""
+        return self.pages - self.free_pages - self.cached_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The answer to `Count`."""
+
+    job: int
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +120,7 @@ class Update:
         finish_reason: set in a choice's last update.
         error: what went wrong if the reason is ``"error"``.
         cached_tokens: prompt tokens that the prefix cache had; known in the last update.
+        queue_time: seconds from the arrival in the queue to the first step; known in the last update.
     """
 
     job: int
@@ -82,6 +131,7 @@ class Update:
     finish_reason: str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    queue_time: float = 0.0
 
     def merge(self, later: Update) -> None:
         """Append a later update of the same choice."""
@@ -91,6 +141,8 @@ class Update:
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.cached_tokens = later.cached_tokens
+        self.queue_time = later.queue_time
 
 
-Reply = Accepted | Rejected | Update | LiveState
+Message = Submit | Abort | Count | Look
+Reply = Accepted | Rejected | Update | Told | LiveState

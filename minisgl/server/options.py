@@ -50,7 +50,7 @@ def _parser_of(kind: Any) -> Any:
     if isinstance(kind, UnionType):
         (kind,) = (member for member in get_args(kind) if member is not type(None))
     if get_origin(kind) is tuple:
-        return _integers
+        return _integers if get_args(kind)[0] is int else _words
     return _truth if kind is bool else kind
 
 
@@ -65,6 +65,10 @@ def _integers(words: str) -> tuple[int, ...]:
         return tuple(int(word) for word in words.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be integers separated by commas, got {words!r}") from None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _described(docstring: str) -> dict[str, str]:

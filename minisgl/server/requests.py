@@ -1,16 +1,18 @@
-"""The bodies that the endpoints take. A field that is not named here is refused, never ignored."""
+"""What the bodies of all generating endpoints share. A field that is not named is refused, never ignored."""
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     PlainValidator,
     StrictBool,
     StrictFloat,
@@ -21,16 +23,26 @@ from pydantic import (
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.server.messages import Conversation
+from minisgl.server.messages import Prompt
 
 _PASSED_ON = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 """Sampling parameters that have the same name and meaning in the API, so they are checked in one place only."""
 
+_MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0
 
-class _Object(BaseModel):
+
+def _show_nulls(schema: dict[str, Any]) -> None:
+    """Let a model's JSON schema tell that null is taken for every field that may be left out."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **about}
+
+
+class ApiObject(BaseModel):
     """A JSON object of the API: known fields only, and null is the same as not given."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_show_nulls)
 
     @model_validator(mode="before")
     @classmethod
@@ -38,74 +50,116 @@ class _Object(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """One text is the same as a list of one."""
     return [value] if isinstance(value, str) else value
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def only(value: bool | int) -> Any:
+    """A field that is taken with one value alone: its default, which changes nothing."""
+
+    def check(given: Any) -> Any:
+        if type(given) is not type(value) or given != value:
+            raise ValueError(f"only {json.dumps(value)} is supported, which is the default; leave it out")
+        return given
+
+    return PlainValidator(check, json_schema_input_type=Literal[value])
 
 
-def _as_prompts(value: Any) -> list[str | list[int]]:
-    if _is_prompt(value):
-        return [value]
-    if isinstance(value, list) and value and all(map(_is_prompt, value)):
-        return value
-    raise ValueError("must be a text, a list of token ids, or a list of texts or of lists of token ids, none empty")
+def shown(**limits: Any) -> Any:
+    """Limits for ``/openapi.json`` alone: `SamplingParams` is what holds a field to them, and has the better errors."""
+    return Field(json_schema_extra=limits)
 
 
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(type(item) is int for item in value)
-    return isinstance(value, str)
+Count = Annotated[StrictInt, shown(minimum=1, maximum=2**31 - 1)]
+"""Of tokens that may be generated."""
+Least = Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)]
+"""Of tokens that must be."""
+Seed = Annotated[StrictInt, shown(minimum=0, maximum=2**63 - 1)]
+NumLogprobs = Annotated[StrictInt, shown(minimum=0, maximum=20)]
+_Share = Annotated[StrictFloat, shown(exclusiveMinimum=0, maximum=1)]
+_Penalty = Annotated[StrictFloat, shown(minimum=-2, maximum=2)]
+_Bias = Annotated[StrictFloat, shown(minimum=-100, maximum=100)]
+_Text = Annotated[StrictStr, shown(minLength=1)]
+_TokenId = Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)]
 
 
-class StreamOptions(_Object):
+class StreamOptions(ApiObject):
     """What a stream has beside the text."""
 
     include_usage: StrictBool = False
 
 
-class TextPart(_Object):
-    """A piece of a message. Other kinds of parts are not supported."""
+class SamplingFields(ApiObject):
+    """Fields that every generating endpoint has, under the same name and with the meaning of `SamplingParams`."""
 
-    type: Literal["text"]
-    text: StrictStr
+    temperature: Annotated[StrictFloat, shown(minimum=0, maximum=100)] | None = None
+    top_p: _Share | None = None
+    min_p: Annotated[StrictFloat, shown(minimum=0, maximum=1)] | None = None
+    top_k: Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)] | None = None
+    n: Annotated[StrictInt, shown(minimum=1, maximum=128)] = 1
+    stop: Annotated[list[_Text] | None, BeforeValidator(as_list, json_schema_input_type=_Text | list[_Text])] = None
+    stop_token_ids: list[_TokenId] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[StrictFloat, shown(exclusiveMinimum=0, maximum=10)] | None = None
+    ignore_eos: StrictBool = False
+
+    def passed_on(self) -> dict[str, Any]:
+        """Those that were given, for `SamplingParams`."""
+        return self.model_dump(include=_PASSED_ON, exclude_unset=True)
 
 
-class ChatMessage(_Object):
-    """A message of a conversation; a text is the same as one part."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a body asks of the engine.
 
-    role: StrictStr
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+    Args:
+        prompts: what to continue.
+        params: how.
+        streaming: whether the answer is wanted while it is generated.
+        user: that the scheduler is told of; empty for nobody in particular.
+        time_limit: seconds after which the client wants an error rather than the answer.
+    """
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    streaming: bool
+    user: str = ""
+    time_limit: float | None = None
 
 
-class GenerationRequest(_Object, ABC):
-    """The fields that both endpoints share. Their meaning, limits and defaults are those of `SamplingParams`."""
+class Generates(Protocol):
+    """A body that asks for generations, whatever its fields are called."""
+
+    def job(self) -> Job:
+        """The same for the engine. Raises `InvalidRequest`, naming a field by the engine's name or by its own."""
+
+    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
+        """The error, naming the field as the client knows it."""
+
+
+class GenerationRequest(SamplingFields, ABC):
+    """The fields that OpenAI's two endpoints share. Meaning, limits and defaults are those of `SamplingParams`.
+
+    ``timeout`` is this server's own; ``store`` and ``service_tier`` are taken at their defaults only.
+    """
 
     model: StrictStr
-    temperature: StrictFloat | None = None
-    top_p: StrictFloat | None = None
-    top_k: StrictInt | None = None
-    min_p: StrictFloat | None = None
-    n: StrictInt = 1
-    stop: Annotated[list[StrictStr] | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = None
-    stop_token_ids: list[StrictInt] | None = None
-    seed: StrictInt | None = None
-    presence_penalty: StrictFloat | None = None
-    frequency_penalty: StrictFloat | None = None
-    repetition_penalty: StrictFloat | None = None
-    logit_bias: dict[str, StrictFloat] | None = None
-    min_tokens: StrictInt | None = None
-    ignore_eos: StrictBool = False
+    seed: Seed | None = None
+    logit_bias: Annotated[dict[str, _Bias], shown(propertyNames={"pattern": "^[0-9]{1,9}$"})] | None = None
+    min_tokens: Least | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
+    timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
+    store: Annotated[bool, only(False)] = False
+    service_tier: Literal["auto", "default"] = "auto"
 
     @property
     @abstractmethod
-    def prompts(self) -> Sequence[str | list[int] | Conversation]:
-        """What to continue."""
+    def prompts(self) -> Sequence[Prompt]:
+        """What to continue. Raises `InvalidRequest`."""
 
     @property
     @abstractmethod
@@ -118,92 +172,30 @@ class GenerationRequest(_Object, ABC):
         """``max_tokens`` of `SamplingParams`."""
 
     @property
-    def include_usage(self) -> bool:
+    def shows_usage(self) -> bool:
         """Whether a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self) -> SamplingParams:
-        """The engine's view of the parameters.
+    def job(self) -> Job:
+        """See `Generates`."""
+        return Job(self.prompts, self.engine_params(), self.stream, self.user or "", self.timeout)
 
-        Raises:
-            InvalidRequest: naming the field, by the engine's name, and its limit.
-        """
+    def engine_params(self) -> SamplingParams:
+        """What was given, and nothing else."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "is only allowed with stream: true")
-        given = self.model_dump(include=_PASSED_ON, exclude_unset=True)
+        given = {**self.passed_on(), **self.constraint()}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
         return SamplingParams(**given, max_tokens=self.limit, logprobs=self.num_logprobs)
 
     def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
-        """The error, naming the field as the client knows it."""
+        """Most fields have the engine's names."""
         return error
 
-
-class ChatRequest(GenerationRequest):
-    """Body of ``POST /v1/chat/completions``."""
-
-    messages: list[ChatMessage]
-    max_tokens: StrictInt | None = None
-    max_completion_tokens: StrictInt | None = None
-    logprobs: StrictBool = False
-    top_logprobs: StrictInt | None = None
-
-    @property
-    def prompts(self) -> list[Conversation]:
-        """One conversation, each message's parts joined."""
-        messages = [{"role": m.role, "content": "".join(part.text for part in m.content)} for m in self.messages]
-        return [Conversation(messages)]
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """The count is in ``top_logprobs``."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs", "is only allowed with logprobs: true")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def limit(self) -> int | None:
-        """By its new name or its old one; neither means the rest of the context."""
-        if self.max_completion_tokens is None:
-            return self.max_tokens
-        if self.max_tokens is not None:
-            raise InvalidRequest("max_tokens", "means the same as max_completion_tokens; give one of them")
-        return self.max_completion_tokens
-
-    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Messages are the engine's prompt, and two more fields have other names."""
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
-        if self.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        return InvalidRequest(names.get(error.field, error.field), error.message)
-
-
-class CompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/completions``."""
-
-    prompt: Annotated[
-        list[str | list[int]],
-        PlainValidator(_as_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
-    ]
-    max_tokens: StrictInt = 16
-    logprobs: StrictInt | None = None
-    echo: Literal[False] = False
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """As given."""
-        return self.prompt
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """The count itself."""
-        return self.logprobs
-
-    @property
-    def limit(self) -> int | None:
-        """As given, 16 by default."""
-        return self.max_tokens
+    @abstractmethod
+    def constraint(self) -> dict[str, str]:
+        """The fields of `SamplingParams` that hold the output to a form."""
 
 
 def _token_id(text: str) -> int:

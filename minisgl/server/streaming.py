@@ -1,9 +1,9 @@
-"""Answers on their way out: server-sent events, and clients that leave before the end."""
+"""Answers on their way out: server-sent events, clients that leave before the end, and time that runs out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import MiniSGLError
 from minisgl.server.answer import Answer
-from minisgl.server.errors import as_api_error, to_json
+from minisgl.server.errors import ApiError, as_api_error, to_json
 from minisgl.server.formats import Format, Usage
+from minisgl.server.messages import Update
 
 T = TypeVar("T")
 
@@ -41,19 +42,66 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+class TimeLimit:
+    """The time by which a request must be answered. Made in the event loop when the request begins.
+
+    Args:
+        seconds: from now on; None is no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    async def keep(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, or cancel it when the time is over.
+
+        Raises:
+            ApiError: 408.
+        """
+        try:
+            async with asyncio.timeout_at(self._end):
+                return await work
+        except TimeoutError as error:
+            message = f"the answer was not finished within the time limit of {self._seconds:g} s"
+            raise ApiError(408, message, code="timeout") from error
+
+    async def updates(self, answer: Answer) -> AsyncIterator[Update]:
+        """The updates of ``answer``, as long as there is time. Raises `ApiError` when it is over."""
+        updates = answer.updates()
+        if self._end is None:  # without a limit, the way of every token is the shorter one
+            async for update in updates:
+                yield update
+            return
+        while (following := await self.keep(_next(updates))) is not None:
+            yield following
+
+
+async def _next(updates: AsyncIterator[Update]) -> Update | None:
+    return await anext(updates, None)
+
+
 class EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, what is left of the answer is aborted.
 
     Args:
         answer: from the engine.
         style: writes the chunks.
-        usage: counts the tokens.
-        include_usage: whether the last chunk shows them.
+        usage: what ``note`` has counted.
+        limit: until when the client waits.
+        note: told of every update before it leaves, and of the error that ends the stream if one does.
     """
 
-    def __init__(self, answer: Answer, style: Format, usage: Usage, include_usage: bool) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        style: Format,
+        usage: Usage,
+        limit: TimeLimit,
+        note: Callable[[Update | ApiError], None],
+    ) -> None:
         headers = {"Cache-Control": "no-cache"}
-        super().__init__(_events(answer, style, usage, include_usage), headers=headers, media_type="text/event-stream")
+        super().__init__(_events(answer, style, usage, limit, note), headers=headers, media_type="text/event-stream")
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,20 +114,24 @@ class EventStream(StreamingResponse):
             self._answer.abort()
 
 
-async def _events(answer: Answer, style: Format, usage: Usage, include_usage: bool) -> AsyncIterator[bytes]:
+async def _events(
+    answer: Answer, style: Format, usage: Usage, limit: TimeLimit, note: Callable[[Update | ApiError], None]
+) -> AsyncIterator[bytes]:
     try:
         for chunk in style.opening(answer.num_choices):
             yield event(to_json(chunk))
-        async for update in answer.updates():
-            usage.add(update)
+        async for update in limit.updates(answer):
+            note(update)
             visible = style.chunk(update)
             if visible is not None:
                 yield event(to_json(visible))
-        if include_usage:
-            yield event(to_json(style.usage_chunk(usage)))
+        for chunk in style.closing(usage):
+            yield event(to_json(chunk))
         yield event(b"[DONE]")
-    except MiniSGLError as error:  # the status has left already: an event must tell, and no [DONE] follows
-        yield event(to_json(as_api_error(error).body()))
+    except (MiniSGLError, ApiError) as error:  # the status has left: an event must tell, and no [DONE] follows
+        told = as_api_error(error)
+        note(told)
+        yield event(to_json(told.body()))
 
 
 def event(data: bytes) -> bytes:

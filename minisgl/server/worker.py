@@ -8,13 +8,26 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.errors import InvalidRequest
+from minisgl.errors import ContextExceeded
 from minisgl.generation import Generation
 from minisgl.llm import LLM
+from minisgl.outputs import Metrics
 from minisgl.scheduler import StepOutput
 from minisgl.server.live.state import Look
 from minisgl.server.live.view import LiveView
-from minisgl.server.messages import Abort, Accepted, Conversation, Rejected, Reply, Submit, Update
+from minisgl.server.messages import (
+    Abort,
+    Accepted,
+    Conversation,
+    EngineStats,
+    Message,
+    Prompt,
+    Rejected,
+    Reply,
+    Submit,
+    Told,
+    Update,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +57,7 @@ class EngineWorker:
         self._send = send
         self._on_death = on_death
         self._view = LiveView(llm)
-        self._inbox: queue.SimpleQueue[Submit | Abort | Look | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._jobs: dict[int, set[Generation]] = {}
         """What is unfinished of each job."""
         self._choices: dict[int, _Choice] = {}
@@ -55,7 +68,7 @@ class EngineWorker:
         """Start the thread, once."""
         self._thread.start()
 
-    def put(self, message: Submit | Abort | Look) -> None:
+    def put(self, message: Message) -> None:
         """Leave a message for the engine, which reads it before its next step. Never blocks."""
         self._inbox.put(message)
 
@@ -84,9 +97,17 @@ class EngineWorker:
                 self._send([self._submit(message)])
             elif isinstance(message, Look):
                 self._send([self._view.look()])
-            else:
+            elif isinstance(message, Abort):
                 self._abort(message)
+            else:
+                self._send([Told(message.job, self._count())])
         return True
+
+    def _count(self) -> EngineStats:
+        scheduler = self._llm.scheduler
+        memory = scheduler.memory
+        free, cached = memory.pool.num_free, memory.cache.num_evictable
+        return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached)
 
     def _submit(self, message: Submit) -> Accepted | Rejected:
         """Enqueue all generations of a job, or none of them."""
@@ -108,9 +129,9 @@ class EngineWorker:
             self._choices[generation.request.uid] = _Choice(message.job, number, generation)
         return Accepted(message.job, prompt_lens)
 
-    def _prepare(self, prompt: str | Sequence[int] | Conversation, message: Submit) -> list[Generation]:
+    def _prepare(self, prompt: Prompt, message: Submit) -> list[Generation]:
         if isinstance(prompt, Conversation):
-            prompt = self._llm.tokenizer.encode_chat(prompt.messages)
+            prompt = self._llm.tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
         group = self._llm.prepare(prompt, message.params, message.streaming, message.user)
         self._check_fits(group[0])
         return group
@@ -122,9 +143,9 @@ class EngineWorker:
         if request.max_len - 1 <= capacity:  # the last token is never fed, so its KV needs no room
             return
         if request.prompt_len > capacity:
-            raise InvalidRequest("prompt", f"{request.prompt_len} tokens do not fit the KV cache of {capacity} tokens")
+            raise ContextExceeded("prompt", f"{request.prompt_len} tokens do not fit the KV cache of {capacity} tokens")
         room = capacity + 1 - request.prompt_len
-        raise InvalidRequest(
+        raise ContextExceeded(
             "max_tokens",
             f"{request.max_len - request.prompt_len} with a prompt of {request.prompt_len} tokens exceed the KV cache "
             f"of {capacity} tokens; at most {room} fit",
@@ -159,7 +180,8 @@ class EngineWorker:
 def _take_update(choice: _Choice) -> Update | None:
     """The deltas that a streaming generation has made, or the whole of one that has finished."""
     generation = choice.generation
-    update = Update(choice.job, choice.index, cached_tokens=generation.request.cached_tokens)
+    queue_time = Metrics.of(generation.request).queue_time
+    update = Update(choice.job, choice.index, cached_tokens=generation.request.cached_tokens, queue_time=queue_time)
     if generation.deltas:
         while generation.deltas:
             delta = generation.deltas.popleft()

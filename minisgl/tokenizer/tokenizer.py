@@ -58,7 +58,18 @@ class Tokenizer:
         check_type("prompt", text, str, "a string")
         return self._encode("prompt", text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the chat template; of several, all of them. None if there is none."""
+        template = getattr(self._backend, "chat_template", None)
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template.
 
         The template writes all special tokens itself, so the tokenizer adds none: no second BOS.
@@ -67,6 +78,8 @@ class Tokenizer:
             messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
                 ``{"type": "text", "text": ...}``. Other keys reach the template as they are.
             add_generation_prompt: end with the beginning of the assistant's answer.
+            tools: functions that the model may call, ``{"type": "function", "function": {...}}`` each, for the
+                template to describe.
 
         Raises:
             InvalidRequest: ``messages`` is malformed, the template rejects it, or the model has no template.
@@ -77,7 +90,7 @@ class Tokenizer:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt instead")
         try:
             text = backend.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+                conversation, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is a program of the checkpoint's authors and may raise anything
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error

@@ -15,18 +15,19 @@ import openai
 from minisgl import LLM
 from minisgl.scheduler import StepOutput
 from minisgl.server import AsyncEngine
+from minisgl.server.config import ServerConfig
 from minisgl.server.launch import Server, bind
 from tests.model_zoo import tiny_checkpoint
-from tests.tokenizer.tiny import byte_level, save
+from tests.tokenizer.tiny import TEMPLATE, byte_level, save
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}]
 PROMPT = "the cat and the dog, 12 of them"
 
 
-def chat_checkpoint(directory: Path) -> Path:
-    """A tiny random Llama with a byte-level tokenizer and a chat template that rejects the role ``tool``."""
+def chat_checkpoint(directory: Path, template: str = TEMPLATE) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a chat template, by default one that rejects ``tool``."""
     path, _ = tiny_checkpoint(directory, "LlamaForCausalLM", vocab_size=300)
-    return save(byte_level(), path)
+    return save(byte_level(), path, template)
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
@@ -85,14 +86,14 @@ class Gate:
 
 
 class RunningServer:
-    """A server in a thread. ``model`` is its model's name."""
+    """A server in a thread. ``model`` is its model's name, ``options`` are the engine's."""
 
-    def __init__(self, checkpoint: Path, **options: Any) -> None:
+    def __init__(self, checkpoint: Path, config: ServerConfig | None = None, **options: Any) -> None:
         self.model = str(checkpoint)
         self.llm = LLM(self.model, **{"page_size": 4, "num_pages": 64, "device": "cpu", **options})
         self.gate = Gate(self.llm)
         self.engine = AsyncEngine(self.llm)
-        self.server = Server(self.engine)
+        self.server = Server(self.engine, config)
         listener = bind("127.0.0.1", 0)
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)

@@ -81,7 +81,8 @@ def test_a_malformed_chat_is_refused_by_name(
         ({"max_tokens": 1000}, "max_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"best_of": 2}, "best_of"),
         ({"messages": MESSAGES}, "messages"),
     ],
 )

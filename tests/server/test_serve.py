@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -19,8 +20,10 @@ from minisgl import LLM
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.serve import main
+from minisgl.server.config import ServerConfig
 from minisgl.server.launch import bind
 from minisgl.server.options import add_options, given_options
+from minisgl.trace import Trace
 from tests.server.harness import MESSAGES, in_background, wait_until
 
 
@@ -44,9 +47,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def client_of(port: int) -> openai.OpenAI:
+def client_of(port: int, api_key: str = "none") -> openai.OpenAI:
     """A client of the server on ``port``, once it listens."""
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=api_key, max_retries=0)
 
     def listens() -> bool:
         try:
@@ -58,19 +61,28 @@ def client_of(port: int) -> openai.OpenAI:
     return client
 
 
-def test_a_process_starts_answers_and_ends_with_sigterm(checkpoint: Path) -> None:
+def test_a_process_starts_answers_and_ends_with_sigterm(checkpoint: Path, tmp_path: Path) -> None:
     port = free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "minisgl.serve", *flags(checkpoint, port)], env=environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MINISGL_API_KEY": "a-secret-key"}
+    options = [*flags(checkpoint, port), "--trace", str(tmp_path / "trace.json"), "--log-format", "json"]
+    command = [sys.executable, "-m", "minisgl.serve", *options]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        with client_of(port) as client:
+        with client_of(port, api_key="a-secret-key") as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.with_options(api_key="another").models.list()
             ask = {"model": str(checkpoint), "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
             answer = client.chat.completions.create(**ask, max_tokens=5)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 5
             next(iter(client.chat.completions.create(**ask, stream=True)))
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0
+            _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "a-secret-key" not in log
+        lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+        assert {"POST /v1/chat/completions", "GET /v1/models"} <= {line.get("endpoint") for line in lines}
+        assert any(event.name == "launch" for event in Trace.load(tmp_path / "trace.json").events)
     finally:
         process.kill()
         process.wait()
@@ -131,13 +143,16 @@ def test_bad_options_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> 
         assert name in capsys.readouterr().err
 
 
-def test_every_option_of_the_engine_is_a_flag_with_a_help_text() -> None:
+def test_every_option_is_a_flag_with_a_help_text() -> None:
     parser = argparse.ArgumentParser()
+    add_options(parser, ServerConfig)
     add_options(parser, EngineConfig)
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}
-    assert set(actions) == {field.name for field in fields(EngineConfig)}
+    assert set(actions) == {field.name for kind in (ServerConfig, EngineConfig) for field in fields(kind)}
     assert all(action.help for action in actions.values())
     assert actions["page_size"].help == "tokens a KV page, a power of two from 1 to 256. Default: 16."
+    words = ["--cors-origin", "https://a.org,https://b.org"]
+    assert given_options(parser.parse_args(words), ServerConfig) == {"cors_origin": ("https://a.org", "https://b.org")}
     words = ["--max-seq-len", "9", "--memory-ratio", "0.5", "--prefix-cache", "none"]
     given = given_options(parser.parse_args(words), EngineConfig)
     assert given == {"max_seq_len": 9, "memory_ratio": 0.5, "prefix_cache": "none"}

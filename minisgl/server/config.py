@@ -1,0 +1,54 @@
+"""The options of the server, beside those of the engine: one immutable record, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minisgl.errors import ConfigError
+from minisgl.server.tool_parsers import TOOL_PARSERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the server needs to know beside `minisgl.core.EngineConfig`.
+
+    Args:
+        host: address to listen on; 127.0.0.1 is reached from this machine only.
+        port: port to listen on; 0 takes a free one.
+        api_key: what clients must send as ``Authorization: Bearer KEY``; None lets everybody in. Better given in the
+            environment variable MINISGL_API_KEY, since other users of the machine can read command lines.
+        cors_origin: origins, such as ``https://example.org``, whose pages may call the server from a browser, separated
+            by commas; ``*`` is all of them.
+        max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
+        health_timeout: seconds that ``/health/generate`` waits for its token.
+        tool_parser: how the model writes calls of tools: ``"qwen"``, ``"llama3"``, or ``"none"`` where it cannot;
+            ``"auto"`` tells by the model's chat template.
+        log_format: ``"text"``, or ``"json"`` for one JSON object a line.
+        trace: file for a record of the engine's last steps, in Chrome's trace format, written when the server stops.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 1919
+    api_key: str | None = field(default=None, repr=False)
+    cors_origin: tuple[str, ...] = ()
+    max_body_size: int = 8 * 2**20
+    health_timeout: float = 10.0
+    tool_parser: str = "auto"
+    log_format: str = "text"
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: must be from 0 to 65535, got {self.port}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError("api_key: must be one or more printable ASCII characters")
+        if self.max_body_size < 1:
+            raise ConfigError(f"max_body_size: must be at least 1 byte, got {self.max_body_size}")
+        if not self.health_timeout > 0:
+            raise ConfigError(f"health_timeout: must be a positive number of seconds, got {self.health_timeout}")
+        self._one_of("tool_parser", "auto", "none", *TOOL_PARSERS)
+        self._one_of("log_format", "text", "json")
+
+    def _one_of(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -1,0 +1,127 @@
+"""Bodies as JSON, read strictly: whatever two readers could understand differently is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from email.message import Message
+from typing import Any, NoReturn
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from minisgl.server.errors import ApiError, field_name
+
+MAX_NESTING = 64
+"""Most objects and lists inside of each other. Enough for any schema of a tool; what reads them may be recursive."""
+
+
+class JsonRoute(APIRoute):
+    """A route whose body, if it takes one, goes through `read_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler, on a `_JsonRequest`."""
+        handler, takes_body = super().get_route_handler(), self.body_field is not None
+
+        async def strict(request: Request) -> Response:
+            if takes_body:
+                _check_content_type(request.headers.get("content-type", ""))
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return strict
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return read_json(await self.body())
+
+
+def _check_content_type(given: str) -> None:
+    """A page in a browser may post a text or a form to any address, but JSON only to servers that allow it (CORS)."""
+    header = Message()
+    header["content-type"] = given
+    if header.get_content_type() != "application/json":
+        raise ApiError(415, "the body must be sent with Content-Type: application/json")
+
+
+def read_json(body: bytes) -> Any:
+    """The value that ``body`` spells.
+
+    Raises:
+        ApiError: 400; it is no UTF-8 or no JSON, names a key twice, is nested too deeply, or has a number or a text
+            that JSON or Unicode do not know.
+    """
+    try:
+        value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if body.count(b"[") + body.count(b"{") > MAX_NESTING:  # fewer cannot be nested deeper
+        _check_nesting(value)
+    if b"\\u" in body:  # the only way to write half of a surrogate pair in UTF-8
+        _check_text(value, ())
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ApiError(400, f"the body names {_shown(twice)} twice in one object")
+    return result
+
+
+def _constant(word: str) -> NoReturn:
+    raise ApiError(400, f"the body is not valid JSON: {word} is no number of JSON's")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:  # 2 ** 64 has 20 digits, and no field goes further
+        raise ApiError(400, f"the body has an integer of {len(digits)} digits; no field takes more than 64 bits")
+    return int(digits)
+
+
+def _check_nesting(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _children(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body has more than {MAX_NESTING} objects and lists inside of each other")
+
+
+def _check_text(value: Any, path: tuple[str | int, ...]) -> None:
+    if isinstance(value, str):
+        _check_unicode(value, path)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_text(item, (*path, index))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_unicode(name, path)
+            _check_text(item, (*path, name))
+
+
+def _check_unicode(text: str, path: tuple[str | int, ...]) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        field = field_name(path) or None
+        message = f"must be valid Unicode, but has a lone surrogate at character {error.start}"
+        raise ApiError(400, f"{field or 'the body'}: {message}", field) from error
+
+
+def _shown(name: str) -> str:
+    return ascii(name if len(name) <= 80 else name[:77] + "...")

@@ -1,0 +1,110 @@
+"""``tools`` and ``tool_choice``: which functions a model is told of, and which it must call."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator, StrictBool, StrictStr, StringConstraints, ValidationError
+
+from minisgl.errors import InvalidRequest
+from minisgl.server.requests import ApiObject
+from minisgl.server.response_format import held_to
+
+_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+FunctionName = Annotated[StrictStr, StringConstraints(pattern=_NAME)]
+
+
+class Function(ApiObject):
+    """What a model is told of a function. ``parameters`` is a JSON schema; none means no parameters."""
+
+    name: FunctionName
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(ApiObject):
+    """A function that the client can call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it; ``strict`` is nothing to tell the model."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": self.type, "function": function}
+
+
+class FunctionChoice(ApiObject):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedChoice(ApiObject):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+def _as_choice(value: Any) -> str | NamedChoice:
+    if value in ("none", "auto", "required"):
+        return str(value)
+    try:
+        return NamedChoice.model_validate(value)
+    except ValidationError as error:
+        form = '{"type": "function", "function": {"name": "…"}}'
+        raise ValueError(f"must be none, auto, required, or {form}") from error
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedChoice,
+    PlainValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice),
+]
+
+
+def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[Tool]:
+    """The functions among which the model may choose.
+
+    Raises:
+        InvalidRequest: the choice needs functions that are not there, or one is there twice.
+    """
+    if tools is None:
+        if choice not in (None, "none"):
+            raise InvalidRequest("tool_choice", "is only allowed with tools")
+        return []
+    names = [tool.function.name for tool in tools]
+    if not names:
+        raise InvalidRequest("tools", "must hold at least one function")
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tools", "names a function twice")
+    if not isinstance(choice, NamedChoice):
+        return [] if choice == "none" else tools
+    chosen = [tool for tool in tools if tool.function.name == choice.function.name]
+    if not chosen:
+        raise InvalidRequest("tool_choice", f"{choice.function.name} is none of the tools: {', '.join(names)}")
+    return chosen
+
+
+def forced_call(tools: list[Tool]) -> dict[str, str]:
+    """The fields of `SamplingParams` that make the answer a call of one of ``tools``.
+
+    Raises:
+        InvalidRequest: the sampler cannot hold an answer to a form.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or {"type": "object", "properties": {}},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return held_to("tool_choice", json_schema=json.dumps({"anyOf": calls}))
