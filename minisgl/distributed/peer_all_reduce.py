@@ -19,7 +19,7 @@ of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB.
 reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot sends twice the data to each peer."""
 
 _MOST_POLLS = 1 << 25
-"""About 20 s of looking for a signal, at some 0.6 µs a look."""
+"""Some 20 s of looking for a signal, reckoned with 0.6 µs a look."""
 
 _WORDS = 256
 """Of a program of the one-shot kernel."""
