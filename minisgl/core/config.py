@@ -71,8 +71,7 @@ class EngineConfig:
         control_plane: how ranks are told of the next step: ``"shared-memory"``, ``"zmq"``, or another registered name.
         all_reduce: how ranks add up what they have computed: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
             ``"ring"`` (sends and receives, between CPU ranks), ``"peer-memory"`` (between GPUs, kernels of our own for
-            all but the largest tensors, which NCCL takes) or another registered name; ``"auto"`` takes what is fastest
-            on the device.
+            all but the largest tensors, which NCCL takes) or another registered name; ``"auto"`` is ``"torch"``.
         distributed_timeout: seconds that a rank waits for another one in a collective, before the engine ends.
         verify_ranks: compare after every step what each rank was told and what it sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -13,8 +12,6 @@ import torch.distributed as dist
 from minisgl.core.communicator import Communicator
 from minisgl.core.registry import Registry
 from minisgl.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 _PEER_MEMORY_BYTES = 24 << 20
 """Of the largest tensor that is added up over peer memory: 2,048 tokens of Qwen3-32B. Beyond, what is won over NCCL is
@@ -74,28 +71,20 @@ class TorchCommunicator:
 
 
 def choose_communicator(name: str, device: torch.device) -> Callable[[dist.ProcessGroup, torch.device], Communicator]:
-    """The communicator called ``name``: registered, or ``"peer-memory"``; ``"auto"`` is the fastest on ``device``.
+    """The communicator called ``name``: registered, or ``"peer-memory"``; ``"auto"`` is ``"torch"``.
 
     Raises:
         ConfigError: there is none of that name, or none on this device.
     """
-    if name == "auto":
-        return _fastest if device.type == "cuda" else TorchCommunicator
-    return _over_peer_memory if name == "peer-memory" else COMMUNICATORS.get(name)
+    if name != "peer-memory":
+        return COMMUNICATORS.get("torch" if name == "auto" else name)
+    if device.type != "cuda" or find_spec("triton") is None:
+        raise ConfigError("all_reduce: 'peer-memory' needs CUDA devices and Triton; use 'torch'")
+    return _over_peer_memory
 
 
 def _over_peer_memory(group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
     """NCCL for what is large, and kernels of our own for the rest."""
-    if find_spec("triton") is None:
-        raise ConfigError("all_reduce: 'peer-memory' needs Triton, which is not installed; use 'torch'")
     from minisgl.distributed.peer_all_reduce import PeerAllReduce
 
     return TorchCommunicator(group, device, PeerAllReduce(group, device, _PEER_MEMORY_BYTES))
-
-
-def _fastest(group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
-    try:
-        return _over_peer_memory(group, device)
-    except ConfigError as error:  # all ranks get it, or none
-        logger.warning("all_reduce: NCCL alone, since %s", error)
-        return TorchCommunicator(group, device)

@@ -49,9 +49,13 @@ class Ranks:
         self.group = dist.new_group(backend="gloo")
         self.is_gpu = device.type == "cuda"
         self.own_random = random.Random(rank)
+        self.pause = 0.0002
+        """Seconds before each look at a signal, in the interpreter."""
 
-    def peers(self, max_bytes: int = 4 << 20, most_polls: int = 1 << 22) -> PeerAllReduce:
-        """An all-reduce that takes one shot up to a quarter of its largest tensor."""
+    def peers(self, max_bytes: int = 4 << 20, most_polls: int | None = None) -> PeerAllReduce:
+        """An all-reduce that takes one shot up to a quarter of its largest tensor, and gives up after some seconds."""
+        if most_polls is None:
+            most_polls = 1 << 25 if self.is_gpu else 4000
         return PeerAllReduce(self.group, self.device, max_bytes, max_bytes // 4, most_polls)
 
     def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -179,8 +183,20 @@ def calls_of_all_kinds_with_late_ranks(ranks: Ranks) -> None:
         shot = shared.choice([peers.one_shot, peers.two_shot])
         ranks.stumble()
         wrong += (shot(pool[which][ranks.rank][:rows]) != sums[which][:rows]).sum()
-    assert int(wrong) == 0
     peers.check()
+    assert int(wrong) == 0
+    peers.close()
+
+
+def a_rank_that_looks_late_finds_what_it_was_sent(ranks: Ranks) -> None:
+    """It has sent its own, so the others are a call ahead, and must not have overwritten what it has not looked at."""
+    peers = ranks.peers()
+    pool = [ranks.inputs((2, 64), torch.float32, 250 + call) for call in range(8)]
+    ranks.pause = 0.05 if ranks.rank == 0 else 0.0002
+    outs = [shot(inputs[ranks.rank]) for shot in (peers.one_shot, peers.two_shot) for inputs in pool]
+    ranks.pause = 0.0002
+    peers.check()
+    assert all(torch.equal(out, sum_in_order(inputs)) for out, inputs in zip(outs, pool * 2, strict=True))
     peers.close()
 
 
@@ -212,8 +228,8 @@ def two_graphs_with_eager_calls_between(ranks: Ranks) -> None:
         all_correct &= correct
         if replay % 3 == 0:
             all_correct &= (peers.one_shot(x) == few_sum).all()
-    assert bool(all_correct)
     peers.check()
+    assert bool(all_correct)
     dist.barrier(group=ranks.group)
     peers.close()
 
@@ -241,24 +257,25 @@ CHECKS: list[Callable[[Ranks], None]] = [
     every_size_and_dtype,
     norms,
     calls_of_all_kinds_with_late_ranks,
+    a_rank_that_looks_late_finds_what_it_was_sent,
     two_graphs_with_eager_calls_between,
     a_missing_peer_is_given_up,
 ]
 
 
-def let_others_run() -> None:
-    """There are more ranks than cores: who looks at a signal in the interpreter gives way to those who send it."""
+def pause_before_looks(ranks: Ranks) -> None:
+    """Whoever looks at a signal in the interpreter gives way to those who send it: there are more ranks than cores."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     add, load = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_masked_load
 
     def patient_add(*arguments: Any) -> Any:
-        time.sleep(0.0002)
+        time.sleep(ranks.pause)
         return add(*arguments)
 
     def patient_load(*arguments: Any) -> Any:
         if arguments[-1]:  # is volatile
-            time.sleep(0.0002)
+            time.sleep(ranks.pause)
         return load(*arguments)
 
     InterpreterBuilder.create_atomic_rmw = patient_add
@@ -271,9 +288,9 @@ def main() -> None:
     store = dist.FileStore(str(directory / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     torch.set_grad_enabled(False)
-    if device_type == "cpu":
-        let_others_run()
     ranks = Ranks(rank, size, device)
+    if device_type == "cpu":
+        pause_before_looks(ranks)
     outcomes: dict[str, str] = {}
     start = time.monotonic()
     for check in CHECKS:
