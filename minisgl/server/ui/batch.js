@@ -51,7 +51,9 @@ function show(request, isFocused) {
   prompt.style.width = `${(100 * (request.prompt - request.cached)) / all}%`;
   generated.style.width = `${(100 * request.generated) / all}%`;
   tokens.lastChild.textContent = `${request.prompt} + ${request.generated}`;
-  tokens.title = `${request.prompt} tokens of prompt, ${request.cached} of them from the cache; ${request.generated} of up to ${request.room} generated`;
+  tokens.title =
+    `${request.prompt} tokens of prompt, ${request.cached} of them from the cache; ` +
+    `${request.generated} of up to ${request.room} generated`;
   pages.textContent = request.pages || "";
   pages.title = `${request.pages} pages, ${request.shared} of them read by others as well`;
   text.firstChild.textContent = visible(request.text);

@@ -29,7 +29,8 @@ async function ask(text, questions, maxTokens) {
   const user = newName();
   const exchanges = questions.map((question, place) => new Exchange(newCard(), question, user, place));
   const unfinished = new Set(exchanges);
-  const fields = { prompt: questions.map((question) => text + ending(question)), max_tokens: maxTokens, stop: ["\nQuestion"], user };
+  const prompt = questions.map((question) => text + ending(question));
+  const fields = { prompt, max_tokens: maxTokens, stop: ["\nQuestion"], user };
   try {
     await generate("v1/completions", fields, (choice) => {
       const exchange = exchanges[choice.index];
@@ -49,7 +50,9 @@ export function listenToClass() {
   $("#class").addEventListener("submit", (event) => {
     event.preventDefault();
     const given = $("#questions").value.split("\n").filter((line) => line.trim());
-    const students = Array.from({ length: Number($("#students").value) }, (_, student) => student);
-    if (given.length) ask($("#text").value, students.map((student) => given[student % given.length]), Number($("#limit").value));
+    if (!given.length) return;
+    const students = Number($("#students").value);
+    const questions = Array.from({ length: students }, (_, student) => given[student % given.length]);
+    ask($("#text").value, questions, Number($("#limit").value));
   });
 }

@@ -18,7 +18,8 @@ export function drawPool(state) {
   const counts = count(state, cells);
   $("#pool .legend").replaceChildren(...legend(state, counts));
   $("#pool .caption").replaceChildren(...caption(state));
-  canvas.setAttribute("aria-label", `${state.num_pages} pages: ${counts.map(([, name, n]) => `${name} ${n}`).join(", ")}`);
+  const spoken = counts.map(([, name, number]) => `${name} ${number}`);
+  canvas.setAttribute("aria-label", `${state.num_pages} pages: ${spoken.join(", ")}`);
   grid = { ...fit(cells.length), cells, state };
   paint(focused(state));
 }
@@ -40,7 +41,9 @@ function legend(state, counts) {
 }
 
 function caption(state) {
-  let text = `A page is the KV of ${counted(state.page_size, "token")}. In a request’s colour: its own; dark: cached and read by as many requests as it says; grey: kept for whoever comes.`;
+  let text =
+    `A page is the KV of ${counted(state.page_size, "token")}. In a request’s colour: its own; ` +
+    "dark or bright: cached and read by as many requests as it says; grey: kept for whoever comes.";
   if (state.stride > 1) text += ` One page in ${state.stride} of ${state.num_pages.toLocaleString("en")} is shown.`;
   return [text, " ", make("b", {}, "Chapter 4, Paged KV")];
 }
@@ -112,7 +115,8 @@ function describe(index) {
   const lines = [`page ${page}, slots ${page * state.page_size} to ${(page + 1) * state.page_size - 1}`];
   if (cell.use === "free") lines.push("free");
   if (cell.use === "private") lines.push(`private to request r${cell.number}`);
-  if (cell.use === "cached") lines.push(cell.number ? `cached, read by ${counted(cell.number, "running request")}` : "cached, read by none: it can be evicted");
+  if (cell.use === "cached" && cell.number) lines.push(`cached, read by ${counted(cell.number, "running request")}`);
+  if (cell.use === "cached" && !cell.number) lines.push("cached, read by none: it can be evicted");
   const node = state.nodes.find((each) => each.pages.includes(page));
   if (node) lines.push(`in the node “${node.text.slice(0, 40)}”`);
   return lines;

@@ -97,8 +97,8 @@ function drawLanes(pen, { lanes, laneHeight, slices, x, time, left, colors }) {
     for (const uid of slice.preempted) if (index.has(uid)) pen.fillText("×", from, middle(index.get(uid)));
   }
   pen.fillStyle = colors.ink;
-  lanes.forEach((request, place) => {
-    if (request.finished && request.finished < time) pen.fillRect(x(request.finished), middle(place) - full / 2, 2.5, full);
+  lanes.forEach(({ finished }, place) => {
+    if (finished && finished < time) pen.fillRect(x(finished), middle(place) - full / 2, 2.5, full);
   });
 }
 

@@ -17,6 +17,17 @@ const KINDS = {
   "block-hash": ["Hashed blocks", "Chapter 7, Prefix caching by block hashes"],
 };
 
+const SAID = {
+  radix:
+    "Tokens that several prompts begin with are computed and kept once. A box stands to the right of what comes " +
+    "before it; it grows with the logarithm of its tokens.",
+  "block-hash":
+    "Full pages, found by the hash of all tokens up to their end. A box is a chain of them; what can follow it stands " +
+    "to its right.",
+  none: "This engine has no prefix cache: it computes every prompt from its first token.",
+  empty: "Nothing is cached yet. Ask something, or let a class ask.",
+};
+
 const boxes = new Map(); // elements by uid
 const picture = $("#tree .picture");
 let placed = []; // what is drawn: {node, depth, x, y, w, h}
@@ -53,9 +64,7 @@ function legend(state) {
 }
 
 function caption(state, chapter) {
-  let text = "Tokens that several prompts begin with are computed and kept once. A box stands to the right of what comes before it; it grows with the logarithm of its tokens.";
-  if (!state.nodes.length) text = state.cache === "none" ? "This engine has no prefix cache: it computes every prompt from its first token." : "Nothing is cached yet. Ask something, or let a class ask.";
-  if (state.cache === "block-hash" && state.nodes.length) text = "Full pages, found by the hash of all tokens up to their end. A box is a chain of them; what can follow it stands to its right.";
+  let text = SAID[state.nodes.length ? state.cache : state.cache === "none" ? "none" : "empty"] ?? "";
   const cut = state.num_nodes - state.nodes.length;
   if (cut > 0) text += ` ${counted(cut, "node")} more are not shown.`;
   return [text, " ", make("b", {}, chapter)];
@@ -131,12 +140,15 @@ function setText(element, text) {
 }
 
 function describe(node, state) {
+  const { num_pages: number, pages, locks } = node;
+  const named = `${pages.slice(0, 8).join(", ")}${number > 8 ? " …" : ""}`;
   const lines = [
     `“${visible(node.text)}${node.tokens > node.head.length ? " …" : ""}”`,
-    `${counted(node.tokens, "token")} in ${counted(node.num_pages, "page")}: ${node.pages.slice(0, 8).join(", ")}${node.num_pages > 8 ? " …" : ""}`,
-    node.locks ? `locked by ${counted(node.locks, "request")}: it cannot be evicted` : "nobody reads it: it can be evicted",
+    `${counted(node.tokens, "token")} in ${counted(number, "page")}: ${named}`,
+    locks ? `locked by ${counted(locks, "request")}: it cannot be evicted` : "nobody reads it: it can be evicted",
   ];
-  if (node.last_used) lines.push(`last used ${counted(state.clock - node.last_used, "tick")} of the cache’s clock ago`);
+  const age = state.clock - node.last_used;
+  if (node.last_used) lines.push(`last used ${counted(age, "tick")} of the cache’s clock ago`);
   return lines;
 }
 
