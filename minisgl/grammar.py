@@ -1,9 +1,9 @@
 """Structured output: what a request generates is held to a JSON Schema or a regular expression. Told in chapter 15.
 
 A grammar describes bytes, a model writes tokens, and a token may be any piece of the output: half of a word, several
-brackets, a part of a character. llguidance (Guidance AI) walks a parser along the tree of all tokens' bytes, and finds
-which tokens may come next in tens of microseconds for a vocabulary of 150,000. That is one bit a token, which the
-sampler of chapter 5 turns into −inf for every token that may not come (the idea: Willard & Louf 2023).
+brackets, a part of a character. llguidance (Guidance AI) walks a parser along the tree of all tokens' bytes and so
+finds which tokens may come next, one bit each. The sampler of chapter 5 turns the others' logits into −inf (Willard &
+Louf 2023). All of that is the host's work; chapter 12 hides what it can of it, see `minisgl.scheduler.constraints`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from minisgl.core.constraint import TokenConstraint
@@ -124,6 +123,8 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer  # here, since it imports transformers
+
         backend = self._tokenizer.backend
         return from_tokenizer(backend, max(self._vocab_size, len(backend)), self._eos_ids or None)
 
