@@ -113,6 +113,15 @@ class LLM:
         if isinstance(self.executor, RemoteEngine):
             self.executor.close()
 
+    def check(self) -> None:
+        """See whether the engine still lives, which an idle one does not say by itself.
+
+        Raises:
+            EngineDead: a rank has ended.
+        """
+        if isinstance(self.executor, RemoteEngine):
+            self.executor.check()
+
     def __enter__(self) -> LLM:
         return self
 

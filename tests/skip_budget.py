@@ -93,7 +93,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _missing(item: pytest.Item) -> str | None:
     names = [str(name) for marker in item.iter_markers("needs") for name in marker.args]
-    return next((name for name in names if not _is_installed(name)), None)
+    return next((name for name in names if not _is_present(name)), None)
+
+
+def _is_present(name: str) -> bool:
+    """``"4 GPUs"``, or what can be installed."""
+    count, _, unit = name.partition(" ")
+    return _cuda_devices() >= int(count) if unit == "GPUs" else _is_installed(name)
 
 
 def _is_installed(name: str) -> bool:
@@ -106,6 +112,12 @@ def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

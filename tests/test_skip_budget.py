@@ -84,3 +84,18 @@ def test_programs_are_found_beside_the_interpreter_too(
     monkeypatch.setattr("sys.executable", str(program.with_name("python")))
     tests = 'import pytest\n@pytest.mark.needs("no_such_program")\ndef test_with_program(): pass'
     run(pytester, "0\n", tests).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("devices", [0, 2, 4])
+def test_tests_of_several_gpus_are_left_out_where_there_are_fewer(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    tests = """
+        import pytest
+
+        @pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.needs(f"{n} GPUs")) for n in (2, 4)])
+        def test_ranks(n): pass
+    """
+    result = run(pytester, "0\n", tests)
+    result.assert_outcomes(passed=devices // 2, deselected=2 - devices // 2)

@@ -95,7 +95,7 @@ class RemoteEngine:
         Raises:
             EngineDead: the ranks are gone.
         """
-        self._check()
+        self.check()
         try:
             self._plane.send(encode_batch(batch), self.config.distributed_timeout)
         except BaseException as error:  # some ranks may know of the step and others not
@@ -108,7 +108,7 @@ class RemoteEngine:
 
     def result(self, step: int) -> StepResult:
         """See `RemoteStep.wait`."""
-        self._check()
+        self.check()
         stepped = self._await_step(self._readers[0], step)
         if self.config.verify_ranks:
             for rank, reader in enumerate(self._readers[1:], start=1):
@@ -127,7 +127,8 @@ class RemoteEngine:
             if isinstance(report, Stepped) and report.step == step:
                 return report
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `EngineDead` if a rank has ended."""
         if self.group.end is not None:
             raise self._bury(self.group.end, patience=0.0)
 

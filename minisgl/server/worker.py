@@ -31,6 +31,9 @@ from minisgl.server.messages import (
 
 logger = logging.getLogger(__name__)
 
+_CHECK_INTERVAL = 0.5
+"""Seconds between two looks at an idle engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
@@ -90,7 +93,7 @@ class EngineWorker:
     def _read_inbox(self) -> bool:
         """Act on all messages, and sleep while there is nothing else to do. False when it is time to stop."""
         while not self._inbox.empty() or not self._llm.scheduler.has_work:
-            message = self._inbox.get()
+            message = self._next_message()
             if message is None:
                 return False
             if isinstance(message, Submit):
@@ -103,11 +106,21 @@ class EngineWorker:
                 self._send([Told(message.job, self._count())])
         return True
 
+<<<<<<< HEAD
     def _count(self) -> EngineStats:
         scheduler = self._llm.scheduler
         memory = scheduler.memory
         free, cached = memory.pool.num_free, memory.cache.num_evictable
         return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached)
+=======
+    def _next_message(self) -> Submit | Abort | None:
+        """Sleep until there is one, and look now and then whether the engine could still act on it."""
+        while True:
+            try:
+                return self._inbox.get(timeout=_CHECK_INTERVAL)
+            except queue.Empty:
+                self._llm.check()
+>>>>>>> tp
 
     def _submit(self, message: Submit) -> Accepted | Rejected:
         """Enqueue all generations of a job, or none of them."""

@@ -9,8 +9,13 @@ import torch
 
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
+<<<<<<< HEAD
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
 from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
+=======
+from minisgl.distributed import TorchCommunicator
+from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
+>>>>>>> tp
 from minisgl.kvcache.eviction import LeastRecentlyUsed
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
@@ -142,3 +147,28 @@ class RemembersTheFirstStep(TorchAttention):
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
         """Keeps the layouts of the step before."""
         self._batch, self.inputs = batch, inputs
+
+
+# -- between ranks -------------------------------------------------------------------------------------------------
+
+
+class GathersItsOwnFirst(TorchCommunicator):
+    """Every rank has the others behind itself, and so all ranks have different orders."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_gather(x).roll(-self.rank * x.shape[1], dims=1)
+
+
+class CutsLongMessages(SharedMemoryPlane):
+    """What does not fit into one record is not sent."""
+
+    def send(self, message: bytes, timeout: float) -> None:
+        super().send(message[: CAPACITY // 4], timeout)
+
+
+class ForgetsTheSlowestRank(SharedMemoryPlane):
+    """Writes on as soon as one rank has read."""
+
+    def send(self, message: bytes, timeout: float) -> None:
+        self._ring.positions[:] = self._ring.positions.max()
+        super().send(message, timeout)

@@ -15,6 +15,8 @@ EVICTIONS = "test_eviction_policy.py"
 BACKENDS = "test_attention_backend.py"
 SAMPLERS = "test_sampler.py"
 ARCHITECTURES = "test_architecture.py"
+COMMUNICATORS = "test_communicator.py"
+PLANES = "test_control_plane.py"
 
 
 class Verdict:
@@ -79,6 +81,7 @@ def test_a_broken_eviction_policy_fails(mutant: str, broken: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
+<<<<<<< HEAD
     ("mutant", "broken"),
     [
         ("ForgetsTheConstraints", "test_a_constrained_row_takes_the_likeliest_token_that_it_may"),
@@ -91,6 +94,35 @@ def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed
     assert "test_greedy_rows_take_the_likeliest_token" in verdict.passed, "the suite did run"
+=======
+    ("mutant", "suite", "broken", "passed"),
+    [
+        (
+            "GathersItsOwnFirst",
+            COMMUNICATORS,
+            "test_all_gather_puts_side_by_side",
+            "test_all_reduce_adds_up",
+        ),
+        (
+            "CutsLongMessages",
+            PLANES,
+            "test_a_message_of_any_size_arrives_whole",
+            "test_every_rank_gets_every_message_in_order",
+        ),
+        (
+            "ForgetsTheSlowestRank",
+            PLANES,
+            "test_many_messages_while_ranks_read_at_their_own_pace",
+            "test_every_rank_gets_every_message_in_order",
+        ),
+    ],
+)
+def test_a_broken_part_between_ranks_fails(mutant: str, suite: str, broken: str, passed: str) -> None:
+    status, verdict = grade(f"tests.contracts.mutants:{mutant}", suite, "--tb=no", "-k", f"{broken} or {passed}")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert broken in verdict.failed
+    assert passed in verdict.passed - verdict.failed
+>>>>>>> tp
 
 
 def test_a_right_architecture_passes() -> None:
