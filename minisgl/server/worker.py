@@ -106,21 +106,19 @@ class EngineWorker:
                 self._send([Told(message.job, self._count())])
         return True
 
-<<<<<<< HEAD
     def _count(self) -> EngineStats:
         scheduler = self._llm.scheduler
         memory = scheduler.memory
         free, cached = memory.pool.num_free, memory.cache.num_evictable
         return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached)
-=======
-    def _next_message(self) -> Submit | Abort | None:
+
+    def _next_message(self) -> Message | None:
         """Sleep until there is one, and look now and then whether the engine could still act on it."""
         while True:
             try:
                 return self._inbox.get(timeout=_CHECK_INTERVAL)
             except queue.Empty:
                 self._llm.check()
->>>>>>> tp
 
     def _submit(self, message: Submit) -> Accepted | Rejected:
         """Enqueue all generations of a job, or none of them."""

@@ -9,13 +9,10 @@ import torch
 
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
-<<<<<<< HEAD
-from minisgl.engine.sampler import DefaultSampler, SampledTokens
-from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
-=======
 from minisgl.distributed import TorchCommunicator
 from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
->>>>>>> tp
+from minisgl.engine.sampler import DefaultSampler, SampledTokens
+from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
 from minisgl.kvcache.eviction import LeastRecentlyUsed
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache

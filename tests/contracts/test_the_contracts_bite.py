@@ -81,7 +81,6 @@ def test_a_broken_eviction_policy_fails(mutant: str, broken: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     ("mutant", "broken"),
     [
         ("ForgetsTheConstraints", "test_a_constrained_row_takes_the_likeliest_token_that_it_may"),
@@ -94,7 +93,9 @@ def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed
     assert "test_greedy_rows_take_the_likeliest_token" in verdict.passed, "the suite did run"
-=======
+
+
+@pytest.mark.parametrize(
     ("mutant", "suite", "broken", "passed"),
     [
         (
@@ -122,7 +123,6 @@ def test_a_broken_part_between_ranks_fails(mutant: str, suite: str, broken: str,
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed
     assert passed in verdict.passed - verdict.failed
->>>>>>> tp
 
 
 def test_a_right_architecture_passes() -> None:
