@@ -22,7 +22,8 @@ class OverlapLoop:
 
     The host plans step N + 1 without having seen what N sampled: the device passes those tokens on by itself, and the
     scheduler counts them as present. What N then brings to light is acted upon one step late: a request that has ended
-    is in step N + 1 once more, for nothing, and the token that this step samples for it is dropped.
+    is in step N + 1 once more, for nothing, and the token that this step samples for it is dropped. Only what a
+    constraint allows after step N cannot be known early: such rows sit step N + 1 out (`Constraints`).
 
     Args:
         scheduler: decides.

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from minisgl.core import FinishReason
+from minisgl.core import FinishReason, Request
 from tests.fake_executor import Fault
 from tests.rule import Rule
 from tests.scheduler.harness import DELAYS, Harness
 
 NEVER_DONE = 3
 """Seed of a rule without an end."""
+POLICIES = ["prefill-first", "mixed", "static"]
 
 
-@pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("policy", ["prefill-first", "mixed", "static"])
-@pytest.mark.parametrize("num_pages", [64, 7])
-def test_every_output_obeys_its_rule(delay: int, policy: str, num_pages: int) -> None:
-    """Prompts in chunks, more requests than slots, and, with few pages, preemption."""
-    harness = Harness(
-        policy=policy, delay=delay, num_pages=num_pages, page_size=2, max_running=3, max_prefill_tokens=4, vocab=7
-    )
+def run_many(**options: Any) -> list[Request]:
+    """Prompts in chunks and more requests than slots, two thirds of them constrained. Each must get its own answer."""
+    harness = Harness(page_size=2, max_running=3, max_prefill_tokens=4, vocab=7, **options)
     requests = []
     for seed in range(20):
         prompt = [seed % 7, 1, 2, 3, seed % 5][: 1 + seed % 5]
@@ -31,8 +29,21 @@ def test_every_output_obeys_its_rule(delay: int, policy: str, num_pages: int) ->
         assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         harness.assert_output(request)
     assert {request.finish_reason for request in requests if request.constraint} == {"stop", "length"}
-    assert (sum(request.preemptions for request in requests) > 0) == (num_pages == 7)
     harness.assert_idle_and_clean()
+    return requests
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_output_obeys_its_rule(delay: int, policy: str) -> None:
+    assert sum(request.preemptions for request in run_many(delay=delay, policy=policy)) == 0
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_preempted_request_goes_on_in_its_rule(delay: int, policy: str) -> None:
+    requests = run_many(delay=delay, policy=policy, num_pages=7)
+    assert any(request.preemptions for request in requests if request.constraint)
 
 
 @pytest.mark.parametrize("delay", DELAYS)
