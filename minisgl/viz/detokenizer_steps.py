@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from minisgl.errors import ConfigError
 from minisgl.viz.player import Player, player
@@ -107,9 +109,8 @@ def _draw_tokens(canvas: Canvas, step: DetokenizerStep, tokens: Sequence[bytes])
     """The last tokens that have room, and the offsets below the borders between them."""
     labels = [_label(token) for token in tokens]
     widths = [_width(label) for label in labels]
-    first = len(tokens)
-    while first and sum(widths[first - 1 :]) <= _ROOM - _END:
-        first -= 1
+    from_end = list(accumulate(reversed(widths)))
+    first = len(tokens) - bisect_right(from_end, _ROOM - _END)
     _heading(canvas, _TOKENS, f"tokens{f', the last {len(tokens) - first}' * (first > 0)}")
     borders = {first: _MARGIN + (30.0 if first else 0.0)}
     if first:
@@ -164,9 +165,9 @@ def _end_of(text: str, room: float) -> str:
     """As much as there is room for."""
     if _width(text) <= room:
         return text
-    while _width(f"…{text}") > room:
-        text = text[1:]
-    return f"…{text}"
+    from_end = list(accumulate(map(_places, reversed(text)), initial=_places("…")))
+    count = bisect_right(from_end, (room - _PAD) / _SIGN) - 1
+    return f"…{text[len(text) - count :]}"
 
 
 def _incomplete(tokens: Sequence[bytes]) -> bytes:
@@ -191,5 +192,8 @@ def _hex(data: bytes) -> str:
 
 def _width(text: str) -> float:
     """Of a box for it in the fixed-width font, in which some characters are two places wide; 0 without a text."""
-    places = sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
-    return _SIGN * places + _PAD if text else 0.0
+    return _SIGN * sum(map(_places, text)) + _PAD if text else 0.0
+
+
+def _places(sign: str) -> int:
+    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
