@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from minisgl.errors import ConfigError
 from minisgl.viz.player import Player, player
-from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
+from minisgl.viz.svg import JOINER, WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
 
 _MARGIN = 14
 _ROOM = WIDTH - 2 * _MARGIN
@@ -70,7 +70,7 @@ def detokenizer_steps(steps: Sequence[DetokenizerStep]) -> Player:
 
 
 def _caption(step: DetokenizerStep) -> str:
-    sent = shorten(visible(step.piece), _LONGEST) or "nothing"
+    sent = shorten(_shown(step.piece), _LONGEST) or "nothing"
     return f"token {_label(step.token)} comes, {sent} is sent"
 
 
@@ -150,10 +150,10 @@ def _draw_bytes(canvas: Canvas, unread: bytes, pending: int) -> None:
 
 def _draw_text(canvas: Canvas, y: float, before: str, new: str, held: str) -> None:
     """Three parts of a text beside each other; of long ones, the ends."""
-    shown = [_end_of(visible(part), 0.4 * _ROOM) for part in (new, held)]
+    shown = [_end_of(_shown(part), 0.4 * _ROOM) for part in (new, held)]
     rest = _ROOM - sum(map(_width, shown))
     x = float(_MARGIN)
-    for text, look in ((_end_of(visible(before), rest), None), (shown[0], _NEW), (shown[1], _HELD)):
+    for text, look in ((_end_of(_shown(before), rest), None), (shown[0], _NEW), (shown[1], _HELD)):
         if text:
             fill, ink = ("", "") if look is None else request_colors(look)
             canvas.box(x, y, _width(text) - 2, _BOX, "shared", fill)
@@ -181,9 +181,14 @@ def _incomplete(tokens: Sequence[bytes]) -> bytes:
 def _label(token: bytes) -> str:
     """Text of a token if it has one by itself, else its bytes."""
     try:
-        return shorten(visible(token.decode()) or "∅", _LONGEST)
+        return shorten(_shown(token.decode()) or "∅", _LONGEST)
     except UnicodeDecodeError:
         return shorten(_hex(token), _LONGEST)
+
+
+def _shown(text: str) -> str:
+    """A text as one can see it, or else its bytes."""
+    return visible(text) if text.strip(JOINER) else _hex(text.encode())
 
 
 def _hex(data: bytes) -> str:
