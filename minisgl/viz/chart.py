@@ -40,7 +40,7 @@ def chart(
     """Every line and every mark has a number, which the legend below explains.
 
     Args:
-        lines: name → points from left to right, at least two.
+        lines: name → points in the order in which the line goes through them, at least one.
         marks: name → the one point where it stands.
         title: what is drawn.
         across, up: the axes.

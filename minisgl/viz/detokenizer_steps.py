@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from minisgl.errors import ConfigError
 from minisgl.viz.player import Player, player
-from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
+from minisgl.viz.svg import JOINER, WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
 
 _MARGIN = 14
 _ROOM = WIDTH - 2 * _MARGIN
@@ -68,7 +70,7 @@ def detokenizer_steps(steps: Sequence[DetokenizerStep]) -> Player:
 
 
 def _caption(step: DetokenizerStep) -> str:
-    sent = shorten(visible(step.piece), _LONGEST) or "nothing"
+    sent = shorten(_shown(step.piece), _LONGEST) or "nothing"
     return f"token {_label(step.token)} comes, {sent} is sent"
 
 
@@ -107,9 +109,8 @@ def _draw_tokens(canvas: Canvas, step: DetokenizerStep, tokens: Sequence[bytes])
     """The last tokens that have room, and the offsets below the borders between them."""
     labels = [_label(token) for token in tokens]
     widths = [_width(label) for label in labels]
-    first = len(tokens)
-    while first and sum(widths[first - 1 :]) <= _ROOM - _END:
-        first -= 1
+    from_end = list(accumulate(reversed(widths)))
+    first = len(tokens) - bisect_right(from_end, _ROOM - _END)
     _heading(canvas, _TOKENS, f"tokens{f', the last {len(tokens) - first}' * (first > 0)}")
     borders = {first: _MARGIN + (30.0 if first else 0.0)}
     if first:
@@ -149,10 +150,10 @@ def _draw_bytes(canvas: Canvas, unread: bytes, pending: int) -> None:
 
 def _draw_text(canvas: Canvas, y: float, before: str, new: str, held: str) -> None:
     """Three parts of a text beside each other; of long ones, the ends."""
-    shown = [_end_of(visible(part), 0.4 * _ROOM) for part in (new, held)]
+    shown = [_end_of(_shown(part), 0.4 * _ROOM) for part in (new, held)]
     rest = _ROOM - sum(map(_width, shown))
     x = float(_MARGIN)
-    for text, look in ((_end_of(visible(before), rest), None), (shown[0], _NEW), (shown[1], _HELD)):
+    for text, look in ((_end_of(_shown(before), rest), None), (shown[0], _NEW), (shown[1], _HELD)):
         if text:
             fill, ink = ("", "") if look is None else request_colors(look)
             canvas.box(x, y, _width(text) - 2, _BOX, "shared", fill)
@@ -164,9 +165,9 @@ def _end_of(text: str, room: float) -> str:
     """As much as there is room for."""
     if _width(text) <= room:
         return text
-    while _width(f"…{text}") > room:
-        text = text[1:]
-    return f"…{text}"
+    from_end = list(accumulate(map(_places, reversed(text)), initial=_places("…")))
+    count = bisect_right(from_end, (room - _PAD) / _SIGN) - 1
+    return f"…{text[len(text) - count :]}"
 
 
 def _incomplete(tokens: Sequence[bytes]) -> bytes:
@@ -180,9 +181,14 @@ def _incomplete(tokens: Sequence[bytes]) -> bytes:
 def _label(token: bytes) -> str:
     """Text of a token if it has one by itself, else its bytes."""
     try:
-        return shorten(visible(token.decode()) or "∅", _LONGEST)
+        return shorten(_shown(token.decode()) or "∅", _LONGEST)
     except UnicodeDecodeError:
         return shorten(_hex(token), _LONGEST)
+
+
+def _shown(text: str) -> str:
+    """A text as one can see it, or else its bytes."""
+    return visible(text) if text.strip(JOINER) else _hex(text.encode())
 
 
 def _hex(data: bytes) -> str:
@@ -191,5 +197,8 @@ def _hex(data: bytes) -> str:
 
 def _width(text: str) -> float:
     """Of a box for it in the fixed-width font, in which some characters are two places wide; 0 without a text."""
-    places = sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
-    return _SIGN * places + _PAD if text else 0.0
+    return _SIGN * sum(map(_places, text)) + _PAD if text else 0.0
+
+
+def _places(sign: str) -> int:
+    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1

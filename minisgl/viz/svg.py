@@ -19,6 +19,9 @@ Point = tuple[float, float]
 WIDTH = 760
 """Width of every drawing in CSS pixels: the text column of a notebook or of the book."""
 
+JOINER = "\u200d"
+"""Makes one emoji of two, and is nothing to be seen by itself."""
+
 _STYLE = """
 .viz-card{fill:var(--viz-card,#fbfaf7);stroke:var(--viz-line,#b9b6ae)}
 .viz-empty{fill:none;stroke:var(--viz-line,#b9b6ae)}
@@ -37,8 +40,6 @@ _STYLE = """
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
-_JOINER = "\u200d"
-"""Makes one emoji of two."""
 _HEADING_LEFT, _HEADING_LINE, _HEADING_LENGTH = 14, 20, 80
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
@@ -95,7 +96,7 @@ def request_colors(number: int) -> tuple[str, str]:
 def visible(text: str) -> str:
     """Text in which one can see the spaces and the ends of lines, as a token needs it."""
     signs = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
-    return "".join(sign if sign.isprintable() or sign == _JOINER else "�" for sign in signs)
+    return "".join(sign if sign.isprintable() or sign == JOINER else "�" for sign in signs)
 
 
 def shorten(text: str, longest: int) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from minisgl.errors import ConfigError
@@ -40,6 +42,11 @@ def test_a_crossing_at_a_measured_size_counts_once() -> None:
     costs = [("a", 1, 1.0), ("a", 10, 10.0), ("a", 100, 100.0), ("b", 1, 10.0), ("b", 10, 10.0), ("b", 100, 10.0)]
     (found,) = break_evens(costs)
     assert found.nbytes == pytest.approx(10)
+
+
+def test_sizes_that_only_another_method_was_measured_at_lie_on_a_straight_line() -> None:
+    (found,) = break_evens([("a", 1, 1.0), ("a", 10**4, 100.0), ("b", 1, 20.0), ("b", 100, 5.0), ("b", 10**4, 5.0)])
+    assert found.nbytes == pytest.approx(100 ** (math.log(20) / math.log(40)))
 
 
 def test_nothing_is_claimed_where_a_method_was_not_measured() -> None:

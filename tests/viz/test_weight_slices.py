@@ -99,6 +99,24 @@ def test_the_slices_of_a_decoder_have_the_shapes_of_its_checkpoint_and_cover_it(
     assert_sound(weight_slices(matrices))
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_has_what_goes_with_its_own_outputs(tmp_path: Path, architecture: str, ranks: int) -> None:
+    path, _ = tiny_checkpoint(tmp_path, architecture)
+    config = ModelConfig.from_dir(path)
+    named = {each.name.removeprefix("experts."): each for each in decoder_slices(config, ranks)}
+    for before, after in (("q_proj", "o_proj"), ("gate_proj", "down_proj"), ("up_proj", "down_proj")):
+        first, second = named[before], named[after]
+        assert first.ranges == second.ranges, "the inputs of the second are the outputs of the first"
+        assert first.axis == len(first.shape) - 2
+        assert second.axis == len(second.shape) - 1
+    for rank in range(ranks):
+        (q, q_end), (kv, kv_end) = named["q_proj"].ranges[rank], named["k_proj"].ranges[rank]
+        group = config.num_heads // config.num_kv_heads
+        read = {row // config.head_dim // group for row in range(q, q_end)}
+        assert read == {row // config.head_dim for row in range(kv, kv_end)}, "its query heads read its KV heads"
+
+
 def test_where_the_ranks_of_a_decoder_meet(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     joined = {each.name: each.joined for each in decoder_slices(ModelConfig.from_dir(path), 2) if each.joined}
