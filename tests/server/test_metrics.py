@@ -80,7 +80,7 @@ def test_a_dead_engine_is_down_and_the_rest_is_still_shown(
     watched.gate.error = RuntimeError("struck by lightning")
     assert in_background(watched.chat)() is not None
     wait_until(lambda: scrape(watched)[("engine_up",)] == 0)
-    assert scrape(watched)["generations_total", "abort"] == 1
+    assert scrape(watched)["requests_total", "/v1/chat/completions", "503"] == 1
     monkeypatch.undo()
 
 
