@@ -61,19 +61,21 @@ class Aftermath:
     """What one kill led to.
 
     Args:
-        kind: of the process that was killed.
+        kinds: of all processes that the server had.
+        kind: of the one that was killed.
         records: of the requests that were in flight.
         told: seconds from the kill until the last of their clients knew.
         server: its exit code in words, or whether it serves again.
-        clean_exit: whether it ended with an error, or serves again: all but staying there as if nothing had happened.
+        noticed: whether its operator can tell: it has ended with an error, or it serves again.
         left: what it left behind, in words: processes, shared memory, temporary files.
     """
 
+    kinds: tuple[str, ...]
     kind: str
     records: Sequence[Record]
     told: float
     server: str
-    clean_exit: bool
+    noticed: bool
     left: list[str]
 
 
@@ -87,20 +89,14 @@ def run_faults(subject: Subject, load: FaultLoad) -> Report:
     Raises:
         ServerFailed: a server does not start, or answers no stream.
     """
-    first, *rest = _kinds(subject)
-    aftermaths = [_kill(subject, load, kind) for kind in [*rest, first]]
+    first = _kill(subject, load, None)
+    aftermaths = [*(_kill(subject, load, kind) for kind in first.kinds[1:]), first]
     settings = {"model": subject.model, "options": dict(subject.options), **asdict(load)}
-    return Report("faults", settings, [_requests(aftermaths), _servers(aftermaths)], _targets(aftermaths, first))
+    return Report("faults", settings, [_requests(aftermaths), _servers(aftermaths)], _targets(aftermaths))
 
 
-def _kinds(subject: Subject) -> list[str]:
-    """Every kind of process that the server has, the one that was started first."""
-    with subject.running() as (_, tree):
-        assert tree is not None
-        return list(dict.fromkeys(tree.kinds.values()))
-
-
-def _kill(subject: Subject, load: FaultLoad, kind: str) -> Aftermath:
+def _kill(subject: Subject, load: FaultLoad, kind: str | None) -> Aftermath:
+    """One server, one kill: of its first process of that kind, or of the process that was started first."""
     shared = _entries(_SHARED_MEMORY)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -108,13 +104,14 @@ def _kill(subject: Subject, load: FaultLoad, kind: str) -> Aftermath:
         options = {**model.options, **subject.options}
         with server(model.path, model.vocab_size, options, root, subject.start_timeout) as running:
             tree = ProcessTree(running.process.pid)
-            victim = next(process for process, its_kind in tree.kinds.items() if its_kind == kind)
+            kinds = tuple(dict.fromkeys(tree.kinds.values()))
+            victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
             records, killed_at = asyncio.run(_load_and_kill(running, load, victim))
             told = max(record.ended for record in records) - killed_at
-            state, clean = _wait_for_the_end(running)
+            state, noticed = _wait_for_the_end(running)
         left = _left_processes(tree) + [f"/dev/shm/{entry}" for entry in sorted(_entries(_SHARED_MEMORY) - shared)]
         left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
-    return Aftermath(kind, records, told, state, clean, left)
+    return Aftermath(kinds, kind or kinds[0], records, told, state, noticed, left)
 
 
 async def _load_and_kill(running: RunningServer, load: FaultLoad, victim: psutil.Process) -> tuple[list[Record], float]:
@@ -176,14 +173,14 @@ def _servers(aftermaths: Sequence[Aftermath]) -> Table:
     return Table("what happened to the server", ["killed", "server", "left behind"], rows)
 
 
-def _targets(aftermaths: Sequence[Aftermath], first: str) -> list[Target]:
+def _targets(aftermaths: Sequence[Aftermath]) -> list[Target]:
     """Clients of a process that is gone itself cannot be told by it; all others must hear the reason."""
     targets: list[Target] = []
     for each in aftermaths:
         told = sum(record.outcome in _TOLD for record in each.records) / len(each.records)
-        if each.kind != first:
+        if each.kind != each.kinds[0]:
             targets.append(Target(f"{each.kind}: requests with an answer, share", told, 1.0, at_least=True))
         targets.append(Target(f"{each.kind}: until the last one knew, s", each.told, 1.0, at_least=False))
-        sound = float(each.clean_exit and not each.left)
+        sound = float(each.noticed and not each.left)
         targets.append(Target(f"{each.kind}: ended with an error, and left nothing", sound, 1.0, at_least=True))
     return targets

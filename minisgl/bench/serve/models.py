@@ -28,8 +28,8 @@ _TINY: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
-_TINY_OPTIONS = {"num_pages": 4096}
-"""A pool that a long run fills and evicts from."""
+_TINY_OPTIONS = {"num_pages": 4096, "max_seq_len": 4096}
+"""A pool that a long run fills and evicts from, and rows that are no longer than they need to be."""
 _MOST_TOKENS = 10_000
 """Ids of prompts for a model whose vocabulary is not known here; every one in use has more."""
 

@@ -12,9 +12,8 @@ _PACKAGE = "minisgl."
 
 
 def kind_of(process: psutil.Process) -> str | None:
-    """What a process is: the module that it runs, as in ``python -m minisgl.KIND``. None if it is none of ours.
-
-    Processes that libraries start for themselves, such as compilers, are none of ours.
+    """What a process is, by the module of ours that it runs: ``minisgl.serve`` is ``serve``, and
+    ``minisgl.server.scheduler_worker`` is ``scheduler``. None for what libraries start for themselves.
     """
     try:
         words: list[str] = process.cmdline()
@@ -22,7 +21,7 @@ def kind_of(process: psutil.Process) -> str | None:
         return None
     for flag, module in itertools.pairwise(words):
         if flag == "-m" and module.startswith(_PACKAGE):
-            return module.removeprefix(_PACKAGE)
+            return module.removeprefix(_PACKAGE).removesuffix("worker").rstrip("._").rpartition(".")[2]
     return None
 
 

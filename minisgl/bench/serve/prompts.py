@@ -30,7 +30,8 @@ def prompt_tokens(index: int, length: int, blocks: Blocks | None, vocab_size: in
     ids = np.array([*(blocks.ids if blocks else ()), _OWN_TOKENS + index], dtype=np.uint64)
     places = np.arange(length, dtype=np.uint64)
     block_of = np.minimum(places // np.uint64(size), np.uint64(len(ids) - 1)).astype(np.intp)
-    tokens: list[int] = (_hash(_hash(_hash(np.uint64(seed)) ^ ids[block_of]) ^ places) % np.uint64(vocab_size)).tolist()
+    of_block = _hash(_hash(np.uint64(seed)) ^ ids[block_of])
+    tokens: list[int] = (_hash(of_block ^ (places % np.uint64(size))) % np.uint64(vocab_size)).tolist()
     return tokens
 
 

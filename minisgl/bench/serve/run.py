@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,8 +22,13 @@ from minisgl.bench.serve.tables import Run, all_tables, all_targets
 from minisgl.bench.serve.watch import watched
 from minisgl.bench.serve.workload import Planned, Workload
 
+_TELLING = ("OMP_NUM_THREADS", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+"""Environment variables that decide over time and memory on a CPU. oneDNN keeps what it has compiled for each shape, up
+to a thousand of them: some hundred MiB that come in slowly and are no leak. With a capacity of 0 it keeps none."""
 _WARM_UP = 8
 """Requests before the first load: connections, kernels and caches are there when it begins."""
+_PAUSE = 1.0
+"""Seconds after them, in which the server closes their connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,9 @@ def run_serve(subject: Subject, workload: Workload, loads: Sequence[Load], limit
     settings: dict[str, Any] = {"url": subject.url, "model": target.model if subject.url else subject.model}
     settings |= {"options": dict(subject.options), **asdict(workload), "trace": str(workload.trace or "")}
     settings |= {"loads": [asdict(load) for load in loads], "limits_seconds": asdict(limits)}
-    return Report("serve", settings, all_tables(runs), all_targets(runs))
+    settings |= {name: os.environ[name] for name in _TELLING if name in os.environ}
+    memory = {f"{run.summary.load}: memory, MiB": run.watch.curve for run in runs if run.watch is not None}
+    return Report("serve", settings, all_tables(runs), all_targets(runs), memory)
 
 
 async def _run_all(
@@ -115,6 +123,7 @@ async def _run_all(
     runs: list[Run] = []
     warm_up = [Planned(index, 16, 8) for index in range(_WARM_UP)]
     await closed_loop(Client(target, seed, timeout), warm_up, _WARM_UP)
+    await asyncio.sleep(_PAUSE)
     for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
         client = Client(target, seed + number, timeout)  # another seed: what the last run left in the cache is no help
         async with nullcontext() if tree is None else watched(tree, target) as watch, heartbeat(client) as beat:

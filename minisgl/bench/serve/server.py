@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ def server(
     port = _free_port()
     given = {"model": model, "host": HOST, "port": port, **options}
     flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", _as_word(value))]
-    environment = {**os.environ, "TMPDIR": str(directory)}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor"}  # else below its TMPDIR
+    environment = {**compiled, **os.environ, "TMPDIR": str(directory)}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "minisgl.serve", *flags],

@@ -83,7 +83,7 @@ def _first_token(runs: Sequence[Run]) -> Table:
     rows: list[list[Cell]] = []
     for summary in (run.summary for run in runs):
         rows.append([summary.load, *_millis(summary.ttft, 50, 90, 99), *_millis(summary.latency, 50, 90, 99)])
-    percents = ["50 %", "90 %", "99 %"]
+    percents = ["p50", "p90", "p99"]
     return Table(
         "percentiles, ms: time to first token (TTFT), and to the end (E2E), from when the request was due",
         ["load", *(f"TTFT {each}" for each in percents), *(f"E2E {each}" for each in percents)],
@@ -95,7 +95,7 @@ def _tokens(runs: Sequence[Run]) -> Table:
     rows: list[list[Cell]] = []
     for summary in (run.summary for run in runs):
         rows.append([summary.load, *_millis(summary.tpot, 50, 90, 99), *_millis(summary.gaps, 50, 99, 99.9)])
-    columns = ["TPOT 50 %", "TPOT 90 %", "TPOT 99 %", "ITL 50 %", "ITL 99 %", "ITL 99.9 %"]
+    columns = ["TPOT p50", "TPOT p90", "TPOT p99", "ITL p50", "ITL p99", "ITL p99.9"]
     title = "percentiles, ms: time per output token after the first (TPOT), between two pieces of an answer (ITL)"
     return Table(title, ["load", *columns], rows)
 
@@ -126,7 +126,7 @@ def _client(runs: Sequence[Run]) -> Table:
                 run.summary.little,
             ]
         )
-    columns = ["share of a core", "µs a piece", "delay 99 %", "delay max", "late 99 %", "in flight", "Little"]
+    columns = ["share of a core", "µs a piece", "delay p99", "delay max", "late p99", "in flight", "Little"]
     title = (
         "the client itself: CPU; ms that its clock and its sending were late; in flight, counted and by Little's law"
     )

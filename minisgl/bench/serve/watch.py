@@ -50,6 +50,12 @@ class Watch:
         """Bytes of all processes, for each sample."""
         return [sum(sample.values()) for sample in self.resident]
 
+    @property
+    def curve(self) -> list[float]:
+        """Total MiB over time, in at most 100 points at equal distances."""
+        every = -(-len(self.resident) // 100)
+        return [round(value / 2**20, 1) for value in self.total[:: max(1, every)]]
+
     def growth(self, values: Sequence[int]) -> float | None:
         """Bytes by which memory grew over the second half of the load, by a straight line through its samples.
 

@@ -1,0 +1,146 @@
+"""The commands from end to end, against real servers. Nothing that was timed is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.bench.__main__ import main
+from minisgl.bench.serve.errors import ServerFailed
+from minisgl.bench.serve.models import served_model
+from minisgl.bench.serve.server import RunningServer, server
+from tests.bench.serve.test_traces import EXAMPLES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[RunningServer]:
+    """A server with tiny random weights, for all tests that do no harm to it."""
+    root = tmp_path_factory.mktemp("server")
+    model = served_model("tiny", root)
+    with server(model.path, model.vocab_size, model.options, root, timeout=120) as started:
+        yield started
+
+
+def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    main([*arguments, "--output", str(path)])
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def load(tmp_path: Path, running: RunningServer, *arguments: str) -> dict[str, dict[str, Any]]:
+    """Run ``serve`` against the server: rows of all tables as dicts, by load."""
+    url = f"http://{running.target.host}:{running.target.port}"
+    record = bench(tmp_path, "serve", "--url", url, "--vocab-size", "512", *arguments)
+    rows: dict[str, dict[str, Any]] = {}
+    for table in record["tables"]:
+        for row in table["rows"]:
+            rows.setdefault(row[0], {}).update(zip(table["columns"], row, strict=True))
+    assert next(target for target in record["targets"] if "requests answered" in target["name"])["met"]
+    return rows
+
+
+def test_an_open_loop_has_a_row_for_each_rate(tmp_path: Path, running: RunningServer) -> None:
+    arguments = ["--requests", "12", "--input-len", "4", "12", "--output-len", "2", "5"]
+    rows = load(tmp_path, running, "--rate", "40", "80", *arguments)
+    assert list(rows) == ["40/s", "80/s"]
+    for row in rows.values():
+        assert row["sent"] == row["finished"] == 12
+        assert 0 < row["TTFT p50"] <= row["TTFT p99"] <= row["E2E p99"]
+        assert row["TPOT p50"] > 0
+        assert row["output tokens/s"] > row["requests/s"] > 0
+
+
+def test_faulty_clients_and_bodies_are_told_apart(tmp_path: Path, running: RunningServer) -> None:
+    arguments = ["--requests", "40", "--output-len", "12", "--input-len", "4", "8"]
+    rows = load(tmp_path, running, "--concurrency", "8", "--disconnects", "0.25", "--malformed", "0.5", *arguments)
+    row = rows["8 users"]
+    assert (row["sent"], row["of them malformed"], row["error body"]) == (40, 20, 20)
+    assert 1 <= row["client left"] <= 10
+    assert row["finished"] == 20 - row["client left"]
+
+
+@pytest.mark.parametrize("name", ["mooncake", "qwen"])
+def test_a_trace_is_played_with_its_own_lengths(tmp_path: Path, running: RunningServer, name: str) -> None:
+    trace = str(EXAMPLES / f"{name}-example.jsonl")
+    rows = load(tmp_path, running, "--arrivals", "trace", trace, "--requests", "6", "--rate", "30")
+    assert rows["30/s"]["finished"] == 6
+    lines = [json.loads(line) for line in Path(trace).read_text().splitlines()[:6]]
+    tokens = sum(line["output_length"] for line in lines)
+    assert rows["30/s"]["output tokens/s"] / rows["30/s"]["requests/s"] == pytest.approx(tokens / 6)
+
+
+def test_a_server_is_started_watched_and_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--requests", "6", "--output-len", "4", "--set", "num_pages=99", "max_seq_len=500"]
+    record = bench(tmp_path, "serve", "--concurrency", "3", *arguments)
+    assert record["settings"]["loads"] == [{"rate": None, "users": 3}]
+    assert record["settings"]["options"] == {"num_pages": 99, "max_seq_len": 500}
+    processes = record["tables"][-1]
+    assert processes["rows"][0][0] == "serve"
+    assert processes["rows"][-1][0] == "all"
+    assert min(processes["rows"][-1][1:4]) > 10
+    assert "in use at the end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "0"], "rate: must be positive"),
+        (["--requests", "0"], "requests: must be positive"),
+        (["--rate", "1", "--concurrency", "1"], "not allowed with"),
+        (["--arrivals", "trace"], "arrivals: must be poisson, constant, or trace FILE"),
+        (["--arrivals", "weekly"], "got weekly"),
+        (["--arrivals", "trace", "missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["--disconnects", "0.6", "--malformed", "0.5"], "add up to 1"),
+        (["--input-len", "9", "3"], "input_len: must be"),
+        (["--url", "http://127.0.0.1:1"], "does not name a model"),
+        (["--set", "page_size=3"], "page_size: must be a power of two"),
+    ],
+)
+def test_what_cannot_be_run_is_explained(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench(tmp_path, "serve", *arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_killing_the_server_is_seen_by_all_its_clients(tmp_path: Path) -> None:
+    record = bench(tmp_path, "faults", "--users", "5", "--output-len", "600")
+    requests, servers = record["tables"]
+    for row in requests["rows"]:
+        assert row[1] == 5
+        assert sum(row[2:-1]) == 5
+        assert "timeout" not in requests["columns"]
+    killed = servers["rows"][-1]
+    assert killed == ["serve", "killed by SIGKILL", "nothing"]
+
+
+def test_the_servers_time_is_told_from_the_engines(tmp_path: Path) -> None:
+    record = bench(tmp_path, "api", "--streams", "3", "--output-len", "40", "--repeat", "1")
+    batch, processes = record["tables"]
+    ((streams, alone, served, outside),) = batch["rows"]
+    assert streams == 3
+    assert alone > 0
+    assert served > 0
+    assert outside == pytest.approx(served - alone)
+    assert "serve, event loop" in [row[1] for row in processes["rows"]]
+
+
+def test_a_server_that_is_not_there_in_time_is_ended(tmp_path: Path) -> None:
+    model = served_model("tiny", tmp_path)
+    late = server(model.path, model.vocab_size, model.options, tmp_path, timeout=0.0)
+    with pytest.raises(ServerFailed, match="did not answer within 0 s; raise --start-timeout"), late:
+        pass

@@ -1,0 +1,41 @@
+"""What the fault table makes of what followed a kill."""
+
+from __future__ import annotations
+
+from minisgl.bench.serve.faults import Aftermath, FaultLoad, _requests, _servers, _targets
+from minisgl.bench.serve.records import Outcome
+from tests.bench.serve.records import record
+
+KINDS = ("serve", "scheduler")
+
+
+def aftermath(kind: str, *outcomes: Outcome, noticed: bool = True, left: tuple[str, ...] = ()) -> Aftermath:
+    records = [record(0.0, ended=1.0, outcome=outcome) for outcome in outcomes]
+    return Aftermath(KINDS, kind, records, 0.4, "exit code 1", noticed, list(left))
+
+
+def verdicts(what: Aftermath) -> list[bool]:
+    return [target.met for target in _targets([what])]
+
+
+def test_every_fourth_request_waits_for_a_whole_answer() -> None:
+    assert [each.stream for each in FaultLoad(users=8).plan()] == [True, True, True, False] * 2
+
+
+def test_the_tables_count_outcomes_and_name_what_is_left() -> None:
+    killed = [
+        aftermath("scheduler", Outcome.REFUSED, Outcome.FAILED, Outcome.FAILED),
+        aftermath("serve", Outcome.CLOSED, Outcome.CLOSED, Outcome.FAILED, left=("process scheduler", "/dev/shm/x")),
+    ]
+    requests = _requests(killed)
+    assert list(requests.columns[2:-1]) == ["error body", "error event", "connection closed"]
+    assert [list(row) for row in requests.rows] == [["scheduler", 3, 1, 2, 0, 0.4], ["serve", 3, 0, 1, 2, 0.4]]
+    assert [row[2] for row in _servers(killed).rows] == ["nothing", "process scheduler, /dev/shm/x"]
+
+
+def test_who_can_be_told_must_be_told() -> None:
+    assert verdicts(aftermath("scheduler", Outcome.REFUSED, Outcome.FINISHED)) == [True, True, True]
+    assert verdicts(aftermath("scheduler", Outcome.REFUSED, Outcome.CLOSED)) == [False, True, True]
+    assert verdicts(aftermath("serve", Outcome.CLOSED)) == [True, True]
+    assert verdicts(aftermath("serve", Outcome.CLOSED, noticed=False)) == [True, False]
+    assert verdicts(aftermath("serve", Outcome.CLOSED, left=("TMPDIR/x",))) == [True, False]
