@@ -22,8 +22,8 @@ const SAID = {
     "Tokens that several prompts begin with are computed and kept once. A box stands to the right of what comes " +
     "before it; it grows with the logarithm of its tokens.",
   "block-hash":
-    "Full pages, found by the hash of all tokens up to their end. A box is a chain of them; what can follow it stands " +
-    "to its right.",
+    "Full pages, found by the hash of all tokens up to their end. A box is a chain of them; what can follow it " +
+    "stands to its right.",
   none: "This engine has no prefix cache: it computes every prompt from its first token.",
   empty: "Nothing is cached yet. Ask something, or let a class ask.",
 };
@@ -50,7 +50,9 @@ export function drawTree(state) {
     box.remove();
     boxes.delete(uid);
   }
-  if (placed.length && !picture.contains(document.activeElement)) boxes.get(placed[0].node.uid).tabIndex = 0;
+  if (!picture.contains(document.activeElement)) {
+    placed.forEach(({ node }, index) => (boxes.get(node.uid).tabIndex = index ? -1 : 0)); // the way in for the Tab key
+  }
 }
 
 function legend(state) {

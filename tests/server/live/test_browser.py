@@ -181,6 +181,7 @@ def test_the_keyboard_walks_through_the_tree(live: RunningServer, page: Browser)
         live.complete(prompt=f"{SHARED}: {ending}, all of them", max_tokens=1)
     page.wait_for(f"{NODES}.length > 3")
     print(page.evaluate(NODES))
+    assert page.evaluate("document.querySelectorAll('.node[tabindex=\"0\"]').length") == 1
     page.evaluate("document.querySelector('.node[tabindex=\"0\"]').focus()")
     focused = "document.activeElement.ariaLabel"
     root = page.evaluate(focused)
