@@ -15,8 +15,8 @@ from minisgl import LLM, SamplingParams
 from minisgl.core.batch import Batch
 from minisgl.engine import PendingStep
 from minisgl.graphs import GraphRunner
+from tests.structured import CAT, DATE, PERSON, SCHEMA
 from tests.test_gpu import PLAIN
-from tests.test_llm_grammar import CAT, DATE, PERSON, SCHEMA
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 pytestmark = pytest.mark.gpu
