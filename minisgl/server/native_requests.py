@@ -13,7 +13,6 @@ from minisgl.server.completion_request import IdLists, Ids, Texts
 from minisgl.server.conversation import ChatMessage
 from minisgl.server.messages import Conversation, Prompt
 from minisgl.server.requests import ApiObject, Count, Job, Least, SamplingFields, Seed, only, shown
-from minisgl.server.response_format import held_to
 
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
@@ -37,12 +36,9 @@ class GenerateParams(SamplingFields):
 
     def in_engine_words(self) -> SamplingParams:
         """The same for the engine. Raises `InvalidRequest`."""
-        form = {name: held_to(name, **{name: text})[name] for name, text in self._form().items()}
+        form = self.model_dump(include={"json_schema", "regex"}, exclude_none=True)
         lengths = {"max_tokens": self.max_new_tokens, "min_tokens": self.min_new_tokens}
         return SamplingParams(**{**self.passed_on(), **form, **lengths, "seed": self.sampling_seed})
-
-    def _form(self) -> dict[str, str]:
-        return self.model_dump(include={"json_schema", "regex"}, exclude_none=True)
 
 
 def _texts(value: Any) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import Field, StrictBool, StrictStr
 
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.server.requests import ApiObject
 
@@ -44,17 +42,6 @@ class ResponseFormat(ApiObject):
         if self.type == "text":
             return {}
         if self.type == "regex":
-            return held_to("response_format", regex=str(self.regex))
+            return {"regex": str(self.regex)}
         schema = _ANY_OBJECT if self.json_schema is None else self.json_schema.json_schema
-        return held_to("response_format", json_schema=json.dumps(schema))
-
-
-def held_to(field: str, **form: str) -> dict[str, str]:
-    """``form`` if the sampler knows such forms: ``json_schema`` or ``regex``.
-
-    Raises:
-        InvalidRequest: naming ``field``, if it does not.
-    """
-    if not form.keys() <= {known.name for known in fields(SamplingParams)}:
-        raise InvalidRequest(field, "this engine's sampler cannot hold an answer to a form; ask for it in the prompt")
-    return form
+        return {"json_schema": json.dumps(schema)}

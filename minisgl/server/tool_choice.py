@@ -9,7 +9,6 @@ from pydantic import PlainValidator, StrictBool, StrictStr, StringConstraints, V
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.requests import ApiObject
-from minisgl.server.response_format import held_to
 
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
@@ -90,11 +89,7 @@ def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[
 
 
 def forced_call(tools: list[Tool]) -> dict[str, str]:
-    """The fields of `SamplingParams` that make the answer a call of one of ``tools``.
-
-    Raises:
-        InvalidRequest: the sampler cannot hold an answer to a form.
-    """
+    """The fields of `SamplingParams` that make the answer a call of one of ``tools``."""
     calls = [
         {
             "type": "object",
@@ -107,4 +102,4 @@ def forced_call(tools: list[Tool]) -> dict[str, str]:
         }
         for tool in tools
     ]
-    return held_to("tool_choice", json_schema=json.dumps({"anyOf": calls}))
+    return {"json_schema": json.dumps({"anyOf": calls})}

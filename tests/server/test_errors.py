@@ -19,7 +19,7 @@ def user(content: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         ({"tools": []}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "regex", "regex": "("}}, "response_format"),
         ({"temprature": 1}, "temprature"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": "hot"}, "temperature"),

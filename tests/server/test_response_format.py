@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import re
 from typing import Any
 
 import pytest
 
-from minisgl import InvalidRequest, SamplingParams
-from minisgl.server import response_format
+from minisgl import InvalidRequest
 from minisgl.server.chat_request import ChatRequest
+from tests.server.harness import RunningServer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -21,14 +21,6 @@ def constraint(**given: Any) -> dict[str, str]:
     return ChatRequest(model="m", messages=[{"role": "user", "content": "hi"}], **given).constraint()
 
 
-@pytest.fixture
-def capable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the sampler could hold an answer to a form."""
-    names = [*fields(SamplingParams), *(type("Field", (), {"name": name}) for name in ("json_schema", "regex"))]
-    monkeypatch.setattr(response_format, "fields", lambda kind: names)
-
-
-@pytest.mark.usefixtures("capable")
 def test_every_format_in_the_samplers_words() -> None:
     assert constraint() == constraint(response_format={"type": "text"}) == {}
     given = constraint(response_format={"type": "json_object"})
@@ -39,7 +31,6 @@ def test_every_format_in_the_samplers_words() -> None:
     assert constraint(response_format={"type": "regex", "regex": "a+"}) == {"regex": "a+"}
 
 
-@pytest.mark.usefixtures("capable")
 @pytest.mark.parametrize(
     ("choice", "names"),
     [("required", ["weather", "time"]), ({"type": "function", "function": {"name": "time"}}, ["time"])],
@@ -53,7 +44,6 @@ def test_a_demanded_call_is_a_form(choice: Any, names: list[str]) -> None:
         assert calls[0]["properties"]["arguments"] == SCHEMA
 
 
-@pytest.mark.usefixtures("capable")
 @pytest.mark.parametrize(
     ("form", "field"),
     [
@@ -74,3 +64,13 @@ def test_errors_of_the_sampler_are_told_in_the_clients_words() -> None:
     assert body.in_own_words(InvalidRequest("json_schema", "is bad")).field == "response_format"
     forced = body.model_copy(update={"tool_choice": "required"})
     assert forced.in_own_words(InvalidRequest("json_schema", "is bad")).field == "tool_choice"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_random_weights_has_the_form_that_was_asked_for(server: RunningServer, stream: bool) -> None:
+    form = {"type": "regex", "regex": "(yes|no), [0-9]{3}"}
+    answer = server.chat(response_format=form, max_tokens=40, stream=stream, temperature=1.5, seed=3)
+    chunks = list(answer) if stream else [answer]
+    text = "".join((chunk.choices[0].delta if stream else chunk.choices[0].message).content or "" for chunk in chunks)
+    assert re.fullmatch(form["regex"], text)
+    assert chunks[-1].choices[0].finish_reason == "stop"
