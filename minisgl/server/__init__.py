@@ -2,5 +2,7 @@
 
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
+from minisgl.server.in_process import InProcessEngine
+from minisgl.server.process_engine import ProcessEngine
 
-__all__ = ["AsyncEngine", "create_app"]
+__all__ = ["AsyncEngine", "InProcessEngine", "ProcessEngine", "create_app"]

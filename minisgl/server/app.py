@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from minisgl.errors import InvalidRequest, MiniSGLError
+from minisgl.messages import Update
 from minisgl.server.answer import Answer
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import ApiError, as_api_error, to_json
 from minisgl.server.formats import ChatFormat, CompletionFormat, Format, Usage
-from minisgl.server.messages import Update
 from minisgl.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from minisgl.server.streaming import EventStream, until_disconnect
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minisgl.core.request import TokenLogprobs
-from minisgl.server.messages import Update
+from minisgl.messages import Update
 from minisgl.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -21,7 +21,7 @@ from pydantic import (
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.server.messages import Conversation
+from minisgl.messages import Conversation
 
 _PASSED_ON = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 """Sampling parameters that have the same name and meaning in the API, so they are checked in one place only."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from minisgl.errors import InvalidRequest, ModelLoadError, check_type
 from minisgl.models.eos import load_eos_ids
+from minisgl.tokenizer.byte_tokens import find_byte_tokens
+from minisgl.tokenizer.limits import characters_per_token
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,6 +35,11 @@ class Tokenizer:
         self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
         self.special_ids = frozenset(self._find_special_ids())
         """Control tokens, which `decode` leaves out."""
+        self.byte_tokens = {} if self._backend is None else find_byte_tokens(self._backend)
+        """Token id → byte, see `find_byte_tokens`."""
+        self.anchor: list[int] = self._require("anchor").convert_tokens_to_ids(["<0x41>"]) if self.byte_tokens else []
+        """With byte fallback, a token that has text wherever it stands: the byte of an A."""
+        self._characters_per_token = characters_per_token(self._backend)
 
     @property
     def available(self) -> bool:
@@ -44,16 +51,22 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return len(self._require("prompt"))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Token ids of ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
 
+        Args:
+            text: any.
+            limit: a text that cannot have so few tokens is refused before it is tokenized.
+
         Raises:
-            InvalidRequest: ``prompt`` is no string or no valid Unicode, or the checkpoint has no tokenizer.
+            InvalidRequest: ``prompt`` is no string, no valid Unicode or too long, or the checkpoint has no tokenizer.
         """
         check_type("prompt", text, str, "a string")
-        return self._encode("prompt", text, add_special_tokens=True)
+        return self._encode("prompt", text, True, limit)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, limit: int | None = None
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template.
 
         The template writes all special tokens itself, so the tokenizer adds none: no second BOS.
@@ -62,9 +75,10 @@ class Tokenizer:
             messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
                 ``{"type": "text", "text": ...}``. Other keys reach the template as they are.
             add_generation_prompt: end with the beginning of the assistant's answer.
+            limit: as in `encode`.
 
         Raises:
-            InvalidRequest: ``messages`` is malformed, the template rejects it, or the model has no template.
+            InvalidRequest: ``messages`` is malformed or too long, or the template rejects it or is not there.
         """
         backend = self._require("messages")
         conversation = _check_messages(messages)
@@ -76,7 +90,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of the checkpoint's authors and may raise anything
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
-        return self._encode("messages", text, add_special_tokens=False)
+        return self._encode("messages", text, False, limit)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens left out; bytes that are no valid UTF-8 become U+FFFD."""
@@ -90,14 +104,24 @@ class Tokenizer:
         text: str = self._require("token_ids").decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
-    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, field: str, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
         backend = self._require(field)
+        self._check_length(field, len(text), limit)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+    def _check_length(self, field: str, characters: int, limit: int | None) -> None:
+        per_token = self._characters_per_token
+        if limit is None or per_token is None or characters <= limit * per_token:
+            return
+        least = -(-characters // per_token)
+        raise InvalidRequest(
+            field, f"{characters} characters are at least {least} tokens, and {limit} fit the context; shorten it"
+        )
 
     def _require(self, field: str) -> Any:
         if self._backend is None:

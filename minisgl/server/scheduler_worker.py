@@ -1,0 +1,47 @@
+"""``python -m minisgl.server.scheduler_worker``: the process that runs the engine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import zmq
+
+from minisgl.core.config import EngineConfig
+from minisgl.llm import LLM
+from minisgl.messages.child import ChildOptions, Ready, child_process
+from minisgl.messages.jobs import ToScheduler
+from minisgl.messages.sockets import JOBS, STEPS, Receiver, Sender, address
+from minisgl.server.engine_stage import EngineStage
+
+
+class SchedulerOptions(ChildOptions, frozen=True, kw_only=True):
+    """What the scheduler is told.
+
+    Args:
+        engine: all options of the engine.
+    """
+
+    engine: EngineConfig
+
+
+def main() -> None:
+    """Run the engine until the parent ends this process."""
+    with child_process(SchedulerOptions) as (options, report):
+        context, directory = zmq.Context(), Path(options.directory)
+        inbox = Receiver[ToScheduler](context, address(directory, options.name), ToScheduler, JOBS)
+        detokenizer = Sender(context, address(directory, "detokenizer"), STEPS)
+        llm = LLM(**asdict(options.engine))
+        stage = EngineStage(llm)
+        report(Ready({"max_seq_len": llm.max_seq_len}))
+        while True:
+            if not stage.has_work:
+                stage.take(inbox.receive())
+            for message in inbox.receive_waiting():
+                stage.take(message)
+            if progress := stage.step():
+                detokenizer.send(progress)
+
+
+if __name__ == "__main__":
+    main()
