@@ -16,32 +16,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from minisgl.messages.failure import Failure
+from minisgl.messages.options import ChildOptions
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-
-
-class ChildOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every child is told.
-
-    Args:
-        name: of the process, for log lines and for its socket.
-        directory: of the sockets.
-        sweeps: whether this child removes the directory when the parent has died. It must outlive it for that, while
-            the others are ended by the kernel.
-    """
-
-    name: str
-    directory: str
-    sweeps: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -69,11 +56,12 @@ O = TypeVar("O", bound=ChildOptions)  # noqa: E741
 def child_process(kind: type[O]) -> Iterator[tuple[O, Callable[[Ready], None]]]:
     """Live as a child: gives the options, and the function that reports to the parent.
 
-    An error that leaves the block is reported and logged, and ends the process with exit code 1.
+    The process ends with the block: with exit code 0 after SIGTERM, and with 1 after an error, which is reported and
+    logged.
     """
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no report
-    commands = sys.stdin.buffer
+    commands = FileIO(sys.stdin.fileno(), closefd=False)
     options = msgspec.json.decode(commands.readline(), type=kind)
     set_up_logging(options.name)
     signal.signal(signal.SIGTERM, _leave)
@@ -83,12 +71,16 @@ def child_process(kind: type[O]) -> Iterator[tuple[O, Callable[[Ready], None]]]:
         reports.write(msgspec.json.encode(what) + b"\n")
         reports.flush()
 
+    code = 0
     try:
         yield options, report
     except Exception as error:
         logger.exception("ends with an error")
         report(Failed(Failure.of(error)))
-        sys.exit(1)
+        code = 1
+    finally:
+        logging.shutdown()
+        os._exit(code)  # at once: an interpreter that has loaded PyTorch takes seconds to clean up for nobody
 
 
 def set_up_logging(process: str) -> None:
@@ -101,13 +93,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _end_with_parent(commands: BinaryIO, options: ChildOptions) -> None:
+def _end_with_parent(commands: FileIO, options: ChildOptions) -> None:
     if sys.platform == "linux" and not options.sweeps:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_await_end, args=(commands, options), name="parent-watch", daemon=True).start()
 
 
-def _await_end(commands: BinaryIO, options: ChildOptions) -> None:
+def _await_end(commands: FileIO, options: ChildOptions) -> None:
     while commands.read(1):
         pass
     if options.sweeps:

@@ -6,22 +6,13 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.messages.child import ChildOptions, Ready, child_process
+from minisgl.messages.child import Ready, child_process
 from minisgl.messages.detokenize import DetokenizerStage
 from minisgl.messages.jobs import Stop
+from minisgl.messages.options import DetokenizerOptions
 from minisgl.messages.sockets import STEPS, UNBOUNDED, Receiver, Sender, address
 from minisgl.messages.steps import Progress
 from minisgl.tokenizer import Tokenizer
-
-
-class DetokenizerOptions(ChildOptions, frozen=True, kw_only=True):
-    """What the detokenizer is told.
-
-    Args:
-        model: directory of the checkpoint.
-    """
-
-    model: str
 
 
 def main() -> None:

@@ -19,8 +19,13 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True, tag=True):
     messages: Sequence[Mapping[str, Any]]
 
 
-Prompt = str | bytes | Conversation
-"""Text, token ids as int32 (see `pack`), or a conversation."""
+class TokenIds(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A prompt of token ids, as the bytes of an int32 array: see `pack`."""
+
+    data: bytes
+
+
+Prompt = str | TokenIds | Conversation
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -28,7 +33,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     Args:
         job: names the job in all that follows; never reused.
-        prompts: at least one.
+        prompts: text, token ids or a conversation each.
         params: the fields of `SamplingParams` that are not at their defaults, for all prompts. Completion i of prompt p
             is the job's choice ``p * n + i``.
         streaming: whether updates are wanted while the generation runs, or a single one at its end.
@@ -86,10 +91,9 @@ def submit(job: int, prompts: Sequence[str | Sequence[int] | Conversation], para
     Raises:
         InvalidRequest: a token id has more than 32 bits.
     """
-    packed = [prompt if isinstance(prompt, (str, Conversation)) else pack(prompt) for prompt in prompts]
-    given = {field.name: getattr(params, field.name) for field in fields(params)}
-    changed = {field.name: given[field.name] for field in fields(params) if given[field.name] != field.default}
-    return Submit(job, packed, changed, streaming, user)
+    packed = [prompt if isinstance(prompt, (str, Conversation)) else TokenIds(pack(prompt)) for prompt in prompts]
+    given = {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
+    return Submit(job, packed, given, streaming, user)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:

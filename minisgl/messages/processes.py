@@ -13,7 +13,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 import msgspec
 
 from minisgl.errors import EngineDead, MiniSGLError
-from minisgl.messages.child import ChildOptions, Failed, Ready, Report
+from minisgl.messages.child import Failed, Ready, Report
+from minisgl.messages.options import ChildOptions
 
 decode = msgspec.json.Decoder[Report](Report).decode
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minisgl.messages.failure import Failure
-from minisgl.messages.jobs import Conversation, Prompt, Submit, Tokenized, pack
+from minisgl.messages.jobs import Conversation, Prompt, Submit, TokenIds, Tokenized, pack
 from minisgl.messages.replies import Rejected
 from minisgl.tokenizer import Tokenizer
 
@@ -13,10 +13,11 @@ class TokenizerStage:
 
     Args:
         tokenizer: the model's.
-        limit: most tokens of a request. Texts that cannot have so few are refused before they are tokenized.
+        limit: most tokens of a request, or None where nobody knows. Texts that cannot have so few are refused before
+            they are tokenized.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
 
@@ -29,8 +30,8 @@ class TokenizerStage:
         return Tokenized(job.job, prompts, job.params, job.streaming, job.user)
 
     def _token_ids(self, prompt: Prompt) -> bytes:
-        if isinstance(prompt, bytes):
-            return prompt
+        if isinstance(prompt, TokenIds):
+            return prompt.data
         if isinstance(prompt, Conversation):
             return pack(self._tokenizer.encode_chat(prompt.messages, limit=self._limit))
         return pack(self._tokenizer.encode(prompt, self._limit))

@@ -6,24 +6,13 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.messages.child import ChildOptions, Ready, child_process
+from minisgl.messages.child import Ready, child_process
 from minisgl.messages.jobs import Submit
+from minisgl.messages.options import TokenizerOptions
 from minisgl.messages.replies import Rejected
 from minisgl.messages.sockets import JOBS, Receiver, Sender, address
 from minisgl.messages.tokenize import TokenizerStage
 from minisgl.tokenizer import Tokenizer
-
-
-class TokenizerOptions(ChildOptions, frozen=True, kw_only=True):
-    """What a tokenizer is told.
-
-    Args:
-        model: directory of the checkpoint.
-        max_seq_len: most tokens of a request.
-    """
-
-    model: str
-    max_seq_len: int
 
 
 def main() -> None:
@@ -33,7 +22,7 @@ def main() -> None:
         inbox = Receiver[Submit](context, address(directory, options.name), Submit, JOBS)
         scheduler = Sender(context, address(directory, "scheduler"), JOBS)
         api = Sender(context, address(directory, "api"), JOBS)
-        stage = TokenizerStage(Tokenizer(Path(options.model)), options.max_seq_len)
+        stage = TokenizerStage(Tokenizer(Path(options.model)), options.limit)
         report(Ready())
         while True:
             message = stage.tokenize(inbox.receive())

@@ -15,12 +15,10 @@ import uvicorn
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.llm import LLM
 from minisgl.messages.child import set_up_logging
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
-from minisgl.server.in_process import InProcessEngine
 from minisgl.server.process_engine import ProcessEngine
 
 LAST_WORDS_TIMEOUT = 5
@@ -93,10 +91,18 @@ def serve(config: EngineConfig, server: ServerConfig, host: str, port: int) -> i
     signal.signal(signal.SIGTERM, _leave)  # for the time of loading: to end by an exception leaves nothing behind
     set_up_logging("api")
     listener = bind(host, port)
-    engine = InProcessEngine(LLM(**asdict(config))) if server.in_process else ProcessEngine(config, server)
-    running = Server(engine, server.drain_timeout)
+    running = Server(_engine(config, server), server.drain_timeout)
     running.run([listener])
     return running.exit_code
+
+
+def _engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
+    if not server.in_process:
+        return ProcessEngine(config, server)
+    from minisgl.llm import LLM  # here, because else the API process needs nothing of the engine
+    from minisgl.server.in_process import InProcessEngine
+
+    return InProcessEngine(LLM(**asdict(config)))
 
 
 def bind(host: str, port: int) -> socket.socket:

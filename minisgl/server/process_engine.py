@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
@@ -17,7 +19,6 @@ from minisgl.errors import EngineDead, MiniSGLError
 from minisgl.messages import Abort, Accepted, Question, Rejected, Reply, Submit
 from minisgl.messages.jobs import encode
 from minisgl.messages.processes import ChildProcess, wait_until_ready
-from minisgl.models import ModelConfig
 from minisgl.models.hub import resolve_model
 from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
 from minisgl.server.config import ServerConfig
@@ -41,9 +42,8 @@ class ProcessEngine(AsyncEngine):
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         path = resolve_model(config.model)
-        limit = config.max_seq_len or ModelConfig.from_dir(path).max_position_embeddings
         self._server = server
-        self._launch = partial(Topology, config, path, limit, server.tokenizer_workers)
+        self._launch = partial(Topology, config, path, _longest(config, path), server.tokenizer_workers)
         self._topology = self._launch()
         try:
             tokenizer = Tokenizer(path)
@@ -169,6 +169,17 @@ class ProcessEngine(AsyncEngine):
         self._restarting = False
         self._reopen()
         logger.info("the engine has been restarted")
+
+
+def _longest(config: EngineConfig, path: Path) -> int | None:
+    """Most tokens of a request as far as the files tell: the engine is not there yet."""
+    if config.max_seq_len is not None:
+        return config.max_seq_len
+    try:
+        positions = json.loads((path / "config.json").read_bytes()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # the engine's loader says what is wrong with the file
+        return None
+    return positions if isinstance(positions, int) else None
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

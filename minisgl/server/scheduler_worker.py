@@ -7,22 +7,12 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.core.config import EngineConfig
 from minisgl.llm import LLM
-from minisgl.messages.child import ChildOptions, Ready, child_process
+from minisgl.messages.child import Ready, child_process
 from minisgl.messages.jobs import ToScheduler
+from minisgl.messages.options import SchedulerOptions
 from minisgl.messages.sockets import JOBS, STEPS, Receiver, Sender, address
 from minisgl.server.engine_stage import EngineStage
-
-
-class SchedulerOptions(ChildOptions, frozen=True, kw_only=True):
-    """What the scheduler is told.
-
-    Args:
-        engine: all options of the engine.
-    """
-
-    engine: EngineConfig
 
 
 def main() -> None:

@@ -17,12 +17,10 @@ import zmq
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError, QueueFull
-from minisgl.messages.detokenizer_worker import DetokenizerOptions
+from minisgl.messages.options import DetokenizerOptions, SchedulerOptions, TokenizerOptions
 from minisgl.messages.processes import ChildProcess, end, wait_until_ready
 from minisgl.messages.replies import Reply
 from minisgl.messages.sockets import JOBS, STEPS, UNBOUNDED, Receiver, Sender, address
-from minisgl.messages.tokenizer_worker import TokenizerOptions
-from minisgl.server.scheduler_worker import SchedulerOptions
 
 _LONGEST_PATH = 107
 """Bytes that the path of a Unix socket may have."""
@@ -51,7 +49,7 @@ class Topology:
         ConfigError: the directory for temporary files has a name that is too long for sockets.
     """
 
-    def __init__(self, config: EngineConfig, model: Path, limit: int, tokenizers: int) -> None:
+    def __init__(self, config: EngineConfig, model: Path, limit: int | None, tokenizers: int) -> None:
         self.directory = _make_directory()
         self._context = zmq.Context()
         self._model = str(model)
@@ -116,7 +114,7 @@ class Topology:
     def _start_tokenizer(self) -> TokenizerLink:
         name = f"tokenizer-{self._started}"
         self._started += 1
-        options = TokenizerOptions(name=name, directory=str(self.directory), model=self._model, max_seq_len=self._limit)
+        options = TokenizerOptions(name=name, directory=str(self.directory), model=self._model, limit=self._limit)
         return TokenizerLink(ChildProcess("minisgl.messages.tokenizer_worker", options), self._sender(name, JOBS))
 
     def _sender(self, name: str, bound: int) -> Sender:

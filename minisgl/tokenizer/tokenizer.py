@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,27 @@ class Tokenizer:
 
 
 def _load(path: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # A checkpoint that asks for no class of its own gets the general one at once: the search for others would import
+    # half of PyTorch into processes that never compute anything.
+    loader = PreTrainedTokenizerFast if _wants_general_class(path) else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return loader.from_pretrained(path, local_files_only=True)
     except Exception as error:  # depending on the file that is broken: OSError, ValueError, KeyError, a bare Exception
         raise ModelLoadError(f"cannot read the tokenizer in {path} ({error}); download the model again") from error
+
+
+def _wants_general_class(path: Path) -> bool:
+    config = path / "tokenizer_config.json"
+    if not config.is_file() or not (path / "tokenizer.json").is_file() or (path / "tekken.json").is_file():
+        return False
+    try:
+        fields = json.loads(config.read_bytes())
+    except ValueError:  # the loader says what is wrong with the file
+        return False
+    general = ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return isinstance(fields, dict) and fields.get("tokenizer_class") in general and "auto_map" not in fields
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:
