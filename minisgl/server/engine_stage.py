@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
-from minisgl.errors import InvalidRequest
+from minisgl.errors import InvalidRequest, MiniSGLError
 from minisgl.llm import LLM
 from minisgl.messages import Abort, Begun, Failure, Finished, Progress, Question, Rejected, Stop, Token, Tokenized, Told
 from minisgl.messages.jobs import ToScheduler
 from minisgl.scheduler import StepOutput
+
+logger = logging.getLogger(__name__)
 
 Views = Mapping[str, Callable[[], bytes]]
 """What can be asked about an engine, by topic; called between two steps."""
@@ -25,7 +28,7 @@ class _Choice:
 
 
 class EngineStage:
-    """Runs an `LLM`, which belongs to it. Keeps one state for each unfinished choice.
+    """Runs an `LLM`, which belongs to it. Keeps one state for each unfinished job and choice.
 
     Args:
         llm: the engine.
@@ -76,6 +79,8 @@ class EngineStage:
             for request in requests:
                 self._llm.scheduler.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
+            if not isinstance(error, MiniSGLError):
+                logger.exception("job %d cannot be submitted", job.job)
             self._end([request.uid for request in requests], FinishReason.ABORT)
             self._progress.rejected.append(Rejected(job.job, Failure.of(error)))
             return
@@ -115,7 +120,7 @@ class EngineStage:
     def _answer(self, question: Question) -> None:
         view = self._views.get(question.topic)
         content = b"" if view is None else view()
-        self._progress.told.append(Told(question.number, content, {"scheduler": len(self._choices)}))
+        self._progress.told.append(Told(question.number, content, {"scheduler": len(self._jobs) + len(self._choices)}))
 
     def _tokens(self, output: StepOutput) -> list[Token]:
         followed = [event for event in output.events if self._is_followed(event.request.uid)]

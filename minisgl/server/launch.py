@@ -88,7 +88,8 @@ def serve(config: EngineConfig, server: ServerConfig, host: str, port: int) -> i
         ModelLoadError: the checkpoint cannot be found or used.
         EngineDead: a process of the engine died while it was started, or took too long.
     """
-    signal.signal(signal.SIGTERM, _leave)  # for the time of loading: to end by an exception leaves nothing behind
+    for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception leaves nothing behind
+        signal.signal(number, _leave)
     set_up_logging("api")
     listener = bind(host, port)
     running = Server(_engine(config, server), server.drain_timeout)

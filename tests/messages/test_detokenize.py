@@ -90,6 +90,16 @@ def test_a_stop_string_ends_the_text_and_is_told_to_the_scheduler(streaming: boo
     assert finish(stage, Finished(7, "stop", 2)) == [], "the scheduler's own word comes too late to matter"
 
 
+def test_what_the_same_step_brings_after_a_stop_string_is_dropped() -> None:
+    stage = DetokenizerStage(TOKENIZER)
+    begin(stage, stop=["the"])
+    tokens = [Token(7, token_id, 0) for token_id in ids("the the dog")]
+    (update,), stopped = stage.handle(Progress(tokens=tokens, finished=[Finished(7, "length", 0)]))
+    assert isinstance(update, Update)
+    assert (update.text, update.finish_reason, stopped) == ("", "stop", [7])
+    assert TOKENIZER.decode(update.token_ids) == "the"
+
+
 def test_a_stop_string_that_did_not_come_is_released() -> None:
     stage = DetokenizerStage(TOKENIZER)
     begin(stage, stop=["dog and more"])

@@ -113,6 +113,7 @@ def test_a_bad_job_is_rejected_as_a_whole(llm: LLM, bad: list[Tokenized], field:
     stage = EngineStage(llm)
     stage.take(tokenized(0, [5, 6]))
     stage.take(bad[0])
+    assert len(llm.scheduler.requests) == 1
     told = run(stage)
     ((job, failure),) = [(rejected.job, rejected.failure) for rejected in told.rejected]
     assert (job, failure.field) == (1, field)
@@ -129,9 +130,12 @@ def test_a_question_is_answered_between_two_steps(llm: LLM) -> None:
     stage.take(Question(5))
     told = stage.step().told
     assert [(each.number, each.content, each.states) for each in told] == [
-        (4, b"32", {"scheduler": 2}),
-        (5, b"", {"scheduler": 2}),
+        (4, b"32", {"scheduler": 3}),
+        (5, b"", {"scheduler": 3}),
     ]
+    run(stage)
+    stage.take(Question(6))
+    assert stage.step().told[0].states == {"scheduler": 0}
 
 
 def test_one_token_too_many_is_never_sent(llm: LLM) -> None:

@@ -6,6 +6,8 @@ import argparse
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -86,6 +88,14 @@ def test_a_dead_engine_ends_the_server_with_an_error(checkpoint: Path, monkeypat
     result = in_background(ask)
     assert main([*flags(checkpoint, port), "--in-process"]) == 1
     assert "struck by lightning" in str(result())
+
+
+def test_the_api_process_has_nothing_of_the_engine() -> None:
+    """No model is in it, and not even the code that would run one: that is what the other processes are for."""
+    code = "import minisgl.serve, sys; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    engine = ("minisgl.llm", "minisgl.engine", "minisgl.scheduler", "minisgl.attention", "minisgl.kernels")
+    assert not set(engine) & set(result.stdout.split())
 
 
 @pytest.mark.usefixtures("handlers")
