@@ -33,6 +33,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
         finish_reason: set in a choice's last update.
         error: what went wrong if the reason is ``"error"``.
         cached_tokens: prompt tokens that the prefix cache had; known in the last update.
+        queue_time: seconds from the arrival in the queue to the first step; known in the last update.
     """
 
     job: int
@@ -43,6 +44,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
     finish_reason: str | None = None
     error: str | None = None
     cached_tokens: int = 0
+    queue_time: float = 0.0
 
     def merge(self, later: Update) -> None:
         """Append a later update of the same choice."""
@@ -52,6 +54,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
         self.finish_reason = later.finish_reason
         self.error = later.error
         self.cached_tokens = later.cached_tokens
+        self.queue_time = later.queue_time
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):

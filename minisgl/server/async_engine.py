@@ -7,6 +7,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from minisgl.core.config import EngineConfig
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import EngineDead
 from minisgl.messages import Accepted, Conversation, Rejected, Reply, Submit, Told, Update
@@ -27,13 +28,14 @@ class AsyncEngine(ABC):
     known to have arrived, so that no abort can overtake its job.
 
     Args:
-        model: its name.
+        config: of the engine.
         tokenizer: the model's. The event loop uses it for small things only.
         max_seq_len: most tokens of a request.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, max_seq_len: int) -> None:
-        self.model = model
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_seq_len: int) -> None:
+        self.config = config
+        self.model = config.model
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
         self.error: EngineDead | None = None

@@ -34,7 +34,7 @@ class InProcessEngine(AsyncEngine):
     """
 
     def __init__(self, llm: LLM, views: Views | None = None) -> None:
-        super().__init__(llm.config.model, llm.tokenizer, llm.max_seq_len)
+        super().__init__(llm.config, llm.tokenizer, llm.max_seq_len)
         self._inbox: queue.SimpleQueue[Submit | Abort | Question | None] = queue.SimpleQueue()
         self._tokenizing = TokenizerStage(llm.tokenizer, llm.max_seq_len)
         self._engine = EngineStage(llm, views)
