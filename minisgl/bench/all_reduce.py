@@ -59,8 +59,10 @@ def _run_ranks(size: int) -> Times:
         ]
         end = time.monotonic() + _SECONDS
         try:
-            while any(process.poll() is None for process in ranks):
-                failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+            codes: list[int | None] = [None]
+            while None in codes:
+                codes = [process.poll() for process in ranks]
+                failed = [rank for rank, code in enumerate(codes) if code]
                 if failed or time.monotonic() > end:
                     raise ConfigError(f"ranks: {failed or 'all'} of {size} failed or did not end in {_SECONDS:.0f} s")
                 time.sleep(0.05)
