@@ -37,7 +37,8 @@ class RankGroup:
         """Why the ranks are gone."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self.alarm, self._bell = os.pipe()
-        self._exits: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[int | str] = queue.SimpleQueue()
+        """Ranks that have ended, and reasons to end all of them."""
         self._last_words: dict[int, str] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -70,7 +71,7 @@ class RankGroup:
         """
         if self._threads:
             _join(self._threads[0], patience)
-            self._exits.put(None)
+            self._news.put(reason)
             _join(self._threads[0], _PATIENCE)
         self.end = self.end or reason
         return EngineDead(self.end)
@@ -92,12 +93,13 @@ class RankGroup:
         try:
             for setup in setups:
                 self._start(setup)
-            started.set_result(None)
-            rank = self._exits.get()
-            if rank is not None:
-                self.end = self._verdict(rank)
-        except OSError as error:
+        except Exception as error:
+            self.end = f"a rank could not be started: {error}"
             started.set_exception(error)
+        else:
+            started.set_result(None)
+            first = self._news.get()
+            self.end = first if isinstance(first, str) else self._verdict(first)
         finally:
             for process in self.processes:
                 process.kill()
@@ -115,8 +117,9 @@ class RankGroup:
         )
         self.processes.append(process)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(setup) + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed elsewhere
+            process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            process.stdin.flush()
         self._run_thread(f"rank-{setup.rank}-output", self._pass_on_output, setup.rank, process)
         self._run_thread(f"rank-{setup.rank}-exit", self._wait_for_exit, setup.rank, process)
 
@@ -131,29 +134,37 @@ class RankGroup:
         that have ended, the killed one is to blame."""
         ended = [first]
         with contextlib.suppress(queue.Empty):
-            while (rank := self._exits.get(timeout=_GRACE)) is not None:
+            while isinstance(rank := self._news.get(timeout=_GRACE), int):
                 ended.append(rank)
         codes = {rank: self.processes[rank].returncode for rank in ended}
         blamed = next((rank for rank in ended if codes[rank] < 0), first)
         if codes[blamed] < 0:
-            return f"rank {blamed} was killed by {signal.Signals(-codes[blamed]).name}"
+            return f"rank {blamed} was killed by {_signal_name(-codes[blamed])}"
         return f"rank {blamed} ended with exit code {codes[blamed]}: {self._last_words.get(blamed, 'it said nothing')}"
 
     # -- in threads of their own, two for each rank --------------------------------------------------------------------
 
     def _pass_on_output(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            text = line.decode(errors="replace").rstrip()
-            if text:
-                self._last_words[rank] = text
-            print(f"[rank {rank}] {text}", file=sys.stderr)
+        with process.stdout as output:
+            for line in output:
+                text = line.decode(errors="replace").rstrip()
+                if text:
+                    self._last_words[rank] = text
+                print(f"[rank {rank}] {text}", file=sys.stderr)
 
     def _wait_for_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
-        self._exits.put(rank)
+        self._news.put(rank)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of those that have no names
+        return f"signal {number}"
 
 
 def _join(thread: threading.Thread, timeout: float) -> None:

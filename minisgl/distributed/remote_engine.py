@@ -96,12 +96,13 @@ class RemoteEngine:
             EngineDead: the ranks are gone.
         """
         self.check()
+        message = encode_batch(batch)
         try:
-            self._plane.send(encode_batch(batch), self.config.distributed_timeout)
-        except BaseException as error:  # some ranks may know of the step and others not
-            dead = self._bury(f"a step was not sent: {type(error).__name__}: {error}")
-            if isinstance(error, Exception):
-                raise dead from error
+            self._plane.send(message, self.config.distributed_timeout)
+        except Exception as error:
+            raise self._bury(f"a step was not sent: {type(error).__name__}: {error}") from error
+        except BaseException:  # an interrupt, after which some ranks may know of the step and others not
+            self._bury("interrupted while a step was sent", patience=0.0)
             raise
         self._launched += 1
         return RemoteStep(self, self._launched - 1)
