@@ -130,7 +130,7 @@ def browser(profile: Path, width: int = 1200, height: int = 1000) -> Iterator[Br
             process.terminate()
 
 
-def _first_page(port_file: Path, timeout: float = 30.0) -> str:
+def _first_page(port_file: Path, timeout: float = 120.0) -> str:
     """Address of the page's DevTools. Chromium writes its port into a file when it is ready."""
     end = time.monotonic() + timeout
     while not (port_file.exists() and port_file.read_text().count("\n")):

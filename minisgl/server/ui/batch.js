@@ -1,16 +1,14 @@
-// The requests: those of the next step, the queue behind them, and those that have just ended.
+// The requests: those of the next step, the queue behind them, and the last to have ended.
 
 import { colorsOf } from "./colors.js";
 import { choose, focused } from "./focus.js";
 import { $, make, visible } from "./markup.js";
 
-const ENDED_SHOWN = 6; // seconds
-
 const rows = new Map(); // elements by uid
 const body = $("#batch tbody");
 
-export function drawBatch(state, time) {
-  const ended = state.requests.filter((request) => request.finished && time - request.finished < ENDED_SHOWN);
+export function drawBatch(state) {
+  const ended = state.requests.filter((request) => request.finished);
   const live = state.requests.filter((request) => !request.finished);
   const running = live.filter((request) => request.pages);
   const shown = [...running, ...live.filter((request) => !request.pages), ...ended.reverse()];

@@ -64,7 +64,7 @@ function draw() {
   drawNumbers(state, history, time);
   drawTree(state);
   drawPool(state);
-  drawBatch(state, time);
+  drawBatch(state);
   drawTimeline(history, time);
   tagQuestions(state);
 }
