@@ -22,9 +22,10 @@ from minisgl.bench.serve.tables import Run, all_tables, all_targets
 from minisgl.bench.serve.watch import watched
 from minisgl.bench.serve.workload import Planned, Workload
 
-_TELLING = ("OMP_NUM_THREADS", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""Environment variables that decide over time and memory on a CPU. oneDNN keeps what it has compiled for each shape, up
-to a thousand of them: some hundred MiB that come in slowly and are no leak. With a capacity of 0 it keeps none."""
+_TELLING = ("OMP_NUM_THREADS", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables that decide over time and memory on a CPU. PyTorch and oneDNN keep what they have compiled for
+each shape, up to a thousand of them: some hundred MiB that come in slowly and are no leak. Capacities of 1 and 0 tell
+the two apart."""
 _WARM_UP = 8
 """Requests before the first load: connections, kernels and caches are there when it begins."""
 _PAUSE = 1.0

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from minisgl.bench.serve.client import Target
@@ -64,6 +65,8 @@ def server(
 ) -> Iterator[RunningServer]:
     """``python -m minisgl.serve`` on a free port, while the block runs. It is ended afterwards, by force if need be.
 
+    Call it in the main thread, which ends the server when it gets a SIGTERM itself.
+
     Args:
         model: as ``--model`` takes it.
         vocab_size: ids of prompts will lie below this.
@@ -82,6 +85,7 @@ def server(
     given = {"model": model, "host": HOST, "port": port, **options}
     flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", _as_word(value))]
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor"}  # else below its TMPDIR
+    before = signal.signal(signal.SIGTERM, _leave)
     environment = {**compiled, **os.environ, "TMPDIR": str(directory)}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -97,6 +101,7 @@ def server(
         yield RunningServer(process, Target(HOST, port, model_of(HOST, port), vocab_size), directory, log)
     finally:
         _end(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def model_of(host: str, port: int) -> str:
@@ -144,6 +149,11 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, 
             pass  # it does not listen yet
         time.sleep(_POLL)
     raise ServerFailed(f"the server did not answer within {timeout:g} s; raise --start-timeout:\n{_last_lines(log)}")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """A client that is told to end takes its server along."""
+    raise SystemExit(128 + number)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

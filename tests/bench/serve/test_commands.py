@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from minisgl.bench.__main__ import main
@@ -28,7 +32,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Itera
     """A server with tiny random weights, for all tests that do no harm to it."""
     root = tmp_path_factory.mktemp("server")
     model = served_model("tiny", root)
-    with server(model.path, model.vocab_size, model.options, root, timeout=120) as started:
+    with server(model.path, model.vocab_size, model.options, root, timeout=200) as started:
         yield started
 
 
@@ -144,3 +148,14 @@ def test_a_server_that_is_not_there_in_time_is_ended(tmp_path: Path) -> None:
     late = server(model.path, model.vocab_size, model.options, tmp_path, timeout=0.0)
     with pytest.raises(ServerFailed, match="did not answer within 0 s; raise --start-timeout"), late:
         pass
+
+
+def test_a_client_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
+    model = served_model("tiny", tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit) as caught, server(model.path, model.vocab_size, {}, tmp_path, timeout=100):
+        pass
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not [child for child in psutil.Process().children() if model.path in child.cmdline()]

@@ -93,6 +93,17 @@ def test_tables_have_a_cell_for_each_column_whatever_happened() -> None:
     assert [row[0] for row in server.rows] == ["serve", "all"]
 
 
+def test_a_process_that_has_ended_is_not_alive_though_nobody_has_collected_it() -> None:
+    with subprocess.Popen(["true"]) as process:
+        tree = ProcessTree.__new__(ProcessTree)
+        tree.kinds = {psutil.Process(process.pid): "serve"}
+        deadline = time.monotonic() + 20.0
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
+        assert tree.alive() == []
+
+
 def test_a_process_is_what_it_runs() -> None:
     code = (
         "import subprocess, sys; print('up', flush=True); subprocess.run([sys.executable, '-m', 'minisgl.serve', '-h'])"
