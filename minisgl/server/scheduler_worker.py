@@ -1,0 +1,42 @@
+"""``python -m minisgl.server.scheduler_worker``: the process that runs the engine."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import zmq
+
+from minisgl.llm import LLM
+from minisgl.messages.child import Ready, child_process
+from minisgl.messages.jobs import ToScheduler
+from minisgl.messages.options import SchedulerOptions
+from minisgl.messages.sockets import JOBS, STEPS, Receiver, Sender, address
+from minisgl.server.engine_stage import EngineStage
+from minisgl.server.recording import recording
+from minisgl.server.views import views_of
+
+
+def main() -> None:
+    """Run the engine until the parent ends this process."""
+    with child_process(SchedulerOptions) as (options, report):
+        context, directory = zmq.Context(), Path(options.directory)
+        inbox = Receiver[ToScheduler](context, address(directory, options.name), ToScheduler, JOBS)
+        detokenizer = Sender(context, address(directory, "detokenizer"), STEPS)
+        llm = LLM(**asdict(options.engine))
+        recorded = nullcontext() if options.trace is None else recording(llm, options.trace)
+        stage = EngineStage(llm, views_of(llm))
+        with recorded:
+            report(Ready({"max_seq_len": llm.max_seq_len}))
+            while True:
+                if not stage.has_work:
+                    stage.take(inbox.receive())
+                for message in inbox.receive_waiting():
+                    stage.take(message)
+                if progress := stage.step():
+                    detokenizer.send(progress)
+
+
+if __name__ == "__main__":
+    main()
