@@ -98,7 +98,7 @@ class _Choice:
         if self._text.stopped:
             update.finish_reason = "stop"
 
-    def finish(self, reason: str, error: str | None, queue_time: float) -> None:
+    def finish(self, reason: str, error: str | None, queue_time: float | None) -> None:
         """Take the news that no more tokens will come. A stop string in the rest of the text counts all the same."""
         self._update.text += self._text.finish()
         self._update.finish_reason = "stop" if self._text.stopped else reason

@@ -56,7 +56,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    queue_time: float = 0.0
+    queue_time: float | None = None
 
 
 class Progress(msgspec.Struct, array_like=True):
