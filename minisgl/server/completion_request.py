@@ -10,18 +10,17 @@ from minisgl.server.requests import Count, GenerationRequest, NumLogprobs, only,
 from minisgl.server.response_format import ResponseFormat
 
 
+def is_ids(value: Any) -> bool:
+    """Whether ``value`` is a list of token ids, as far as can be told without a vocabulary."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+
+
 def _as_prompts(value: Any) -> list[str | list[int]]:
-    if _is_prompt(value):
+    if isinstance(value, str) or is_ids(value):
         return [value]
-    if isinstance(value, list) and value and all(map(_is_prompt, value)):
+    if isinstance(value, list) and value and all(isinstance(item, str) or is_ids(item) for item in value):
         return value
     raise ValueError("must be a text, a list of token ids, or a list of texts or of lists of token ids, none empty")
-
-
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(type(item) is int for item in value)
-    return isinstance(value, str)
 
 
 Ids = Annotated[list[Annotated[int, shown(minimum=0)]], shown(minItems=1)]

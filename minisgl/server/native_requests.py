@@ -9,9 +9,9 @@ from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_val
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.messages import Conversation
-from minisgl.server.completion_request import IdLists, Ids, Texts
+from minisgl.server.completion_request import IdLists, Ids, Texts, is_ids
 from minisgl.server.conversation import ChatMessage
+from minisgl.messages import Conversation
 from minisgl.server.requests import ApiObject, Count, Job, Least, Prompt, SamplingFields, Seed, only, shown
 from minisgl.server.response_format import held_to
 
@@ -51,12 +51,8 @@ def _texts(value: Any) -> Any:
     raise ValueError("must be a text or a list of texts, not empty")
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
-
-
 def _ids(value: Any) -> Any:
-    if _is_ids(value) or (isinstance(value, list) and value and all(map(_is_ids, value))):
+    if is_ids(value) or (isinstance(value, list) and value and all(map(is_ids, value))):
         return value
     raise ValueError("must be a list of token ids or a list of such lists, none empty")
 
@@ -81,13 +77,13 @@ class GenerateRequest(ApiObject):
     @property
     def several(self) -> bool:
         """Whether the answer is a list: there are several prompts, or several choices of one."""
-        return self.sampling_params.n > 1 or not (isinstance(self._given, str) or _is_ids(self._given))
+        return self.sampling_params.n > 1 or not (isinstance(self._given, str) or is_ids(self._given))
 
     @property
     def prompts(self) -> Sequence[Prompt]:
         """Whichever was given, as a list."""
         given = self._given
-        return [given] if isinstance(given, str) or _is_ids(given) else given
+        return [given] if isinstance(given, str) or is_ids(given) else given
 
     def job(self) -> Job:
         """See `minisgl.server.requests.Generates`."""
