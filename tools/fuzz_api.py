@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as directory,
         RunningServer(chat_checkpoint(Path(directory), QWEN), max_seq_len=64, num_pages=512) as server,
     ):
-        return subprocess.run(_command(server.url, arguments.cases, arguments.seed), check=False).returncode
+        command = _command(server.url, arguments.cases, arguments.seed)
+        return subprocess.run(command, cwd=directory, check=False).returncode  # it keeps notes where it runs
 
 
 def _command(url: str, cases: int, seed: int) -> list[str]:
