@@ -9,9 +9,9 @@ from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_val
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.messages import Conversation
 from minisgl.server.completion_request import IdLists, Ids, Texts, is_ids
 from minisgl.server.conversation import ChatMessage
-from minisgl.messages import Conversation
 from minisgl.server.requests import ApiObject, Count, Job, Least, Prompt, SamplingFields, Seed, only, shown
 from minisgl.server.response_format import held_to
 
