@@ -3,7 +3,7 @@
 from minisgl.messages.failure import Failure
 from minisgl.messages.jobs import Abort, Conversation, Question, Stop, Submit, Tokenized
 from minisgl.messages.replies import Accepted, Rejected, Reply, Told, Update
-from minisgl.messages.steps import Begun, Finished, Progress, Token
+from minisgl.messages.steps import Begun, Finished, Progress, Started, Token
 
 __all__ = [
     "Abort",
@@ -16,6 +16,7 @@ __all__ = [
     "Question",
     "Rejected",
     "Reply",
+    "Started",
     "Stop",
     "Submit",
     "Token",

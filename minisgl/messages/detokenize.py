@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from minisgl.core.request import TokenLogprobs
 from minisgl.messages.replies import Accepted, Reply, Told, Update
-from minisgl.messages.steps import Begun, Finished, Progress, Token
+from minisgl.messages.steps import Begun, Finished, Progress, Started, Token
 from minisgl.tokenizer import TextStream, Tokenizer
 
 
@@ -32,6 +32,7 @@ class DetokenizerStage:
             self._begin(begun)
             replies.append(Accepted(begun.job, begun.prompt_lens))
         replies += progress.rejected
+        self._start(progress.started)
         stopped = self._take(progress.tokens)
         self._finish(progress.finished)
         replies += self._updates({*(token.uid for token in progress.tokens), *(end.uid for end in progress.finished)})
@@ -43,13 +44,18 @@ class DetokenizerStage:
             text = TextStream(self._tokenizer, begun.stop, begun.min_tokens)
             self._choices[uid] = _Choice(begun.job, index, begun.streaming, text)
 
+    def _start(self, started: Iterable[Started]) -> None:
+        for start in started:
+            if (choice := self._choices.get(start.uid)) is not None:
+                choice.start(start.cached_tokens, start.queue_time)
+
     def _take(self, tokens: Iterable[Token]) -> list[int]:
         stopped: list[int] = []
         for token in tokens:
             choice = self._choices.get(token.uid)
             if choice is None or choice.ended:
                 continue
-            choice.take([token.token_id], [token.logprobs] if token.logprobs else [], token.cached_tokens)
+            choice.take([token.token_id], [token.logprobs] if token.logprobs else [])
             if choice.ended:
                 stopped.append(token.uid)
         return stopped
@@ -58,8 +64,8 @@ class DetokenizerStage:
         for end in finished:
             choice = self._choices.get(end.uid)
             if choice is not None and not choice.ended:
-                choice.take(end.token_ids, end.logprobs, end.cached_tokens)
-                choice.finish(end.reason, end.error, end.queue_time)
+                choice.take(end.token_ids, end.logprobs)
+                choice.finish(end.reason, end.error)
 
     def _updates(self, uids: set[int]) -> list[Update]:
         """One a choice that has news to tell."""
@@ -88,25 +94,29 @@ class _Choice:
     def ended(self) -> bool:
         return self._update.finish_reason is not None
 
-    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs], cached_tokens: int) -> None:
+    def start(self, cached_tokens: int, queue_time: float) -> None:
+        """Take what is known once it has left the queue."""
+        self._update.cached_tokens = cached_tokens
+        self._update.queue_time = queue_time
+
+    def take(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         """Take new tokens, which may end the choice."""
         update = self._update
         update.text += self._text.feed(token_ids)
         update.token_ids += token_ids
         update.logprobs += logprobs
-        update.cached_tokens = cached_tokens
         if self._text.stopped:
             update.finish_reason = "stop"
 
-    def finish(self, reason: str, error: str | None, queue_time: float | None) -> None:
+    def finish(self, reason: str, error: str | None) -> None:
         """Take the news that no more tokens will come. A stop string in the rest of the text counts all the same."""
         self._update.text += self._text.finish()
         self._update.finish_reason = "stop" if self._text.stopped else reason
         self._update.error = error
-        self._update.queue_time = queue_time
 
     def take_update(self) -> Update:
         """Everything since the last time."""
         told = self._update
-        self._update = Update(told.job, told.choice, cached_tokens=told.cached_tokens)
+        self._update = Update(told.job, told.choice)
+        self.start(told.cached_tokens, told.queue_time)
         return told

@@ -33,8 +33,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
         finish_reason: set in a choice's last update.
         error: what went wrong if the reason is ``"error"``.
         cached_tokens: prompt tokens that the prefix cache had; known in the last update.
-        queue_time: seconds from the arrival in the queue to the first step; known in the last update, unless a stop
-            string has ended the text before the scheduler could tell.
+        queue_time: seconds from the arrival in the queue to the first step; known in the last update.
     """
 
     job: int
@@ -45,7 +44,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
     finish_reason: str | None = None
     error: str | None = None
     cached_tokens: int = 0
-    queue_time: float | None = None
+    queue_time: float = 0.0
 
     def merge(self, later: Update) -> None:
         """Append a later update of the same choice."""

@@ -93,9 +93,10 @@ class Receiver(Generic[M]):
         """The next message; blocks until there is one."""
         return self.decode(self.socket.recv())
 
-    def receive_waiting(self) -> list[M]:
-        """All messages that have come. Never blocks."""
+    def receive_all(self, patience: float) -> list[M]:
+        """All messages that have come; if there are none, waits up to ``patience`` seconds for the first."""
         messages: list[M] = []
+        self.socket.poll(int(patience * 1000))
         while True:
             try:
                 messages.append(self.decode(self.socket.recv(zmq.DONTWAIT)))

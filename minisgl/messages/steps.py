@@ -28,12 +28,25 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int
 
 
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request that has left the queue: told with its first token, or with its end.
+
+    Args:
+        uid: its number.
+        cached_tokens: prompt tokens that the prefix cache had.
+        queue_time: seconds that it has waited.
+    """
+
+    uid: int
+    cached_tokens: int
+    queue_time: float
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True):
     """One new token of a request that is followed step by step."""
 
     uid: int
     token_id: int
-    cached_tokens: int
     logprobs: TokenLogprobs | None = None
 
 
@@ -43,20 +56,16 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     Args:
         uid: its number.
         reason: a `FinishReason`.
-        cached_tokens: prompt tokens that the prefix cache had.
         error: what went wrong if the reason is ``"error"``.
         token_ids: its tokens, if they have not been sent step by step.
         logprobs: of these tokens, if they were asked for.
-        queue_time: seconds from the arrival in the queue to the first step.
     """
 
     uid: int
     reason: str
-    cached_tokens: int
     error: str | None = None
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    queue_time: float | None = None
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -64,9 +73,10 @@ class Progress(msgspec.Struct, array_like=True):
 
     begun: list[Begun] = []
     rejected: list[Rejected] = []
+    started: list[Started] = []
     tokens: list[Token] = []
     finished: list[Finished] = []
     told: list[Told] = []
 
     def __bool__(self) -> bool:
-        return bool(self.begun or self.rejected or self.tokens or self.finished or self.told)
+        return bool(self.begun or self.rejected or self.started or self.tokens or self.finished or self.told)

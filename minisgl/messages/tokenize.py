@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
+from minisgl.errors import MiniSGLError
 from minisgl.messages.failure import Failure
 from minisgl.messages.jobs import Conversation, Prompt, Submit, TokenIds, Tokenized, pack
 from minisgl.messages.replies import Rejected
 from minisgl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class TokenizerStage:
@@ -26,6 +31,8 @@ class TokenizerStage:
         try:
             prompts = [self._token_ids(prompt) for prompt in job.prompts]
         except Exception as error:
+            if not isinstance(error, MiniSGLError):
+                logger.exception("job %d cannot be tokenized", job.job)
             return Rejected(job.job, Failure.of(error))
         return Tokenized(job.job, prompts, job.params, job.streaming, job.user)
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
-from minisgl.errors import ContextExceeded
+from minisgl.errors import ContextExceeded, MiniSGLError
 from minisgl.llm import LLM
-from minisgl.messages import Abort, Begun, Failure, Finished, Progress, Question, Rejected, Stop, Token, Tokenized, Told
+from minisgl.messages import (
+    Abort,
+    Begun,
+    Failure,
+    Finished,
+    Progress,
+    Question,
+    Rejected,
+    Started,
+    Stop,
+    Token,
+    Tokenized,
+    Told,
+)
 from minisgl.messages.jobs import ToScheduler
 from minisgl.outputs import Metrics
 from minisgl.scheduler import StepOutput
+
+logger = logging.getLogger(__name__)
 
 Views = Mapping[str, Callable[[], bytes]]
 """What can be asked about an engine, by topic; called between two steps."""
@@ -28,7 +42,7 @@ class _Choice:
 
 
 class EngineStage:
-    """Runs an `LLM`, which belongs to it. Keeps one state for each unfinished choice.
+    """Runs an `LLM`, which belongs to it. Keeps one state for each unfinished job and choice.
 
     Args:
         llm: the engine.
@@ -42,6 +56,8 @@ class EngineStage:
         """Unfinished requests of each job."""
         self._choices: dict[int, _Choice] = {}
         """By the requests' numbers."""
+        self._unstarted: set[int] = set()
+        """Those of them of which nobody has been told that they left the queue."""
         self._progress = Progress()
 
     @property
@@ -65,6 +81,7 @@ class EngineStage:
         """Run one step, if there is one to run, and tell what is new since the last."""
         output = self._llm.step()
         progress, self._progress = self._progress, Progress()
+        progress.started = self._started(output)
         progress.tokens = self._tokens(output)
         progress.finished = [self._forget(request) for request in output.finished if request.uid in self._choices]
         return progress
@@ -79,12 +96,15 @@ class EngineStage:
             for request in requests:
                 self._llm.scheduler.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
+            if not isinstance(error, MiniSGLError):
+                logger.exception("job %d cannot be submitted", job.job)
             self._end([request.uid for request in requests], FinishReason.ABORT)
             self._progress.rejected.append(Rejected(job.job, Failure.of(error)))
             return
         uids = [request.uid for request in requests]
         self._jobs[job.job] = set(uids)
         self._choices |= dict.fromkeys(uids, _Choice(job.job, job.streaming or bool(params.stop)))
+        self._unstarted.update(uids)
         prompt_lens = [request.prompt_len for request in requests[:: params.n]]
         begun = Begun(job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens)
         self._progress.begun.append(begun)
@@ -118,17 +138,22 @@ class EngineStage:
     def _answer(self, question: Question) -> None:
         view = self._views.get(question.topic)
         content = b"" if view is None else view()
-        self._progress.told.append(Told(question.number, content, {"scheduler": len(self._choices)}))
+        self._progress.told.append(Told(question.number, content, {"scheduler": len(self._jobs) + len(self._choices)}))
 
-    def _tokens(self, output: StepOutput) -> list[Token]:
-        followed = [event for event in output.events if self._is_followed(event.request.uid)]
+    def _started(self, output: StepOutput) -> list[Started]:
+        requests = [*(event.request for event in output.events), *output.finished]
+        started = {request.uid: request for request in requests if request.uid in self._unstarted}
+        self._unstarted -= started.keys()
         return [
-            Token(event.request.uid, event.token_id, event.request.cached_tokens, event.logprobs) for event in followed
+            Started(request.uid, request.cached_tokens, Metrics.of(request).queue_time) for request in started.values()
         ]
 
-    def _is_followed(self, uid: int) -> bool:
-        choice = self._choices.get(uid)
-        return choice is not None and choice.followed
+    def _tokens(self, output: StepOutput) -> list[Token]:
+        return [
+            Token(event.request.uid, event.token_id, event.logprobs)
+            for event in output.events
+            if (choice := self._choices.get(event.request.uid)) is not None and choice.followed
+        ]
 
     def _forget(self, request: Request) -> Finished:
         choice = self._choices.pop(request.uid)
@@ -137,8 +162,7 @@ class EngineStage:
         if not unfinished:
             del self._jobs[choice.job]
         assert request.finish_reason is not None
-        reason, waited = request.finish_reason.value, Metrics.of(request).queue_time
-        end = Finished(request.uid, reason, request.cached_tokens, request.error, queue_time=waited)
+        reason = request.finish_reason.value
         if choice.followed:
-            return end
-        return msgspec.structs.replace(end, token_ids=request.output, logprobs=request.logprobs)
+            return Finished(request.uid, reason, request.error)
+        return Finished(request.uid, reason, request.error, request.output, request.logprobs)

@@ -98,7 +98,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         ModelLoadError: the checkpoint cannot be found or used.
         EngineDead: a process of the engine died while it was started, or took too long.
     """
-    signal.signal(signal.SIGTERM, _leave)  # for the time of loading: to end by an exception leaves nothing behind
+    for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception leaves nothing behind
+        signal.signal(number, _leave)
     listener = bind(config.host, config.port)
     warn_of_strangers(listener, config)
     with _engine(engine_config, config) as engine:

@@ -76,7 +76,7 @@ class Metrics:
         self._cached.inc(record.usage.cached_tokens)
         self._generated.inc(record.usage.completion_tokens)
         self._latency.observe(time.perf_counter() - record.arrived)
-        if record.queue_time is not None:
+        if record.finish_reasons:
             self._queue.observe(record.queue_time)
         if record.first_token is not None:
             self._ttft.observe(record.first_token - record.arrived)

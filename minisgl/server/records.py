@@ -28,7 +28,7 @@ class RequestRecord:
         usage: its tokens, once the engine has accepted it.
         choices: generations that the engine has accepted.
         finish_reasons: of the choices that have ended.
-        queue_time: longest time that one of its choices waited for its first step, in seconds, as far as it is known.
+        queue_time: longest time that one of its choices waited for its first step, in seconds.
         first_token: when the first token arrived, if streamed.
     """
 
@@ -41,7 +41,7 @@ class RequestRecord:
     usage: Usage | None = None
     choices: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    queue_time: float | None = None
+    queue_time: float = 0.0
     first_token: float | None = None
     _last_piece: dict[int, float] = field(default_factory=dict)
 
@@ -53,8 +53,7 @@ class RequestRecord:
         """
         if update.finish_reason is not None:
             self.finish_reasons.append(update.finish_reason)
-            if update.queue_time is not None:
-                self.queue_time = max(self.queue_time or 0.0, update.queue_time)
+            self.queue_time = max(self.queue_time, update.queue_time)
         if not self.streamed or not update.token_ids:
             return None
         now = time.perf_counter()

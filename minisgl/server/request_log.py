@@ -85,10 +85,9 @@ def _line(record: RequestRecord, method: str) -> dict[str, Any]:
             "prompt_tokens": record.usage.prompt_tokens,
             "cached_tokens": record.usage.cached_tokens,
             "completion_tokens": record.usage.completion_tokens,
+            "queue_seconds": round(record.queue_time, 6),
             "finish_reason": record.finish_reasons + ["abort"] * record.unfinished,
         }
-    if record.queue_time is not None:
-        line["queue_seconds"] = round(record.queue_time, 6)
     if record.first_token is not None:
         line["first_token_seconds"] = round(record.first_token - record.arrived, 6)
     return line

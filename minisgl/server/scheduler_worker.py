@@ -17,6 +17,9 @@ from minisgl.server.engine_stage import EngineStage
 from minisgl.server.recording import recording
 from minisgl.server.views import views_of
 
+PATIENCE = 0.5
+"""Seconds for which an idle engine sleeps at most."""
+
 
 def main() -> None:
     """Run the engine until the parent ends this process."""
@@ -30,11 +33,9 @@ def main() -> None:
         with recorded:
             report(Ready({"max_seq_len": llm.max_seq_len}))
             while True:
-                if not stage.has_work:
-                    stage.take(inbox.receive())
-                for message in inbox.receive_waiting():
+                for message in inbox.receive_all(0.0 if stage.has_work else PATIENCE):
                     stage.take(message)
-                if progress := stage.step():
+                if stage.has_work and (progress := stage.step()):
                     detokenizer.send(progress)
 
 

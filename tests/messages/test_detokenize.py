@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from minisgl.core.request import TokenLogprobs
-from minisgl.messages import Accepted, Begun, Failure, Finished, Progress, Rejected, Reply, Token, Told, Update
+from minisgl.messages import Accepted, Begun, Failure, Finished, Progress, Rejected, Reply, Started, Token, Told, Update
 from minisgl.messages.detokenize import DetokenizerStage
 from tests.tokenizer.tiny import tiny_tokenizer
 
@@ -20,14 +20,15 @@ def begin(
     stage: DetokenizerStage, streaming: bool = True, stop: Iterable[str] = (), uids: Iterable[int] = (7,)
 ) -> None:
     begun = Begun(1, list(uids), [3], streaming, list(stop), 0)
-    assert stage.handle(Progress(begun=[begun])) == ([Accepted(1, [3])], [])
+    started = [Started(uid, 2, 0.5) for uid in uids]
+    assert stage.handle(Progress(begun=[begun], started=started)) == ([Accepted(1, [3])], [])
 
 
 def feed(stage: DetokenizerStage, *tokens: int, uid: int = 7) -> tuple[list[Update], list[int]]:
     updates: list[Update] = []
     stopped: list[int] = []
     for token_id in tokens:
-        replies, ended = stage.handle(Progress(tokens=[Token(uid, token_id, 2)]))
+        replies, ended = stage.handle(Progress(tokens=[Token(uid, token_id)]))
         updates += [reply for reply in replies if isinstance(reply, Update)]
         stopped += ended
     return updates, stopped
@@ -52,8 +53,8 @@ def test_a_stream_is_told_step_by_step() -> None:
     assert "".join(update.text for update in updates) == "the 🦊!"
     assert not any("\ufffd" in update.text for update in updates)
     assert not stopped
-    (last,) = finish(stage, Finished(7, "length", 2))
-    assert last == Update(1, 0, finish_reason="length", cached_tokens=2)
+    (last,) = finish(stage, Finished(7, "length"))
+    assert last == Update(1, 0, finish_reason="length", cached_tokens=2, queue_time=0.5)
     assert states(stage) == 0
 
 
@@ -61,16 +62,16 @@ def test_the_last_token_and_the_end_make_one_update() -> None:
     stage = DetokenizerStage(TOKENIZER)
     begin(stage)
     half = ids("🦊")[:1]
-    progress = Progress(tokens=[Token(7, half[0], 0)], finished=[Finished(7, "error", 0, "no luck")])
-    assert stage.handle(progress) == ([Update(1, 0, "\ufffd", half, [], "error", "no luck")], [])
+    progress = Progress(tokens=[Token(7, half[0])], finished=[Finished(7, "error", "no luck")])
+    assert stage.handle(progress) == ([Update(1, 0, "\ufffd", half, [], "error", "no luck", 2, 0.5)], [])
 
 
 def test_who_does_not_stream_hears_once() -> None:
     stage = DetokenizerStage(TOKENIZER)
     begin(stage, streaming=False, uids=[7, 8])
     tokens, entry = ids("the cat"), TokenLogprobs(5, -1.0)
-    (update,) = finish(stage, Finished(8, "stop", 4, None, tokens, [entry]))
-    assert update == Update(1, 1, "the cat", tokens, [entry], "stop", None, 4)
+    (update,) = finish(stage, Finished(8, "stop", None, tokens, [entry]))
+    assert update == Update(1, 1, "the cat", tokens, [entry], "stop", None, 2, 0.5)
     assert states(stage) == 1
 
 
@@ -87,7 +88,17 @@ def test_a_stop_string_ends_the_text_and_is_told_to_the_scheduler(streaming: boo
     assert TOKENIZER.decode(told).startswith("the dog and t")
     assert told == tokens[: len(told)] != tokens
     assert states(stage) == 0
-    assert finish(stage, Finished(7, "stop", 2)) == [], "the scheduler's own word comes too late to matter"
+    assert finish(stage, Finished(7, "stop")) == [], "the scheduler's own word comes too late to matter"
+
+
+def test_what_the_same_step_brings_after_a_stop_string_is_dropped() -> None:
+    stage = DetokenizerStage(TOKENIZER)
+    begin(stage, stop=["the"])
+    tokens = [Token(7, token_id) for token_id in ids("the the dog")]
+    (update,), stopped = stage.handle(Progress(tokens=tokens, finished=[Finished(7, "length")]))
+    assert isinstance(update, Update)
+    assert (update.text, update.finish_reason, stopped) == ("", "stop", [7])
+    assert TOKENIZER.decode(update.token_ids) == "the"
 
 
 def test_a_stop_string_that_did_not_come_is_released() -> None:
@@ -95,7 +106,7 @@ def test_a_stop_string_that_did_not_come_is_released() -> None:
     begin(stage, stop=["dog and more"])
     updates, _ = feed(stage, *ids("the dog and"))
     assert "".join(update.text for update in updates) == "the "
-    (last,) = finish(stage, Finished(7, "length", 0))
+    (last,) = finish(stage, Finished(7, "length"))
     assert isinstance(last, Update)
     assert (last.text, last.finish_reason) == ("dog and", "length")
 
@@ -110,5 +121,5 @@ def test_a_thousand_requests_leave_nothing() -> None:
     for uid in range(1000):
         begin(stage, streaming=uid % 2 == 0, stop=["cat"] if uid % 3 == 0 else [], uids=[uid])
         feed(stage, *ids("the cat")[: uid % 5], uid=uid)
-        finish(stage, Finished(uid, ("stop", "length", "abort", "error")[uid % 4], 0))
+        finish(stage, Finished(uid, ("stop", "length", "abort", "error")[uid % 4]))
     assert states(stage) == 0

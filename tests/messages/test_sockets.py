@@ -59,4 +59,4 @@ def test_an_unbounded_sender_never_waits(context: Context, directory: Path) -> N
         sender.send(Abort(job))
     receiver = Receiver[Abort](context, where, Abort, 5)
     assert [receiver.receive().job for _ in range(20_000)] == list(range(20_000))
-    assert receiver.receive_waiting() == []
+    assert receiver.receive_all(0.0) == []

@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.harness import MESSAGES, in_background, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STREAMS = 4
 LONG = 250.0

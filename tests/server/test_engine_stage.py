@@ -69,6 +69,18 @@ def test_choices_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert all(len(end.logprobs) == len(end.token_ids) == 6 for end in told.finished)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_known_when_a_request_leaves_the_queue_is_told_once(llm: LLM, streaming: bool) -> None:
+    stage = EngineStage(llm)
+    for job in range(2):
+        stage.take(tokenized(job, list(range(5, 18)), streaming=streaming))
+        told = run(stage)
+        ((uid, cached_tokens, queue_time),) = [(each.uid, each.cached_tokens, each.queue_time) for each in told.started]
+        assert (uid, cached_tokens) == (told.begun[0].uids[0], 12 * job)
+        assert queue_time > 0
+    assert not stage._unstarted
+
+
 def test_an_abort_ends_a_job_wherever_it_is(llm: LLM) -> None:
     stage = EngineStage(llm)
     for job in (1, 2):
@@ -113,6 +125,7 @@ def test_a_bad_job_is_rejected_as_a_whole(llm: LLM, bad: list[Tokenized], field:
     stage = EngineStage(llm)
     stage.take(tokenized(0, [5, 6]))
     stage.take(bad[0])
+    assert len(llm.scheduler.requests) == 1
     told = run(stage)
     ((job, failure),) = [(rejected.job, rejected.failure) for rejected in told.rejected]
     assert (job, failure.field) == (1, field)
@@ -129,9 +142,12 @@ def test_a_question_is_answered_between_two_steps(llm: LLM) -> None:
     stage.take(Question(5))
     told = stage.step().told
     assert [(each.number, each.content, each.states) for each in told] == [
-        (4, b"32", {"scheduler": 2}),
-        (5, b"", {"scheduler": 2}),
+        (4, b"32", {"scheduler": 3}),
+        (5, b"", {"scheduler": 3}),
     ]
+    run(stage)
+    stage.take(Question(6))
+    assert stage.step().told[0].states == {"scheduler": 0}
 
 
 def test_one_token_too_many_is_never_sent(llm: LLM) -> None:
@@ -140,5 +156,5 @@ def test_one_token_too_many_is_never_sent(llm: LLM) -> None:
     stage.take(tokenized(1, [5, 6], streaming=True, ignore_eos=False))
     told = run(stage)
     uid = told.begun[0].uids[0]
-    assert told.tokens == [Token(uid, 7, 0), Token(uid, 1, 0)]
-    assert told.finished == [Finished(uid, "stop", 0, queue_time=told.finished[0].queue_time)]
+    assert told.tokens == [Token(uid, 7), Token(uid, 1)]
+    assert told.finished == [Finished(uid, "stop")]

@@ -116,6 +116,14 @@ def test_a_dead_engine_ends_the_server_with_an_error(checkpoint: Path, monkeypat
     assert "struck by lightning" in str(result())
 
 
+def test_the_api_process_has_nothing_of_the_engine() -> None:
+    """No model is in it, and not even the code that would run one: that is what the other processes are for."""
+    code = "import minisgl.serve, sys; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    engine = ("minisgl.llm", "minisgl.engine", "minisgl.scheduler", "minisgl.attention", "minisgl.kernels")
+    assert not set(engine) & set(result.stdout.split())
+
+
 @pytest.mark.usefixtures("handlers")
 def test_a_port_that_is_taken(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -82,6 +82,12 @@ def test_a_wrong_byte_spoils_nothing_beside_it(broken: list[int]) -> None:
     assert "".join(pieces(tokenizer, ids)) == f"the🦊{spoiled}🦊A{spoiled}🦊 dog"
 
 
+def test_a_word_after_byte_tokens_keeps_its_space() -> None:
+    tokenizer = tiny_tokenizer("byte-fallback")
+    fox = [token_id for token_id in tokenizer.encode("🦊") if 4 <= token_id < 260]
+    assert "".join(pieces(tokenizer, [*fox, 262])) == tokenizer.decode([*fox, 262]) == "🦊 dog"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(ids=st.lists(st.integers(0, 275), max_size=150), cuts=st.lists(st.integers(1, 60), max_size=20))
 def test_it_does_not_matter_how_tokens_are_cut_up(kind: str, ids: list[int], cuts: list[int]) -> None:
