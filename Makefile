@@ -29,7 +29,7 @@ demo: $(READY) ## answer eight chat prompts in one continuous batch
 
 .PHONY: serve
 serve: $(READY) ## start the server: an OpenAI-compatible API on port 1919
-	@$(BIN)/python -m minisgl.serve --model default --port 1919
+	@$(BIN)/python -m minisgl.serve --model default --port 1919 --in-process
 
 .PHONY: lab
 lab: $(READY_FOR_ALL) ## open the book's first notebook in JupyterLab

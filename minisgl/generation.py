@@ -6,7 +6,7 @@ from collections import deque
 
 from minisgl.core.request import FinishReason, Request, TokenLogprobs
 from minisgl.outputs import Completion, Delta, Metrics
-from minisgl.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
+from minisgl.tokenizer import TextStream, Tokenizer
 
 
 class Generation:
@@ -30,37 +30,32 @@ class Generation:
         self._tokenizer = tokenizer
         self._streaming = streaming
         self._text = ""
-        self._num_tokens = 0
-        self._stop = StopStrings(tuple(request.params.stop))
-        incremental = tokenizer.available and (streaming or bool(request.params.stop))
-        self._detokenizer = IncrementalDetokenizer(tokenizer) if incremental else None
+        stop = tuple(request.params.stop)
+        self._stream = TextStream(tokenizer, stop, request.params.min_tokens) if streaming or stop else None
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Take one new token. Returns True if its text completes a stop string: the request must end now."""
-        text = "" if self._detokenizer is None else self._detokenizer.feed(token_id)
-        self._num_tokens += 1
-        if self._num_tokens > self.request.params.min_tokens:
-            text = self._stop.feed(text)
+        if self._stream is None:
+            return False
+        text = self._stream.feed([token_id])
         self._text += text
         if self._streaming:
             self.deltas.append(Delta(self.index, text, [token_id], logprobs=[logprobs] if logprobs else None))
-        return self._stop.matched is not None
+        return self._stream.stopped
 
     def on_finish(self) -> None:
         """Take the news that the request has ended, after its last token."""
         self.finished = True
-        rest = ""
-        if self._detokenizer is not None and self._stop.matched is None:
-            rest = self._stop.feed(self._detokenizer.finish())
-            rest += self._stop.finish()
-            self._text += rest
+        rest = "" if self._stream is None else self._stream.finish()
+        self._text += rest
         if self._streaming:
             self.deltas.append(Delta(self.index, rest, [], self.finish_reason.value, self.request.error))
 
     @property
     def finish_reason(self) -> FinishReason:
         """Why it ended. A stop string counts even if the token that completes it is the last one allowed."""
-        reason = FinishReason.STOP if self._stop.matched is not None else self.request.finish_reason
+        stopped = self._stream is not None and self._stream.stopped
+        reason = FinishReason.STOP if stopped else self.request.finish_reason
         assert reason is not None, "the request is not finished"
         return reason
 
@@ -68,8 +63,9 @@ class Generation:
         """The whole answer of a finished request."""
         request = self.request
         text = self._text
-        if self._detokenizer is None and self._tokenizer.available:
-            text = self._tokenizer.decode(request.output)
+        if self._stream is None:
+            whole = TextStream(self._tokenizer)
+            text = whole.feed(request.output) + whole.finish()
         return Completion(
             token_ids=request.output,
             text=text,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError, MiniSGLError
+from minisgl.messages.logs import configure_logs
 from minisgl.server.config import ServerConfig
 from minisgl.server.launch import serve
-from minisgl.server.logs import configure_logs
 from minisgl.server.options import add_options, given_options
 
 _KEY = "MINISGL_API_KEY"
@@ -19,7 +19,7 @@ _KEY = "MINISGL_API_KEY"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends it. Returns the exit code: 0 after a signal, 1 if the engine died or cannot start."""
+    """Serve until a signal ends it. Returns the exit code: 0 after draining, 1 if the engine died or cannot start."""
     parser = argparse.ArgumentParser("python -m minisgl.serve", description="Serve a model over HTTP, as OpenAI's API.")
     add_options(parser, ServerConfig)
     add_options(parser, EngineConfig, {"tensor_parallel_size": "--tp"})
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ServerConfig(**{**_from_environment(), **given_options(arguments, ServerConfig)})
     except ConfigError as error:
         parser.error(str(error))
-    configure_logs(config.log_format)
+    configure_logs("api", config.log_format)
     try:
         return serve(engine_config, config)
     except MiniSGLError as error:

@@ -30,12 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as directory,
         RunningServer(chat_checkpoint(Path(directory), QWEN), max_seq_len=64, num_pages=512) as server,
     ):
-        command = _command(server.url, arguments.cases, arguments.seed)
+        document = Path(directory, "openapi.json")
+        document.write_bytes(server.http.get("/openapi.json").content)
+        command = _command(document, server.url, arguments.cases, arguments.seed)
         return subprocess.run(command, cwd=directory, check=False).returncode  # it keeps notes where it runs
 
 
-def _command(url: str, cases: int, seed: int) -> list[str]:
+def _command(document: Path, url: str, cases: int, seed: int) -> list[str]:
     options = {
+        "--url": url,
         "--max-examples": cases // OPERATIONS,
         "--seed": seed,
         "--checks": "all",
@@ -46,7 +49,7 @@ def _command(url: str, cases: int, seed: int) -> list[str]:
         "--request-timeout": 60,
     }
     words = [str(word) for option in options.items() for word in option]
-    return [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", *words]
+    return [sys.executable, "-m", "schemathesis.cli", "run", str(document), *words]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from minisgl.errors import MiniSGLError
-from minisgl.server.messages import Update
+from minisgl.messages import Update
 
 
 class GenerationFailed(MiniSGLError):
@@ -30,6 +30,8 @@ class Answer:
         self.num_choices = num_choices
         self.accepted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         """Tokens of each prompt, once the engine has taken the job."""
+        self.taken = False
+        """Whether the engine has accepted the job, so that it can be aborted there."""
         self._unfinished = num_choices
         self._pending: dict[int, Update] = {}
         self._error: Exception | None = None
@@ -43,6 +45,7 @@ class Answer:
 
     def accept(self, prompt_lens: list[int]) -> None:
         """Take the news that the job is in the engine's queue."""
+        self.taken = True
         if not self.accepted.done():  # whoever waited may have been cancelled a moment ago
             self.accepted.set_result(prompt_lens)
 

@@ -1,66 +1,91 @@
-"""The engine as the event loop sees it: the seam between HTTP and the engine's thread."""
+"""The engine as the event loop sees it, wherever it runs: the seam between HTTP and everything behind it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 
+import msgspec
+
+from minisgl.core.config import EngineConfig
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import EngineDead
-from minisgl.llm import LLM
+from minisgl.messages import Accepted, Conversation, Rejected, Reply, Submit, Told, Update
+from minisgl.messages.jobs import submit
 from minisgl.server.answer import Answer
+from minisgl.server.engine_stats import STATS, EngineStats
 from minisgl.server.live.feed import LiveFeed
-from minisgl.server.live.state import LiveState, Look
-from minisgl.server.messages import (
-    Abort,
-    Accepted,
-    Count,
-    EngineStats,
-    Prompt,
-    Rejected,
-    Reply,
-    Submit,
-    Told,
-)
-from minisgl.server.worker import EngineWorker
+from minisgl.server.live.state import LIVE, LiveState
+from minisgl.tokenizer import Tokenizer
 
-STOP_TIMEOUT = 30.0
-"""Seconds that `AsyncEngine.stop` waits for the step in flight."""
+SHUTTING_DOWN = "the server is shutting down"
+ANSWER_TIMEOUT = 10.0
+"""Seconds that `AsyncEngine.ask` waits. The engine answers between two steps."""
 
 
-class AsyncEngine:
-    """Takes jobs from one event loop, runs them in the engine's thread, and brings the answers back.
+class AsyncEngine(ABC):
+    """Takes jobs from one event loop and brings the answers back. How they travel is up to the subclass.
+
+    Every job gets an answer: it is refused when it is submitted, or rejected, or accepted and then told of until all
+    its choices have ended, or failed with `EngineDead`. A job that nobody waits for any more is aborted once it is
+    known to have arrived, so that no abort can overtake its job.
 
     Args:
-        llm: the engine. It belongs to the engine's thread from `start` on; only ``tokenizer.token_text``, which changes
-            nothing, is called from elsewhere.
+        config: its options.
+        tokenizer: the model's. The event loop uses it for small things only.
+        max_seq_len: most tokens of a request.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self.config = llm.config
-        self.model = llm.config.model
-        self.tokenizer = llm.tokenizer
-        self.max_seq_len = llm.max_seq_len
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_seq_len: int) -> None:
+        self.config = config
+        self.model = config.model
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
         self.error: EngineDead | None = None
-        """Why no job is taken any more; None while jobs are."""
+        """Why no job is taken at present; None while jobs are."""
+        self.draining = False
+        """True once no more jobs are taken because the server will stop."""
         self.died = False
-        """True once the engine's thread has ended with an error."""
-        self._worker = EngineWorker(llm, self._send, self._on_death)
-        self._feed = LiveFeed(lambda: self._worker.put(Look()))
+        """True once the engine has ended with an error, for good."""
         self._answers: dict[int, Answer] = {}
-        self._questions: dict[int, asyncio.Future[EngineStats]] = {}
-        self._jobs = itertools.count()
+        self._questions: dict[int, asyncio.Future[Told]] = {}
+        self._numbers = itertools.count()
+        self._feed = LiveFeed(self._look)
 
+    # -- what a subclass provides ------------------------------------------------------------------------------
+
+    @abstractmethod
     def start(self) -> None:
-        """Start the engine's thread. Call it inside the event loop that will wait for the answers."""
-        self._loop = asyncio.get_running_loop()
-        self._worker.start()
+        """Begin. Call it inside the event loop that will wait for the answers."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Take no more jobs, end those in flight with `EngineDead`, and leave nothing running."""
+
+    @abstractmethod
+    def _put(self, message: Submit) -> None:
+        """Send a job on its way, without waiting. Raises `QueueFull` and `InvalidRequest`."""
+
+    @abstractmethod
+    def _withdraw(self, job: int) -> None:
+        """Abort an accepted job, without waiting."""
+
+    @abstractmethod
+    def _ask(self, number: int, topic: str) -> None:
+        """Send a question on its way, without waiting."""
+
+    # -- what the server uses ----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has no complete answer yet."""
+        return bool(self._answers)
 
     async def submit(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[str | Sequence[int] | Conversation],
         params: SamplingParams,
         streaming: bool,
         user: str = "",
@@ -73,102 +98,111 @@ class AsyncEngine:
         Raises:
             InvalidRequest: a prompt or a parameter is malformed, or cannot fit.
             QueueFull: too many requests are waiting.
-            EngineDead: the engine died, or is shutting down.
+            EngineDead: the engine died, or takes no more jobs.
         """
         if self.error is not None:
             raise self.error
-        job = next(self._jobs)
+        job = next(self._numbers)
+        message = submit(job, prompts, params, streaming, user)
         answer = Answer(job, len(prompts) * params.n, self._abort)
         self._answers[job] = answer
-        self._worker.put(Submit(job, prompts, params, streaming, user))
         try:
+            self._put(message)
             await answer.accepted
         except BaseException:
             answer.abort()
             raise
         return answer
 
+    async def ask(self, topic: str = "") -> Told:
+        """Ask the engine about itself, between two steps.
+
+        Raises:
+            EngineDead: it died, or said nothing for too long.
+        """
+        if self.error is not None and not self.draining:
+            raise self.error
+        number = next(self._numbers)
+        self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._ask(number, topic)
+            told = await asyncio.wait_for(self._questions[number], ANSWER_TIMEOUT)
+        except TimeoutError:
+            raise EngineDead(f"the engine has not answered for {ANSWER_TIMEOUT:g} s") from None
+        finally:
+            del self._questions[number]
+        return Told(number, told.content, {**told.states, "api": len(self._answers)})
+
+    async def stats(self) -> EngineStats:
+        """How busy the engine is. Raises as `ask` does."""
+        told = await self.ask(STATS)
+        return msgspec.msgpack.decode(told.content, type=EngineStats)
+
     def watch(self) -> AsyncGenerator[LiveState, None]:
         """The engine's state, over and over, at most ten times a second. Costs the engine nothing if nobody watches.
 
         Raises:
-            EngineDead: the engine died, or is shutting down.
+            EngineDead: as `ask` does.
         """
         return self._feed.states()
 
-    async def stats(self) -> EngineStats:
-        """How busy the engine is, told between two steps.
+    async def _look(self) -> LiveState:
+        told = await self.ask(LIVE)
+        return msgspec.msgpack.decode(told.content, type=LiveState)
 
-        Raises:
-            EngineDead: the engine died, or is shutting down.
-        """
-        if self.error is not None:
-            raise self.error
-        number = next(self._jobs)
-        told: asyncio.Future[EngineStats] = self._loop.create_future()
-        self._questions[number] = told
-        self._worker.put(Count(number))
-        try:
-            return await told
-        finally:
-            del self._questions[number]
+    def drain(self) -> None:
+        """Take no more jobs; those in flight go on. Then `busy` tells when they are done."""
+        self.draining = True
+        self.error = self.error or EngineDead(f"{SHUTTING_DOWN}, and takes no more requests")
 
-    async def stop(self) -> None:
-        """Take no more jobs, end those in flight with `EngineDead`, and wait for the engine's thread."""
-        self._end(EngineDead("the server is shutting down"))
-        await asyncio.to_thread(self._worker.stop, STOP_TIMEOUT)
+    def _reopen(self) -> None:
+        """Take jobs again, after `_end`."""
+        self.error = None
+        if self.draining:
+            self.drain()
 
-    def _abort(self, answer: Answer) -> None:
-        if self._answers.pop(answer.job, None) is not None:
-            self._worker.put(Abort(answer.job))
-
-    # -- called in the engine's thread -------------------------------------------------------------------------
-
-    def _send(self, replies: Sequence[Reply]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._deliver, replies)
-
-    def _on_death(self, error: BaseException) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._bury, error)
-
-    # -- called in the event loop on its behalf ----------------------------------------------------------------
+    # -- what the engine tells, brought to the event loop by the subclass --------------------------------------
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            if isinstance(reply, LiveState):
-                self._feed.put(reply)
-                continue
             if isinstance(reply, Told):
                 self._tell(reply)
-                continue
-            answer = self._answers.get(reply.job)
-            if answer is None:
-                continue
-            if isinstance(reply, Accepted):
-                answer.accept(reply.prompt_lens)
-            elif isinstance(reply, Rejected):
-                answer.fail(reply.error)
+            elif (answer := self._answers.get(reply.job)) is None:
+                if isinstance(reply, Accepted):
+                    self._withdraw(reply.job)
             else:
+                self._pass_on(answer, reply)
+
+    def _pass_on(self, answer: Answer, reply: Accepted | Rejected | Update) -> None:
+        match reply:
+            case Accepted():
+                answer.accept(reply.prompt_lens)
+            case Rejected():
+                answer.fail(reply.failure.error())
+            case _:
                 answer.put(reply)
-            if answer.finished:
-                del self._answers[reply.job]
+        if answer.finished:
+            del self._answers[answer.job]
 
     def _tell(self, told: Told) -> None:
-        question = self._questions.get(told.job)
-        if question is not None and not question.done():  # whoever asked may have been cancelled a moment ago
-            question.set_result(told.stats)
+        question = self._questions.get(told.number)
+        if question is not None and not question.done():
+            question.set_result(told)
 
-    def _bury(self, error: BaseException) -> None:
-        self.died = True
-        self._end(EngineDead(f"the engine died: {type(error).__name__}: {error}"))
+    def _abort(self, answer: Answer) -> None:
+        if self._answers.pop(answer.job, None) is not None and answer.taken:
+            self._withdraw(answer.job)
 
     def _end(self, error: EngineDead) -> None:
-        self.error = self.error or error
-        self._feed.end(self.error)
-        answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            answer.fail(error)
+        """Fail all that is in flight, and take no more. Why the engine died is not forgotten when the server stops."""
+        if not self.died:
+            self.error = error
+        self._fail(list(self._answers), error)
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(error)
+
+    def _fail(self, jobs: Sequence[int], error: EngineDead) -> None:
+        for job in jobs:
+            if (answer := self._answers.pop(job, None)) is not None:
+                answer.fail(error)

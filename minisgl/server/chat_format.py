@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from minisgl.core.request import TokenLogprobs
+from minisgl.messages import Update
 from minisgl.server.formats import LEAST_LOGPROB, Json, OpenAIFormat
-from minisgl.server.messages import Update
 from minisgl.server.tool_parsers import CallReader, ToolCall
 from minisgl.tokenizer import Tokenizer
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import StrictBool
 
 from minisgl.errors import InvalidRequest
+from minisgl.messages import Conversation
 from minisgl.server.conversation import ChatMessage
-from minisgl.server.messages import Conversation
 from minisgl.server.requests import Count, GenerationRequest, NumLogprobs, shown
 from minisgl.server.response_format import ResponseFormat
 from minisgl.server.tool_choice import NamedChoice, Tool, ToolChoice, forced_call, offered

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.core.request import TokenLogprobs
+from minisgl.messages import Update
 from minisgl.server.formats import LEAST_LOGPROB, Json, OpenAIFormat
-from minisgl.server.messages import Update
 from minisgl.tokenizer import Tokenizer
 
 

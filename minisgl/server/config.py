@@ -25,6 +25,14 @@ class ServerConfig:
             ``"auto"`` tells by the model's chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
         trace: file for a record of the engine's last steps, in Chrome's trace format, written when the server stops.
+        in_process: run the engine in a thread of the server's process, without other processes: starts faster and needs
+            less memory, but tokenizing and detokenizing take turns with the engine.
+        tokenizer_workers: processes that turn text into tokens.
+        restart: when a process of the engine dies, start it anew and go on, instead of stopping the server. The
+            requests that it had end with an error all the same.
+        start_timeout: seconds in which the engine's processes must be ready, the model loaded.
+        drain_timeout: seconds that running requests have to finish after the first SIGTERM or SIGINT. A second signal
+            stops the server at once.
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +44,11 @@ class ServerConfig:
     tool_parser: str = "auto"
     log_format: str = "text"
     trace: str | None = None
+    in_process: bool = False
+    tokenizer_workers: int = 1
+    restart: bool = False
+    start_timeout: float = 600.0
+    drain_timeout: float = 20.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -44,8 +57,13 @@ class ServerConfig:
             raise ConfigError("api_key: must be one or more printable ASCII characters")
         if self.max_body_size < 1:
             raise ConfigError(f"max_body_size: must be at least 1 byte, got {self.max_body_size}")
-        if not self.health_timeout > 0:
-            raise ConfigError(f"health_timeout: must be a positive number of seconds, got {self.health_timeout}")
+        if self.tokenizer_workers < 1:
+            raise ConfigError(f"tokenizer_workers: must be at least 1, got {self.tokenizer_workers}")
+        for name in ("health_timeout", "start_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: must be a positive number of seconds, got {getattr(self, name)}")
+        if not self.drain_timeout >= 0:
+            raise ConfigError(f"drain_timeout: must be a number of seconds, at least 0, got {self.drain_timeout}")
         self._one_of("tool_parser", "auto", "none", *TOOL_PARSERS)
         self._one_of("log_format", "text", "json")
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from minisgl.server.messages import Update
+from minisgl.messages import Update
 from minisgl.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+from minisgl.messages import Update
 from minisgl.server.formats import Format, Json, Usage
-from minisgl.server.messages import Update
 
 
 class GenerateFormat(Format):

@@ -9,11 +9,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from minisgl.errors import InvalidRequest
+from minisgl.messages import Update
 from minisgl.server.answer import Answer
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import ApiError, to_json
 from minisgl.server.formats import Format, Usage
-from minisgl.server.messages import Update
 from minisgl.server.metrics import Metrics
 from minisgl.server.records import RequestRecord, record_of
 from minisgl.server.requests import Generates, Job

@@ -1,13 +1,16 @@
-"""The server process: a socket, an engine in its thread, and uvicorn between them."""
+"""The API process: a socket, an engine, and uvicorn between them."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from ipaddress import ip_address
 from types import FrameType
@@ -16,11 +19,10 @@ import uvicorn
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.llm import LLM
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
-from minisgl.server.recording import recording
+from minisgl.server.process_engine import ProcessEngine
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,10 @@ LAST_WORDS_TIMEOUT = 5
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which stops the engine before it waits for the clients, and stops when the engine dies.
+    """uvicorn, which drains the engine before it stops, and stops when the engine dies.
+
+    The first SIGTERM or SIGINT begins to drain: no more requests are taken, and those in flight have ``drain_timeout``
+    seconds to finish. A second one stops at once.
 
     Args:
         engine: to serve.
@@ -37,12 +42,22 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig | None = None) -> None:
+        config = config or ServerConfig()
         app = create_app(engine, config)
         # Every request leaves a line of the app's own, and whoever runs the server configures the logs.
         super().__init__(
             uvicorn.Config(app, timeout_graceful_shutdown=LAST_WORDS_TIMEOUT, access_log=False, log_config=None)
         )
         self.engine = engine
+        self._drain_timeout = config.drain_timeout
+        self._drained_by = math.inf
+        self._impatient: int | None = None
+        """The signal that has ended the draining."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 after draining, 1 if the engine died, and as a shell says it after a second signal."""
+        return int(self.engine.died) if self._impatient is None else 128 + self._impatient
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
@@ -52,9 +67,19 @@ class Server(uvicorn.Server):
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             print(f"serving {self.engine.model} on http://{where}/v1", file=sys.stderr, flush=True)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if not self.engine.draining:
+            self.engine.drain()
+            self._drained_by = time.monotonic() + self._drain_timeout
+        else:
+            self._impatient = sig
+            self.should_exit = self.force_exit = True
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is time to stop."""
-        return await super().on_tick(counter) or self.engine.died
+        drained = self.engine.draining and (not self.engine.busy or time.monotonic() >= self._drained_by)
+        return await super().on_tick(counter) or self.engine.died or drained
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End all answers, then close the connections."""
@@ -63,26 +88,38 @@ class Server(uvicorn.Server):
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Load the model and serve it until SIGTERM or SIGINT, which end the process with exit code 0.
+    """Load the model and serve it until a signal ends that.
 
     Returns:
-        1 if the engine died.
+        The exit code, see `Server.exit_code`.
 
     Raises:
         ConfigError: the address cannot be used, or an option cannot work here.
         ModelLoadError: the checkpoint cannot be found or used.
+        EngineDead: a process of the engine died while it was started, or took too long.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn passes on to these what it caught
+    for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception leaves nothing behind
         signal.signal(number, _leave)
     listener = bind(config.host, config.port)
     warn_of_strangers(listener, config)
-    with ExitStack() as until_stopped:
-        llm = until_stopped.enter_context(LLM(**asdict(engine_config)))
-        if config.trace is not None:
-            until_stopped.enter_context(recording(llm, config.trace))
-        engine = AsyncEngine(llm)
-        Server(engine, config).run([listener])
-    return int(engine.died)
+    with _engine(engine_config, config) as engine:
+        running = Server(engine, config)
+        running.run([listener])
+        return running.exit_code
+
+
+@contextmanager
+def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[AsyncEngine]:
+    if not config.in_process:
+        yield ProcessEngine(engine_config, config)
+        return
+    from minisgl.llm import LLM  # here, because else the API process needs nothing of the engine
+    from minisgl.server.in_process import InProcessEngine
+    from minisgl.server.recording import recording
+    from minisgl.server.views import views_of
+
+    with LLM(**asdict(engine_config)) as llm, nullcontext() if config.trace is None else recording(llm, config.trace):
+        yield InProcessEngine(llm, views_of(llm))
 
 
 def warn_of_strangers(listener: socket.socket, config: ServerConfig) -> None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from minisgl.errors import EngineDead
 from minisgl.server.async_engine import AsyncEngine
-from minisgl.server.messages import EngineStats
+from minisgl.server.engine_stats import EngineStats
 from minisgl.server.records import RequestRecord
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)

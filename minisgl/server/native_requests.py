@@ -9,10 +9,10 @@ from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_val
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.messages import Conversation
 from minisgl.server.completion_request import IdLists, Ids, Texts, is_ids
 from minisgl.server.conversation import ChatMessage
-from minisgl.server.messages import Conversation, Prompt
-from minisgl.server.requests import ApiObject, Count, Job, Least, SamplingFields, Seed, only, shown
+from minisgl.server.requests import ApiObject, Count, Job, Least, Prompt, SamplingFields, Seed, only, shown
 
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 

@@ -16,9 +16,9 @@ def add_options(
 ) -> None:
     """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
 
-    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``), help texts from the
-    ``Args:`` section. A flag that is not given leaves no attribute behind, so that `given_options` passes on what was
-    given and nothing else.
+    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``; a flag without a
+    value is true), help texts from the ``Args:`` section. A flag that is not given leaves no attribute behind, so that
+    `given_options` passes on what was given and nothing else.
 
     Args:
         parser: to add to.
@@ -29,11 +29,14 @@ def add_options(
     texts = _described(inspect.getdoc(config) or "")
     for field in fields(config):
         default = "" if field.default in (None, MISSING) else f" Default: {field.default}."
+        parse = _parser_of(types[field.name])
+        alone: dict[str, Any] = {"nargs": "?", "const": True} if parse is _truth else {}
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             *([short_forms[field.name]] if field.name in short_forms else []),
             dest=field.name,
-            type=_parser_of(types[field.name]),
+            type=parse,
+            **alone,
             default=argparse.SUPPRESS,
             metavar=field.name.upper(),
             help=(texts[field.name] + default).replace("%", "%%"),

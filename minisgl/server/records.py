@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.types import Scope
 
+from minisgl.messages import Update
 from minisgl.server.formats import Usage
-from minisgl.server.messages import Update
 
 _KEY = "minisgl.record"
 

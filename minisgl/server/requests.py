@@ -23,10 +23,13 @@ from pydantic import (
 
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.server.messages import Prompt
+from minisgl.messages import Conversation
 
 _PASSED_ON = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 """Sampling parameters that have the same name and meaning in the API, so they are checked in one place only."""
+
+Prompt = str | Sequence[int] | Conversation
+"""Text, token ids, or what is to be written in the model's chat template."""
 
 _MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0
 

@@ -11,10 +11,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import MiniSGLError
+from minisgl.messages import Update
 from minisgl.server.answer import Answer
 from minisgl.server.errors import ApiError, as_api_error, to_json
 from minisgl.server.formats import Format, Usage
-from minisgl.server.messages import Update
 
 T = TypeVar("T")
 

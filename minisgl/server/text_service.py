@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from minisgl.server.messages import Conversation
+from minisgl.messages import Conversation
 from minisgl.tokenizer import Tokenizer
 from minisgl.validation import check_token_ids
 

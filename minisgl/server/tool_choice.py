@@ -12,6 +12,8 @@ from minisgl.server.requests import ApiObject
 
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
 FunctionName = Annotated[StrictStr, StringConstraints(pattern=_NAME)]
 
 
@@ -95,11 +97,25 @@ def forced_call(tools: list[Tool]) -> dict[str, str]:
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object", "properties": {}},
+                "arguments": _moved(
+                    tool.function.parameters or _NO_PARAMETERS, f"#/anyOf/{index}/properties/arguments"
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for index, tool in enumerate(tools)
     ]
     return {"json_schema": json.dumps({"anyOf": calls})}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at ``place`` of another one: references to its own parts start there."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    if isinstance(schema.get("$ref"), str):
+        moved["$ref"] = schema["$ref"].replace("#", place, 1)
+    return moved

@@ -2,6 +2,7 @@
 
 from minisgl.tokenizer.detokenizer import IncrementalDetokenizer
 from minisgl.tokenizer.stop_strings import StopStrings
+from minisgl.tokenizer.text_stream import TextStream
 from minisgl.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "StopStrings", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "StopStrings", "TextStream", "Tokenizer"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl.errors import InvalidRequest, ModelLoadError, check_type
+from minisgl.errors import ContextExceeded, InvalidRequest, ModelLoadError, check_type
 from minisgl.models.eos import load_eos_ids
+from minisgl.tokenizer.byte_tokens import find_byte_tokens
+from minisgl.tokenizer.limits import characters_per_token
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,6 +36,11 @@ class Tokenizer:
         self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
         self.special_ids = frozenset(self._find_special_ids())
         """Control tokens, which `decode` leaves out."""
+        self.byte_tokens = {} if self._backend is None else find_byte_tokens(self._backend)
+        """Token id → byte, see `find_byte_tokens`."""
+        self.anchor: list[int] = self._require("anchor").convert_tokens_to_ids(["<0x41>"]) if self.byte_tokens else []
+        """With byte fallback, a token that has text wherever it stands: the byte of an A."""
+        self._characters_per_token = characters_per_token(self._backend)
 
     @property
     def available(self) -> bool:
@@ -49,14 +57,18 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return len(self._require("prompt"))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Token ids of ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
 
+        Args:
+            text: any.
+            limit: a text that cannot have so few tokens is refused before it is tokenized.
+
         Raises:
-            InvalidRequest: ``prompt`` is no string or no valid Unicode, or the checkpoint has no tokenizer.
+            InvalidRequest: ``prompt`` is no string, no valid Unicode or too long, or the checkpoint has no tokenizer.
         """
         check_type("prompt", text, str, "a string")
-        return self._encode("prompt", text, add_special_tokens=True)
+        return self._encode("prompt", text, True, limit)
 
     @property
     def chat_template(self) -> str | None:
@@ -69,6 +81,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's chat template.
 
@@ -80,9 +93,10 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: functions that the model may call, ``{"type": "function", "function": {...}}`` each, for the
                 template to describe.
+            limit: as in `encode`.
 
         Raises:
-            InvalidRequest: ``messages`` is malformed, the template rejects it, or the model has no template.
+            InvalidRequest: ``messages`` is malformed or too long, or the template rejects it or is not there.
         """
         backend = self._require("messages")
         conversation = _check_messages(messages)
@@ -94,7 +108,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of the checkpoint's authors and may raise anything
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
-        return self._encode("messages", text, add_special_tokens=False)
+        return self._encode("messages", text, False, limit)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``, special tokens left out; bytes that are no valid UTF-8 become U+FFFD."""
@@ -112,14 +126,24 @@ class Tokenizer:
         text: str = self._require("token_ids").decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
 
-    def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, field: str, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
         backend = self._require(field)
+        self._check_length(field, len(text), limit)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+    def _check_length(self, field: str, characters: int, limit: int | None) -> None:
+        per_token = self._characters_per_token
+        if limit is None or per_token is None or characters <= limit * per_token:
+            return
+        least = -(-characters // per_token)
+        raise ContextExceeded(
+            field, f"{characters} characters are at least {least} tokens, and {limit} fit the context; shorten it"
+        )
 
     def _require(self, field: str) -> Any:
         if self._backend is None:
@@ -133,12 +157,27 @@ class Tokenizer:
 
 
 def _load(path: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # A checkpoint that asks for no class of its own gets the general one at once: the search for others would import
+    # half of PyTorch into processes that never compute anything.
+    loader = PreTrainedTokenizerFast if _wants_general_class(path) else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return loader.from_pretrained(path, local_files_only=True)
     except Exception as error:  # depending on the file that is broken: OSError, ValueError, KeyError, a bare Exception
         raise ModelLoadError(f"cannot read the tokenizer in {path} ({error}); download the model again") from error
+
+
+def _wants_general_class(path: Path) -> bool:
+    config = path / "tokenizer_config.json"
+    if not config.is_file() or not (path / "tokenizer.json").is_file() or (path / "tekken.json").is_file():
+        return False
+    try:
+        fields = json.loads(config.read_bytes())
+    except ValueError:  # the loader says what is wrong with the file
+        return False
+    general = ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return isinstance(fields, dict) and fields.get("tokenizer_class") in general and "auto_map" not in fields
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:

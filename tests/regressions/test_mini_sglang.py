@@ -173,7 +173,7 @@ def test_mini_sglang_4_the_detokenizer_never_forgets(llm: LLM, monkeypatch: pyte
             super().__init__(tokenizer)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("minisgl.generation.IncrementalDetokenizer", Recorded)
+    monkeypatch.setattr("minisgl.tokenizer.text_stream.IncrementalDetokenizer", Recorded)
     for _ in range(20):
         list(llm.stream("the cat", GREEDY))
     llm.generate(["the dog"] * 20, SamplingParams(max_tokens=2, stop="zzz", n=2))

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from minisgl import LLM
-from tests.server.harness import RunningServer, chat_checkpoint
+from minisgl.server.config import ServerConfig
+from tests.server.harness import ProcessServer, RunningServer, ServerThread, chat_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,21 @@ def server(checkpoint: Path) -> Iterator[RunningServer]:
     """A server that all tests share, which must be idle again after each of them. Unlike the reference, it overlaps."""
     with RunningServer(checkpoint, overlap=True) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def processes(checkpoint: Path) -> Iterator[ProcessServer]:
+    """The same server with its engine in processes, two of which tokenize."""
+    options = ServerConfig(tokenizer_workers=2)
+    with ProcessServer(checkpoint, options, overlap=True, max_queued_requests=2000) as running:
+        yield running
+
+
+@pytest.fixture(params=["server", "processes"])
+def either(request: pytest.FixtureRequest) -> ServerThread:
+    """What both kinds of server must do alike."""
+    running: ServerThread = request.getfixturevalue(request.param)
+    return running
 
 
 @pytest.fixture

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import httpx
 import openai
 
 from minisgl import LLM
+from minisgl.core.config import EngineConfig
 from minisgl.scheduler import StepOutput
-from minisgl.server import AsyncEngine
+from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
+from minisgl.server.in_process import InProcessEngine
 from minisgl.server.launch import Server, bind
+from minisgl.server.process_engine import ProcessEngine
+from minisgl.server.views import views_of
 from tests.model_zoo import tiny_checkpoint
 from tests.tokenizer.tiny import TEMPLATE, byte_level, save
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}]
 PROMPT = "the cat and the dog, 12 of them"
+TINY: dict[str, Any] = {"page_size": 4, "num_pages": 64, "device": "cpu"}
+
+T = TypeVar("T")
 
 
 def chat_checkpoint(directory: Path, template: str = TEMPLATE) -> Path:
@@ -85,21 +93,19 @@ class Gate:
         return self._step()
 
 
-class RunningServer:
-    """A server in a thread. ``model`` is its model's name, ``options`` are the engine's."""
+class ServerThread:
+    """A server in a thread, over an engine that is ready. ``model`` is its model's name."""
 
-    def __init__(self, checkpoint: Path, config: ServerConfig | None = None, **options: Any) -> None:
-        self.model = str(checkpoint)
-        self.llm = LLM(self.model, **{"page_size": 4, "num_pages": 64, "device": "cpu", **options})
-        self.gate = Gate(self.llm)
-        self.engine = AsyncEngine(self.llm)
-        self.server = Server(self.engine, config)
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self.model = engine.model
+        self.engine = engine
+        self.server = Server(engine, config)
         listener = bind("127.0.0.1", 0)
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)
         self._thread = threading.Thread(target=self.server.run, args=([listener],))
 
-    def __enter__(self) -> RunningServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         wait_until(lambda: self.server.started)
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -111,15 +117,13 @@ class RunningServer:
     ) -> None:
         self.http.close()
         self.client.close()
-        self.gate.allowed = None
         self.server.should_exit = True
         self._thread.join(timeout=30)
         assert not self._thread.is_alive()
 
     def idle(self) -> bool:
-        """Whether the engine has nothing to do and has all its pages back."""
-        memory = self.llm.scheduler.memory
-        return not self.llm.scheduler.has_work and memory.available == memory.num_pages
+        """Whether nothing is left of any request."""
+        raise NotImplementedError
 
     def chat(self, **fields: Any) -> Any:
         """A chat completion, greedy unless told otherwise."""
@@ -130,3 +134,45 @@ class RunningServer:
         """A completion, greedy unless told otherwise."""
         defaults = {"model": self.model, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
         return self.client.completions.create(**{**defaults, **fields})
+
+
+class RunningServer(ServerThread):
+    """Its engine is in the same process, and a test may hold its steps back."""
+
+    def __init__(self, checkpoint: Path, config: ServerConfig | None = None, **options: Any) -> None:
+        self.llm = LLM(str(checkpoint), **{**TINY, **options})
+        self.gate = Gate(self.llm)
+        super().__init__(InProcessEngine(self.llm, views_of(self.llm)), config or ServerConfig())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.gate.allowed = None
+        super().__exit__(kind, error, where)
+
+    def idle(self) -> bool:
+        """Whether the engine has nothing to do and has all its pages back."""
+        memory = self.llm.scheduler.memory
+        return not self.llm.scheduler.has_work and memory.available == memory.num_pages
+
+
+class ProcessServer(ServerThread):
+    """Its engine is in processes of its own."""
+
+    engine: ProcessEngine
+
+    def __init__(self, checkpoint: Path, server: ServerConfig, **options: Any) -> None:
+        config = EngineConfig(model=str(checkpoint), **{**TINY, **options})
+        super().__init__(ProcessEngine(config, server), server)
+
+    def states(self) -> dict[str, int]:
+        """What each process keeps of requests."""
+        return dict(self.call(self.engine.ask()).states)
+
+    def idle(self) -> bool:
+        """Whether no process keeps anything."""
+        return not any(self.states().values())
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float = 30.0) -> T:
+        """Await ``work`` in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.engine._loop).result(timeout)

@@ -11,7 +11,7 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Request
-from tests.server.harness import MESSAGES, PROMPT, RunningServer
+from tests.server.harness import MESSAGES, PROMPT, RunningServer, ServerThread, wait_until
 
 
 def text_of(chunks: list[Any]) -> str:
@@ -24,17 +24,17 @@ def finish_reasons(chunks: list[Any]) -> list[str]:
     return [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
 
 
-def test_chat_equals_the_offline_engine_streaming_and_not(server: RunningServer, reference: LLM) -> None:
+def test_chat_equals_the_offline_engine_streaming_and_not(either: ServerThread, reference: LLM) -> None:
     expected = reference.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))
-    whole = server.chat()
-    chunks = list(server.chat(stream=True))
+    whole = either.chat()
+    chunks = list(either.chat(stream=True))
     assert whole.choices[0].message.content == text_of(chunks) == expected.text
     assert whole.choices[0].message.role == chunks[0].choices[0].delta.role == "assistant"
     assert [whole.choices[0].finish_reason] == finish_reasons(chunks) == [expected.finish_reason] == ["length"]
     assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
     assert {chunk.id for chunk in chunks} != {whole.id}
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
-    assert whole.model == server.model
+    assert whole.model == either.model
 
 
 def test_completion_equals_the_offline_engine_streaming_and_not(server: RunningServer, reference: LLM) -> None:
@@ -46,14 +46,14 @@ def test_completion_equals_the_offline_engine_streaming_and_not(server: RunningS
     assert whole.object == chunks[0].object == "text_completion"
 
 
-def test_a_prompt_may_be_text_tokens_or_a_list_of_either(server: RunningServer, reference: LLM) -> None:
+def test_a_prompt_may_be_text_tokens_or_a_list_of_either(either: ServerThread, reference: LLM) -> None:
     texts = [PROMPT, "the fox"]
     tokens = [reference.tokenizer.encode(text) for text in texts]
     greedy = SamplingParams(temperature=0, max_tokens=24)
     expected = [output.text for output in reference.generate(texts, greedy)]
-    assert server.complete(prompt=tokens[0]).choices[0].text == expected[0]
+    assert either.complete(prompt=tokens[0]).choices[0].text == expected[0]
     for prompts in (texts, tokens):
-        answer = server.complete(prompt=prompts)
+        answer = either.complete(prompt=prompts)
         assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
         assert answer.usage.prompt_tokens == sum(map(len, tokens))
 
@@ -64,47 +64,47 @@ def test_content_in_parts_is_the_text_of_the_parts(server: RunningServer) -> Non
     assert answer.choices[0].message.content == server.chat().choices[0].message.content
 
 
-def test_n_choices_are_those_of_consecutive_seeds(server: RunningServer) -> None:
+def test_n_choices_are_those_of_consecutive_seeds(either: ServerThread) -> None:
     sampled: dict[str, Any] = {"temperature": 1.5, "seed": 7}
-    singles = [server.complete(**{**sampled, "seed": seed}).choices[0].text for seed in (7, 8)]
+    singles = [either.complete(**{**sampled, "seed": seed}).choices[0].text for seed in (7, 8)]
     assert singles[0] != singles[1]
-    both = server.complete(**sampled, n=2)
+    both = either.complete(**sampled, n=2)
     assert [choice.text for choice in both.choices] == singles
     assert both.usage.completion_tokens == 48
     streamed = ["", ""]
-    for chunk in server.complete(**sampled, n=2, stream=True):
+    for chunk in either.complete(**sampled, n=2, stream=True):
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
     assert streamed == singles
-    several = server.complete(prompt=["the fox", PROMPT], **sampled, n=2)
+    several = either.complete(prompt=["the fox", PROMPT], **sampled, n=2)
     assert [choice.text for choice in several.choices][2:] == singles
 
 
-def test_a_stop_string_cuts_the_text_before_it(server: RunningServer) -> None:
-    text = server.complete().choices[0].text
+def test_a_stop_string_cuts_the_text_before_it(either: ServerThread) -> None:
+    text = either.complete().choices[0].text
     stop = text[9:12]
     for fields in ({"stop": stop}, {"stop": ["never to be seen", stop]}):
-        whole = server.complete(**fields).choices[0]
+        whole = either.complete(**fields).choices[0]
         assert (whole.text, whole.finish_reason) == (text[: text.index(stop)], "stop")
-        chunks = list(server.complete(**fields, stream=True))
+        chunks = list(either.complete(**fields, stream=True))
         assert (text_of(chunks), finish_reasons(chunks)) == (whole.text, ["stop"])
 
 
-def test_stop_tokens_minimum_and_bias(server: RunningServer, reference: LLM) -> None:
+def test_stop_tokens_minimum_and_bias(either: ServerThread, reference: LLM) -> None:
     tokens = reference.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))[0].token_ids
-    stopped = server.complete(extra_body={"stop_token_ids": [tokens[5]]})
+    stopped = either.complete(extra_body={"stop_token_ids": [tokens[5]]})
     assert stopped.usage.completion_tokens == tokens.index(tokens[5]) + 1
     assert stopped.choices[0].finish_reason == "stop"
-    longer = server.complete(extra_body={"stop_token_ids": [tokens[5]], "min_tokens": 20})
+    longer = either.complete(extra_body={"stop_token_ids": [tokens[5]], "min_tokens": 20})
     assert longer.usage.completion_tokens >= 20
     eos = reference.tokenizer.eos_ids[0]
-    biased = server.complete(logit_bias={str(eos): 100})
+    biased = either.complete(logit_bias={str(eos): 100})
     assert (biased.usage.completion_tokens, biased.choices[0].finish_reason) == (1, "stop")
-    ignored = server.complete(logit_bias={str(eos): 100}, extra_body={"ignore_eos": True})
+    ignored = either.complete(logit_bias={str(eos): 100}, extra_body={"ignore_eos": True})
     assert ignored.usage.completion_tokens == 24
 
 
-def test_other_sampling_fields_reach_the_engine(server: RunningServer, reference: LLM) -> None:
+def test_other_sampling_fields_reach_the_engine(either: ServerThread, reference: LLM) -> None:
     params: dict[str, Any] = {
         "temperature": 1.3,
         "top_p": 0.9,
@@ -114,7 +114,7 @@ def test_other_sampling_fields_reach_the_engine(server: RunningServer, reference
     }
     extra: dict[str, Any] = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
     expected = reference.generate(PROMPT, SamplingParams(**params, **extra, max_tokens=24))[0].text
-    assert server.complete(**params, extra_body=extra, user="somebody").choices[0].text == expected
+    assert either.complete(**params, extra_body=extra, user="somebody").choices[0].text == expected
 
 
 def test_the_user_reaches_the_scheduler(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +132,10 @@ def test_the_user_reaches_the_scheduler(server: RunningServer, monkeypatch: pyte
     assert users == ["somebody", "somebody else", ""]
 
 
-def test_logprobs_of_a_chat(server: RunningServer, reference: LLM) -> None:
+def test_logprobs_of_a_chat(either: ServerThread, reference: LLM) -> None:
     expected = reference.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=8, logprobs=2)).logprobs
-    whole = server.chat(max_tokens=8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    chunks = list(server.chat(max_tokens=8, logprobs=True, top_logprobs=2, stream=True))
+    whole = either.chat(max_tokens=8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    chunks = list(either.chat(max_tokens=8, logprobs=True, top_logprobs=2, stream=True))
     streamed = [entry for chunk in chunks[1:] for entry in chunk.choices[0].logprobs.content]
     assert streamed == whole
     assert [entry.logprob for entry in whole] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
@@ -144,8 +144,8 @@ def test_logprobs_of_a_chat(server: RunningServer, reference: LLM) -> None:
         assert [top.token for top in entry.top_logprobs] == [reference.tokenizer.token_text(i) for i, _ in tokens.top]
         assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
         assert entry.top_logprobs[0].logprob == entry.logprob
-    assert server.chat(max_tokens=2, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
-    assert server.chat(max_tokens=2).choices[0].logprobs is None
+    assert either.chat(max_tokens=2, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    assert either.chat(max_tokens=2).choices[0].logprobs is None
 
 
 def test_logprobs_of_a_completion(server: RunningServer) -> None:
@@ -163,20 +163,20 @@ def test_logprobs_of_a_completion(server: RunningServer) -> None:
     assert [len(top) for top in sampled_only.top_logprobs] == [1, 1]
 
 
-def test_usage_counts_cached_tokens(server: RunningServer) -> None:
+def test_usage_counts_cached_tokens(either: ServerThread) -> None:
     messages = [{"role": "user", "content": "12 of them, of the cat, of the dog, of the fox and of the lazy dog"}]
-    first, second = (server.chat(messages=messages).usage for _ in range(2))
+    first, second = (either.chat(messages=messages).usage for _ in range(2))
     assert first.completion_tokens == 24
     assert first.total_tokens == first.prompt_tokens + 24
     assert first.prompt_tokens_details.cached_tokens < 8
     whole_pages = (second.prompt_tokens - 1) // 4 * 4
     assert second.prompt_tokens_details.cached_tokens == whole_pages
-    twice = server.chat(messages=messages, n=2).usage
+    twice = either.chat(messages=messages, n=2).usage
     assert twice.prompt_tokens_details.cached_tokens == whole_pages
-    chunks = list(server.chat(messages=messages, stream=True, stream_options={"include_usage": True}))
+    chunks = list(either.chat(messages=messages, stream=True, stream_options={"include_usage": True}))
     assert (chunks[-1].choices, chunks[-1].usage) == ([], second)
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert list(server.chat(stream=True))[-1].usage is None
+    assert list(either.chat(stream=True))[-1].usage is None
 
 
 def test_default_lengths(server: RunningServer) -> None:
@@ -211,20 +211,20 @@ def test_the_stream_as_it_is_on_the_wire(server: RunningServer) -> None:
     assert events[-2:] == ["data: [DONE]", ""]
 
 
-def test_sixteen_concurrent_streams_get_what_the_offline_engine_gives(server: RunningServer, reference: LLM) -> None:
+def test_sixteen_concurrent_streams_get_what_the_offline_engine_gives(either: ServerThread, reference: LLM) -> None:
     prompts = [f"{PROMPT}, {number} of the {'dog' * (number % 3)}" for number in range(16)]
     params = [{"temperature": float(number % 4 == 0), "seed": 100 + number, "max_tokens": 40} for number in range(16)]
     expected = reference.generate(prompts, [SamplingParams(**each) for each in params])
 
     async def read(client: openai.AsyncOpenAI, prompt: str, fields: dict[str, Any]) -> list[Any]:
-        stream = await client.completions.create(model=server.model, prompt=prompt, stream=True, **fields)
+        stream = await client.completions.create(model=either.model, prompt=prompt, stream=True, **fields)
         return [chunk async for chunk in stream]
 
     async def read_all() -> list[list[Any]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{either.url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(read(client, *each) for each in zip(prompts, params, strict=True)))
 
     answers = asyncio.run(read_all())
     assert [text_of(chunks) for chunks in answers] == [output.text for output in expected]
     assert [finish_reasons(chunks) for chunks in answers] == [[output.finish_reason] for output in expected]
-    assert server.idle()
+    wait_until(either.idle)

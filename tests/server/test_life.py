@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from minisgl.core.request import TokenLogprobs
+from minisgl.messages import Update
 from minisgl.server.answer import Answer, GenerationFailed
-from minisgl.server.messages import Update
+from minisgl.server.config import ServerConfig
 from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
 
 
@@ -46,19 +49,18 @@ def test_a_client_that_leaves_frees_its_pages(
 
 
 def test_a_client_may_leave_before_the_engine_has_seen_its_request(own_server: RunningServer) -> None:
-    scheduler, inbox = own_server.llm.scheduler, own_server.engine._worker._inbox
+    answers = own_server.engine._answers
     own_server.gate.allowed = 0
     with send(own_server):
-        wait_until(lambda: len(scheduler.requests) == 1)
+        wait_until(lambda: [answer.taken for answer in answers.values()] == [True])
         with own_server.gate.lock:
             connection = send(own_server)
-            wait_until(lambda: inbox.qsize() == 1)
+            wait_until(lambda: len(answers) == 2)
             connection.close()
-            wait_until(lambda: inbox.qsize() == 2)
-        wait_until(inbox.empty)
-        own_server.gate.allowed = 1
-        wait_until(lambda: own_server.gate.allowed == 0)
-        assert len(scheduler.requests) == 1
+            wait_until(lambda: len(answers) == 1)
+        wait_until(lambda: own_server.llm._next_uid == 2)
+        wait_until(lambda: len(own_server.llm.scheduler.requests) == 1)
+        assert len(answers) == 1
 
 
 def test_a_full_queue_is_a_503_with_retry_after(own_server: RunningServer) -> None:
@@ -115,6 +117,42 @@ def test_a_server_whose_engine_dies_stops(own_server: RunningServer) -> None:
         own_server.chat()
     wait_until(lambda: not own_server.server.servers[0].is_serving())
     assert own_server.engine.died
+
+
+def test_draining_lets_running_requests_finish(own_server: RunningServer) -> None:
+    own_server.gate.allowed = 3
+    running = in_background(lambda: list(own_server.chat(stream=True, max_tokens=20)))
+    wait_until(lambda: own_server.gate.allowed == 0)
+    own_server.server.handle_exit(signal.SIGTERM, None)
+    assert own_server.http.get("/health").status_code == 503
+    with pytest.raises(openai.InternalServerError, match="takes no more requests") as caught:
+        own_server.chat()
+    assert caught.value.status_code == 503
+    own_server.gate.allowed = None
+    chunks: Any = running()
+    assert chunks[-1].choices[0].finish_reason == "length"
+    wait_until(lambda: not own_server.server.servers[0].is_serving())
+    assert own_server.server.exit_code == 0
+
+
+def test_draining_comes_to_an_end(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, ServerConfig(drain_timeout=0.0)) as server:
+        server.gate.allowed = 3
+        running = in_background(lambda: list(server.chat(stream=True)))
+        wait_until(lambda: server.gate.allowed == 0)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert "shutting down" in str(running())
+        assert server.server.exit_code == 0
+
+
+def test_a_second_signal_stops_at_once(own_server: RunningServer) -> None:
+    own_server.gate.allowed = 3
+    running = in_background(lambda: list(own_server.chat(stream=True)))
+    wait_until(lambda: own_server.gate.allowed == 0)
+    own_server.server.handle_exit(signal.SIGTERM, None)
+    own_server.server.handle_exit(signal.SIGINT, None)
+    assert isinstance(running(), Exception)
+    assert own_server.server.exit_code == 128 + signal.SIGINT
 
 
 def test_stopping_ends_what_is_running(own_server: RunningServer) -> None:

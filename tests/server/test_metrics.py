@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.messages.logs import FIELDS, JsonFormatter, TextFormatter
 from minisgl.server.config import ServerConfig
-from minisgl.server.logs import FIELDS, JsonFormatter, TextFormatter
 from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
 
 Values = dict[tuple[str, ...], float]
@@ -105,7 +105,7 @@ def test_health_with_a_token_has_a_time_limit(watched: RunningServer) -> None:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
     """The log's lines of requests, as a program reads them."""
-    formatter = JsonFormatter()
+    formatter = JsonFormatter("api")
     return [json.loads(formatter.format(record)) for record in caplog.records if record.name == "minisgl.request"]
 
 
@@ -124,8 +124,8 @@ def test_every_request_leaves_one_line_without_its_text(
     assert 0 <= streamed["first_token_seconds"] <= streamed["seconds"]  # type: ignore[operator]
     assert (refused["status"], refused["code"]) == (404, "model_not_found")
     for record in caplog.records:
-        assert "quick" not in JsonFormatter().format(record)
-        assert "quick" not in TextFormatter().format(record)
+        assert "quick" not in JsonFormatter("api").format(record)
+        assert "quick" not in TextFormatter("api").format(record)
 
 
 def test_an_error_that_nobody_foresaw_is_for_the_log_alone(
@@ -144,6 +144,6 @@ def test_an_error_that_nobody_foresaw_is_for_the_log_alone(
 def test_both_styles_of_the_log() -> None:
     record = logging.LogRecord("minisgl", logging.WARNING, "", 0, "line %d", (1,), None)
     setattr(record, FIELDS, {"id": "a b", "tokens": 3})
-    line = json.loads(JsonFormatter().format(record))
+    line = json.loads(JsonFormatter("api").format(record))
     assert (line["level"], line["message"], line["id"], line["tokens"]) == ("warning", "line 1", "a b", 3)
-    assert TextFormatter().format(record).endswith('WARNING line 1 id="a b" tokens=3')
+    assert TextFormatter("api").format(record).endswith('WARNING api line 1 id="a b" tokens=3')

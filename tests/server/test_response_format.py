@@ -44,6 +44,18 @@ def test_a_demanded_call_is_a_form(choice: Any, names: list[str]) -> None:
         assert calls[0]["properties"]["arguments"] == SCHEMA
 
 
+def test_references_inside_of_parameters_still_lead_there() -> None:
+    parameters = {"$defs": {"city": {"enum": ["Paris"]}}, "properties": {"city": {"$ref": "#/$defs/city"}}}
+    tool = {"type": "function", "function": {"name": "travel", "parameters": parameters}}
+    given = constraint(tools=[BARE, tool], tool_choice="required")
+    schema = json.loads(given["json_schema"])
+    reference = schema["anyOf"][1]["properties"]["arguments"]["properties"]["city"]["$ref"]
+    found = schema
+    for step in reference.removeprefix("#/").split("/"):
+        found = found[int(step) if isinstance(found, list) else step]
+    assert found == {"enum": ["Paris"]}
+
+
 @pytest.mark.parametrize(
     ("form", "field"),
     [

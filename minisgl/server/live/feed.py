@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from minisgl.errors import MiniSGLError
 from minisgl.server.live.state import LiveState
@@ -18,29 +18,15 @@ class LiveFeed:
     """Hands on the newest state. Belongs to one event loop.
 
     Args:
-        ask: tells the engine that a state is wanted; it comes to `put`.
+        ask: gets a state from the engine; a `MiniSGLError` that it raises goes to all who watch.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[LiveState]]) -> None:
         self._ask = ask
         self._watchers = 0
         self._asking: asyncio.Task[None] | None = None
         self._state: LiveState | None = None
         self._error: MiniSGLError | None = None
-        self._news = asyncio.Event()
-
-    def put(self, state: LiveState) -> None:
-        """Take a state from the engine."""
-        self._state = state
-        self._tell()
-
-    def end(self, error: MiniSGLError) -> None:
-        """Take the news that no more will come: raised where states are waited for."""
-        self._error = error
-        self._tell()
-
-    def _tell(self) -> None:
-        self._news.set()
         self._news = asyncio.Event()
 
     async def states(self) -> AsyncGenerator[LiveState, None]:
@@ -65,6 +51,7 @@ class LiveFeed:
     def _enter(self) -> None:
         self._watchers += 1
         if self._asking is None:
+            self._error = None
             self._asking = asyncio.create_task(self._keep_asking())
 
     def _leave(self) -> None:
@@ -74,9 +61,16 @@ class LiveFeed:
             self._asking = self._state = None
 
     async def _keep_asking(self) -> None:
-        while self._error is None:
-            news = self._news
-            self._ask()
-            await news.wait()
-            if self._state is not None:
+        try:
+            while True:
+                self._state = await self._ask()
+                self._tell()
                 await asyncio.sleep(max(PERIOD, self._state.cost / SHARE))
+        except MiniSGLError as error:
+            self._error = error
+            self._asking = self._state = None  # whoever comes next begins anew: the engine may have been restarted
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The messages of the live page: a question, and the engine's state as its answer. Plain data of bounded size.
+"""The answer to the live page's question: the engine's state. Plain data of bounded size.
 
 Times are seconds of the engine's ``time.perf_counter``, to be compared with each other alone.
 """
@@ -6,6 +6,9 @@ Times are seconds of the engine's ``time.perf_counter``, to be compared with eac
 from __future__ import annotations
 
 import msgspec
+
+LIVE = "live"
+"""What the engine is asked for."""
 
 MOST_NODES = 200
 MOST_RUNNING = 64
@@ -16,10 +19,6 @@ MOST_SLICES = 32
 HEAD = 24
 """Tokens that a node of the tree shows, and a request."""
 MOST_NODE_PAGES = 64
-
-
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """Somebody watches: answer with a `LiveState`."""
 
 
 class LiveNode(msgspec.Struct):
@@ -127,7 +126,7 @@ class LiveSlice(msgspec.Struct):
     preempted: list[int]
 
 
-class LiveState(msgspec.Struct, tag=True):
+class LiveState(msgspec.Struct):
     """The engine between two steps.
 
     Args:

@@ -9,6 +9,7 @@ import pytest
 from minisgl.errors import EngineDead
 from minisgl.server.live import feed
 from minisgl.server.live.feed import LiveFeed
+from minisgl.server.live.state import LiveState
 from tests.server.live.states import empty_state
 
 
@@ -18,11 +19,14 @@ class Engine:
     def __init__(self, cost: float = 0.0) -> None:
         self.asked = 0
         self.cost = cost
+        self.error: EngineDead | None = None
         self.feed = LiveFeed(self._ask)
 
-    def _ask(self) -> None:
+    async def _ask(self) -> LiveState:
         self.asked += 1
-        asyncio.get_running_loop().call_soon(self.feed.put, empty_state(self.asked, self.cost))
+        if self.error is not None:
+            raise self.error
+        return empty_state(self.asked, self.cost)
 
 
 @pytest.fixture(autouse=True)
@@ -108,14 +112,17 @@ def test_an_expensive_look_is_taken_less_often(monkeypatch: pytest.MonkeyPatch) 
     assert set(pauses) == {0.5 / feed.SHARE}
 
 
-def test_the_end_reaches_all_who_wait_and_all_who_come() -> None:
+def test_an_error_reaches_all_who_wait_and_whoever_comes_later_asks_again() -> None:
     async def test() -> None:
-        feed = LiveFeed(lambda: None)
-        waiting = [asyncio.ensure_future(anext(feed.states())) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        feed.end(EngineDead("gone"))
-        for each in (*waiting, anext(feed.states())):
+        engine = Engine()
+        engine.error = EngineDead("gone")
+        waiting = [asyncio.ensure_future(anext(engine.feed.states())) for _ in range(3)]
+        for each in (*waiting, anext(engine.feed.states())):
             with pytest.raises(EngineDead, match="gone"):
                 await each
+        engine.error = None
+        asked = engine.asked
+        async with aclosing(engine.feed.states()) as states:
+            assert (await anext(states)).time == asked + 1
 
     run(test())

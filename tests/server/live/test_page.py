@@ -15,6 +15,7 @@ from starlette.types import Message
 
 from minisgl.server.live.feed import LiveFeed
 from minisgl.server.live.page import LiveStream
+from minisgl.server.live.state import LiveState
 from minisgl.server.live.text import Spelled
 from minisgl.tokenizer import Tokenizer
 from tests.server.harness import RunningServer, in_background, wait_until
@@ -128,8 +129,11 @@ def test_a_model_without_a_tokenizer_shows_its_tokens() -> None:
 
 
 def test_a_client_that_reads_nothing_and_leaves_is_forgotten_at_once() -> None:
+    async def look() -> LiveState:
+        return empty_state(1)
+
     async def test() -> None:
-        feed = LiveFeed(lambda: None)
+        feed = LiveFeed(look)
         sending, leaving = asyncio.Event(), asyncio.Event()
 
         async def send(message: Message) -> None:
@@ -143,8 +147,6 @@ def test_a_client_that_reads_nothing_and_leaves_is_forgotten_at_once() -> None:
 
         stream = LiveStream(feed.states(), Spelled(Nothing()))
         answering = asyncio.ensure_future(stream({"type": "http"}, receive, send))
-        await asyncio.sleep(0.01)
-        feed.put(empty_state(1))
         await sending.wait()
         assert feed._watchers == 1
         leaving.set()

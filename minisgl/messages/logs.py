@@ -1,4 +1,4 @@
-"""The server's log: lines for people, or one JSON object a line for programs."""
+"""The log of all processes: lines for people, or one JSON object a line for programs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ FIELDS = "fields"
 """Attribute of a log record that holds a mapping of what it tells beside its message."""
 
 
-def configure_logs(style: str) -> None:
+def configure_logs(process: str, style: str) -> None:
     """Let all loggers of the process write to stderr.
 
     Args:
+        process: its name, found in every line.
         style: ``"text"`` or ``"json"``.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(process) if style == "json" else TextFormatter(process))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object a line, with the name of the process."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
+            "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, FIELDS, {}),
@@ -40,10 +46,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, and whatever else is known as ``name=value``."""
+    """Time, level, process, message, and whatever else is known as ``name=value``."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {process} %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The first line of a record."""

@@ -1,0 +1,44 @@
+"""From text to tokens: the first station of a job."""
+
+from __future__ import annotations
+
+import logging
+
+from minisgl.errors import MiniSGLError
+from minisgl.messages.failure import Failure
+from minisgl.messages.jobs import Conversation, Prompt, Submit, TokenIds, Tokenized, pack
+from minisgl.messages.replies import Rejected
+from minisgl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerStage:
+    """Tokenizes jobs, one after the other. Keeps nothing between them.
+
+    Args:
+        tokenizer: the model's.
+        limit: most tokens of a request, or None where nobody knows. Texts that cannot have so few are refused before
+            they are tokenized.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+
+    def tokenize(self, job: Submit) -> Tokenized | Rejected:
+        """The job with tokens for its texts. What is wrong with these, or with the template, ends this job alone."""
+        try:
+            prompts = [self._token_ids(prompt) for prompt in job.prompts]
+        except Exception as error:
+            if not isinstance(error, MiniSGLError):
+                logger.exception("job %d cannot be tokenized", job.job)
+            return Rejected(job.job, Failure.of(error))
+        return Tokenized(job.job, prompts, job.params, job.streaming, job.user)
+
+    def _token_ids(self, prompt: Prompt) -> bytes:
+        if isinstance(prompt, TokenIds):
+            return prompt.data
+        if isinstance(prompt, Conversation):
+            return pack(self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, limit=self._limit))
+        return pack(self._tokenizer.encode(prompt, self._limit))

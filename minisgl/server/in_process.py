@@ -1,0 +1,118 @@
+"""The engine in a thread of the API process, for notebooks and laptops: the same stations, without sockets between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+
+from minisgl.errors import EngineDead, QueueFull
+from minisgl.llm import LLM
+from minisgl.messages import Abort, Question, Rejected, Reply, Stop, Submit
+from minisgl.messages.detokenize import DetokenizerStage
+from minisgl.messages.sockets import JOBS
+from minisgl.messages.tokenize import TokenizerStage
+from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
+from minisgl.server.engine_stage import EngineStage, Views
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 0.5
+"""Seconds for which an idle engine sleeps at most."""
+STOP_TIMEOUT = 30.0
+"""Seconds that `InProcessEngine.stop` waits for the step in flight."""
+
+
+class InProcessEngine(AsyncEngine):
+    """Runs one `LLM` in a thread of its own.
+
+    Args:
+        llm: the engine. It belongs to the thread from `start` on; only ``tokenizer.token_text``, which changes nothing,
+            is called from elsewhere.
+        views: answers to questions about it.
+    """
+
+    def __init__(self, llm: LLM, views: Views | None = None) -> None:
+        super().__init__(llm.config, llm.tokenizer, llm.max_seq_len)
+        self._llm = llm
+        self._inbox: queue.SimpleQueue[Submit | Abort | Question | None] = queue.SimpleQueue()
+        self._tokenizing = TokenizerStage(llm.tokenizer, llm.max_seq_len)
+        self._engine = EngineStage(llm, views)
+        self._detokenizing = DetokenizerStage(llm.tokenizer)
+        self._thread = threading.Thread(target=self._run, name="minisgl-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End what is in flight, and the thread after the step that it is in."""
+        self._end(EngineDead(SHUTTING_DOWN))
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
+
+    def _put(self, message: Submit) -> None:
+        if self._inbox.qsize() >= JOBS:
+            raise QueueFull(f"{JOBS} requests wait for the engine to look at them; try again later")
+        self._inbox.put(message)
+
+    def _withdraw(self, job: int) -> None:
+        self._inbox.put(Abort(job))
+
+    def _ask(self, number: int, topic: str) -> None:
+        self._inbox.put(Question(number, topic))
+
+    # -- in the engine's thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._read_inbox():
+                replies, stopped = self._detokenizing.handle(self._engine.step())
+                if stopped:
+                    self._engine.take(Stop(stopped))
+                if replies:
+                    self._send(replies)
+        except BaseException as error:  # whatever it was, those who wait must hear of it
+            logger.exception("the engine's thread died")
+            self._to_loop(self._bury, error)
+
+    def _read_inbox(self) -> bool:
+        """Act on all messages, and sleep while there is nothing else to do. False when it is time to stop."""
+        while not self._inbox.empty() or not self._engine.has_work:
+            message = self._next_message()
+            if message is None:
+                return False
+            if isinstance(message, Submit):
+                tokenized = self._tokenizing.tokenize(message)
+                if isinstance(tokenized, Rejected):
+                    self._send([tokenized])
+                else:
+                    self._engine.take(tokenized)
+            else:
+                self._engine.take(message)
+        return True
+
+    def _next_message(self) -> Submit | Abort | Question | None:
+        """Sleep until there is one, and look now and then whether the engine could still act on it."""
+        while True:
+            try:
+                return self._inbox.get(timeout=PATIENCE)
+            except queue.Empty:
+                self._llm.check()
+
+    def _send(self, replies: Sequence[Reply]) -> None:
+        self._to_loop(self._deliver, replies)
+
+    def _to_loop(self, call: object, argument: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(call, argument)  # type: ignore[arg-type]
+
+    # -- in the event loop -------------------------------------------------------------------------------------
+
+    def _bury(self, error: BaseException) -> None:
+        self._end(EngineDead(f"the engine died: {type(error).__name__}: {error}"))
+        self.died = True

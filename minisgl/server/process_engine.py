@@ -1,0 +1,188 @@
+"""The engine in processes of its own, and their supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from minisgl.core.config import EngineConfig
+from minisgl.errors import EngineDead, MiniSGLError
+from minisgl.messages import Abort, Accepted, Question, Rejected, Reply, Submit
+from minisgl.messages.jobs import encode
+from minisgl.messages.processes import ChildProcess, wait_until_ready
+from minisgl.models.hub import resolve_model
+from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
+from minisgl.server.config import ServerConfig
+from minisgl.server.topology import TokenizerLink, Topology
+from minisgl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessEngine(AsyncEngine):
+    """Starts the engine's processes, and notices when one dies: its requests hear of it, whatever happens next.
+
+    Args:
+        config: of the engine.
+        server: what to do about processes that are slow to start, or die.
+
+    Raises:
+        ConfigError, ModelLoadError: the engine cannot be started like this.
+        EngineDead: a process died while it was started, or took too long.
+    """
+
+    def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
+        path = resolve_model(config.model)
+        self._server = server
+        self._launch = partial(Topology, config, server, path, _longest(config, path))
+        self._topology = self._launch()
+        try:
+            tokenizer = Tokenizer(path)
+            max_seq_len = self._topology.wait_until_ready(server.start_timeout)
+        except BaseException:
+            self._topology.disconnect()
+            self._topology.stop()
+            raise
+        super().__init__(config, tokenizer, max_seq_len)
+        self._stopping = False
+        self._restarting = False
+        self._repairs: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Listen to the processes."""
+        self._loop = asyncio.get_running_loop()
+        self._attach(self._topology)
+
+    async def stop(self) -> None:
+        """End what is in flight, and all processes."""
+        self._stopping = True
+        self._end(EngineDead(SHUTTING_DOWN))
+        await _cancel(*self._repairs)
+        await self._detach()
+
+    # -- to the processes --------------------------------------------------------------------------------------
+
+    def _put(self, message: Submit) -> None:
+        self._topology.submit(message.job, encode(message))
+
+    def _withdraw(self, job: int) -> None:
+        self._topology.to_scheduler.send(Abort(job))
+
+    def _ask(self, number: int, topic: str) -> None:
+        self._topology.to_scheduler.send(Question(number, topic))
+
+    # -- from the processes ------------------------------------------------------------------------------------
+
+    def _attach(self, topology: Topology) -> None:
+        self._reader = self._loop.create_task(self._read(topology))
+        for child in topology.children:
+            self._watch(topology, child)
+
+    async def _detach(self) -> None:
+        """Leave the processes, and end them."""
+        await _cancel(self._reader)
+        self._topology.disconnect()
+        await asyncio.to_thread(self._topology.stop)
+
+    async def _read(self, topology: Topology) -> None:
+        inbox = zmq.asyncio.Socket.from_socket(topology.inbox.socket)
+        try:
+            while True:
+                self._deliver(topology.inbox.decode(await inbox.recv()))
+        except Exception as error:  # whatever it was, those who wait must hear of it
+            logger.exception("cannot read what the processes say")
+            self._bury(EngineDead(f"the server cannot read what the engine says: {error}"))
+        finally:
+            inbox.close()
+
+    def _deliver(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            if isinstance(reply, (Accepted, Rejected)):
+                self._topology.settle(reply.job)
+        super()._deliver(replies)
+
+    # -- the supervisor ----------------------------------------------------------------------------------------
+
+    def _watch(self, topology: Topology, child: ChildProcess) -> None:
+        def on_exit(exited: Future[MiniSGLError]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has closed
+                self._loop.call_soon_threadsafe(self._on_exit, topology, child, EngineDead(str(exited.result())))
+
+        child.exited.add_done_callback(on_exit)
+
+    def _on_exit(self, topology: Topology, child: ChildProcess, error: EngineDead) -> None:
+        if self._stopping or self._restarting or self.died or topology is not self._topology:
+            return
+        logger.error("%s", error)
+        link = next((link for link in topology.tokenizers if link.child is child), None)
+        if self._server.restart and link is not None and child.ready.exception() is None:
+            self._repair(self._replace(topology, link, error))
+        else:
+            self._bury(error)
+
+    def _bury(self, error: EngineDead) -> None:
+        """The processes cannot go on: fail all requests, and start anew or give up."""
+        self._end(error)
+        if self._server.restart:
+            self._restarting = True
+            self._repair(self._restart())
+        else:
+            self.died = True
+
+    def _repair(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._repairs.add(task)
+        task.add_done_callback(self._repairs.discard)
+
+    async def _replace(self, topology: Topology, dead: TokenizerLink, error: EngineDead) -> None:
+        """Start another tokenizer. The jobs that the dead one had are lost, those beyond it go on."""
+        self._fail(sorted(dead.waiting), error)
+        child = topology.replace(dead).child
+        self._watch(topology, child)
+        try:
+            await asyncio.to_thread(wait_until_ready, [child], self._server.start_timeout)
+        except MiniSGLError as failure:
+            if topology is self._topology and not self._restarting:
+                self._bury(EngineDead(f"a tokenizer could not be restarted: {failure}"))
+
+    async def _restart(self) -> None:
+        """End what is left of the processes, and start all anew."""
+        await self._detach()
+        try:
+            self._topology = self._launch()
+            await asyncio.to_thread(self._topology.wait_until_ready, self._server.start_timeout)
+        except Exception as error:
+            logger.exception("the engine could not be restarted")
+            self.error = EngineDead(f"the engine could not be restarted: {error}")
+            self.died = True
+            return
+        self._attach(self._topology)
+        self._restarting = False
+        self._reopen()
+        logger.info("the engine has been restarted")
+
+
+def _longest(config: EngineConfig, path: Path) -> int | None:
+    """Most tokens of a request as far as the files tell: the engine is not there yet."""
+    if config.max_seq_len is not None:
+        return config.max_seq_len
+    try:
+        positions = json.loads((path / "config.json").read_bytes()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # the engine's loader says what is wrong with the file
+        return None
+    return positions if isinstance(positions, int) else None
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

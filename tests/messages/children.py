@@ -1,0 +1,41 @@
+"""``python -m tests.messages.children``: a child process that behaves as it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from minisgl.errors import ConfigError
+from minisgl.messages.child import Ready, child_process
+from minisgl.messages.options import ChildOptions
+
+
+class Behaviour(ChildOptions, frozen=True, kw_only=True):
+    """What a child is to do."""
+
+    behaviour: str
+
+
+def main() -> None:
+    print("a library says hello")
+    with child_process(Behaviour) as (options, report):
+        print("and goes on")
+        match options.behaviour:
+            case "fails":
+                raise ConfigError("page_size: must be a power of two")
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hangs":
+                time.sleep(3600)
+            case "stubborn":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        report(Ready({"answer": 42}))
+        while True:
+            time.sleep(0.1)
+            if options.behaviour == "breaks":
+                raise ZeroDivisionError("by nothing")
+
+
+if __name__ == "__main__":
+    main()
