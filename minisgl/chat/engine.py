@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 
+from minisgl.chat.interrupt import Interrupt
 from minisgl.chat.partner import Messages, NoAnswer
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.llm import LLM
@@ -25,8 +26,9 @@ class EnginePartner:
         """See `Partner.answer`."""
         prompt = self._llm.tokenizer.encode_chat(messages)
         reason = None
-        with closing(self._llm.stream(prompt, SamplingParams(max_tokens=None))) as deltas:
+        with Interrupt() as interrupt, closing(self._llm.stream(prompt, SamplingParams(max_tokens=None))) as deltas:
             for delta in deltas:
+                interrupt.look()
                 yield delta.text
                 reason = delta.finish_reason
                 if delta.error is not None:
