@@ -16,6 +16,11 @@ from minisgl.errors import ConfigError
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Where these are set, pytest explains a failed comparison to the last line, for which it needs minutes if what is
+# compared are lists of thousands of numbers: a wrong implementation would be a suite that hangs.
+for name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(name, None)
+
 # Here, because ``--hypothesis-profile=long`` is looked up before any test module is imported.
 settings.register_profile("long", max_examples=500, stateful_step_count=60)
 

@@ -102,8 +102,7 @@ def test_a_chat_in_a_terminal(server: RunningServer, terminal: Terminal) -> None
     server.gate.allowed = 2
     terminal.type("the dog\n")
     wait_until(lambda: server.gate.allowed == 0)
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.read_until("(stopped)")
+    terminal.interrupt_until("(stopped)")
     wait_until(lambda: not server.llm.scheduler.requests)
     server.gate.allowed = None
     terminal.read_until("> ")
