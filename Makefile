@@ -14,6 +14,7 @@ READY_FOR_ALL := $(VENV)/ready-for-all
 EVERYTHING := .[book,dev]
 NOTEBOOK := notebooks/00-the-life-of-a-token.ipynb
 SECONDS_PER_NOTEBOOK := 900
+WORKERS := 2
 
 .PHONY: help
 help: ## list the targets
@@ -66,8 +67,8 @@ model: $(READY) ## fetch the default model, unless it is in the cache
 	@$(BIN)/python -c "from minisgl.models.hub import resolve_model; print('default model:', resolve_model('default'))"
 
 .PHONY: unit
-unit: $(READY_FOR_ALL) model ## run the tests of the package
-	$(BIN)/pytest
+unit: $(READY_FOR_ALL) model ## run the tests of the package, in two processes; WORKERS=0 for one, as tests on a GPU need it
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: course
 course: $(READY_FOR_ALL) ## prove that starters, checks and snapshots of all chapters work; CHAPTER=6 for one

@@ -12,9 +12,11 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import pytest
 
+LEFT_OUT = "minisgl left out"
 BUDGET_FILE = "tests/skip-budget.txt"
 
 
@@ -35,7 +37,8 @@ class SkipBudget:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.skips: list[str] = []
+        self.skips: dict[str, None] = {}
+        """In order and without duplicates, which there would be of a file that two workers collect."""
         self.gpu_tests = 0
         self.without: Counter[str] = Counter()
 
@@ -55,16 +58,24 @@ class SkipBudget:
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = kept
+        if (to_the_controller := getattr(config, "workeroutput", None)) is not None:
+            to_the_controller[LEFT_OUT] = [self.gpu_tests, dict(self.without)]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Under pytest-xdist each worker leaves the same tests out, and this process, which prints, none."""
+        if (left_out := getattr(node, "workeroutput", {}).get(LEFT_OUT)) is not None:
+            self.gpu_tests, self.without = left_out[0], Counter(left_out[1])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that was skipped, or that failed as expected."""
         if report.skipped:
-            self.skips.append(f"{report.nodeid}: {getattr(report, 'wasxfail', '') or _reason(report)}")
+            self.skips[f"{report.nodeid}: {getattr(report, 'wasxfail', '') or _reason(report)}"] = None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a whole file that was skipped."""
         if report.skipped:
-            self.skips.append(f"{report.nodeid}: {_reason(report)}")
+            self.skips[f"{report.nodeid}: {_reason(report)}"] = None
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

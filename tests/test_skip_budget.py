@@ -17,11 +17,11 @@ SKIPS = """
 """
 
 
-def run(pytester: pytest.Pytester, budget: str, tests: str) -> pytest.RunResult:
+def run(pytester: pytest.Pytester, budget: str, tests: str, *options: str) -> pytest.RunResult:
     pytester.makeini("[pytest]\nmarkers =\n    gpu\n    needs")
     pytester.mkdir("tests").joinpath("skip-budget.txt").write_text(budget)
     pytester.makepyfile(tests)
-    return pytester.runpytest_inprocess("-p", "tests.skip_budget", "-p", "no:cacheprovider")
+    return pytester.runpytest_inprocess("-p", "tests.skip_budget", "-p", "no:cacheprovider", *options)
 
 
 def test_over_the_budget_fails_and_names_each_skip(pytester: pytest.Pytester) -> None:
@@ -42,6 +42,14 @@ def test_a_skipped_file_counts(pytester: pytest.Pytester) -> None:
     result = run(pytester, "0\n", "import pytest\npytest.importorskip('no_such_module')")
     assert result.ret != pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["skipped: *no_such_module*", "1 skipped; *FAILED"])
+
+
+def test_workers_count_as_one_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makepyfile(test_lazy="import pytest\npytest.importorskip('no_such_module')")
+    result = run(pytester, "0\n", f"{SKIPS}\n    @pytest.mark.gpu\n    def test_kernel(): pass", "-n2")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["3 skipped; *FAILED", "1 tests marked gpu left out *"])
 
 
 def test_a_budget_without_a_reason_is_refused(pytester: pytest.Pytester) -> None:

@@ -89,9 +89,7 @@ def test_a_broken_eviction_policy_fails(mutant: str, broken: set[str]) -> None:
     ],
 )
 def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
-    assert not {"CI", "BUILD_NUMBER"} & os.environ.keys(), (
-        "pytest would explain for minutes how lists differ"
-    )
+    assert not {"CI", "BUILD_NUMBER"} & os.environ.keys(), "pytest would explain for minutes how lists differ"
     options = ("--tb=no", "-k", "constrain or greedy_rows")
     status, verdict = grade(f"tests.contracts.mutants:{mutant}", SAMPLERS, *options)
     assert status == pytest.ExitCode.TESTS_FAILED
