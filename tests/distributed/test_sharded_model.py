@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,7 +167,7 @@ print(weights, status("VmHWM") - before)
 def test_peak_memory_of_a_rank_is_its_share_and_one_tensor(tmp_path: Path) -> None:
     """Files are mapped into memory, page by page as they are read, so one file's share counts as well.
 
-    The system may map more at a time, if it likes: what is needed is the least of several measurements."""
+    What is freed goes back to the system at once (glibc's threshold), or the peak would be one of the allocator's."""
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
     path, hf = tiny_checkpoint(tmp_path, "LlamaForCausalLM", **sizes, num_key_value_heads=8, head_dim=64)
     (path / "model.safetensors").unlink()
@@ -175,10 +176,8 @@ def test_peak_memory_of_a_rank_is_its_share_and_one_tensor(tmp_path: Path) -> No
     whole = sum(parameter.numel() * 4 for parameter in hf.parameters())
     for load_format in ("auto", "dummy"):
         command = [sys.executable, "-c", _MEASURE, str(path), "4", load_format]
-        peaks = []
-        for _ in range(3):
-            measured = subprocess.run(command, capture_output=True, text=True, check=True)
-            share, peak = map(int, measured.stdout.split())
-            assert share < 0.27 * whole
-            peaks.append(peak)
-        assert min(peaks) < share + largest + 0.2 * share, peaks
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        measured = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        share, peak = map(int, measured.stdout.split())
+        assert share < 0.27 * whole
+        assert share < peak < share + largest + 0.2 * share
