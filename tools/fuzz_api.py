@@ -1,4 +1,5 @@
-"""``python -m tools.fuzz_api``: requests made up from ``/openapi.json``, sent to a server with a tiny random model.
+"""``python -m tools.fuzz_api``: requests made up from ``/openapi.json``, sent to a server with a tiny random model, whose
+engine is in processes of its own.
 
 Schemathesis makes them, good ones and bad ones. It fails on any 5xx, on a status, a media type or a body that the
 document does not tell, and on bad requests that are taken.
@@ -13,7 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.server.harness import RunningServer, chat_checkpoint
+from minisgl.server.config import ServerConfig
+from tests.server.harness import ProcessServer, chat_checkpoint
 from tests.server.templates import QWEN
 
 OPERATIONS = 10
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with (
         tempfile.TemporaryDirectory() as directory,
-        RunningServer(chat_checkpoint(Path(directory), QWEN), max_seq_len=64, num_pages=512) as server,
+        ProcessServer(chat_checkpoint(Path(directory), QWEN), ServerConfig(), max_seq_len=64, num_pages=512) as server,
     ):
         document = Path(directory, "openapi.json")
         document.write_bytes(server.http.get("/openapi.json").content)
