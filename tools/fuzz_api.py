@@ -1,5 +1,6 @@
-"""``python -m tools.fuzz_api``: requests made up from ``/openapi.json``, sent to a server with a tiny random model, whose
-engine is in processes of its own.
+"""``python -m tools.fuzz_api``: requests made up from ``/openapi.json``, sent to a server with a tiny random model.
+
+Its engine is in processes of its own, as that of ``python -m minisgl.serve`` is.
 
 Schemathesis makes them, good ones and bad ones. It fails on any 5xx, on a status, a media type or a body that the
 document does not tell, and on bad requests that are taken.
