@@ -35,7 +35,8 @@ _MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0
 
 
 def _show_nulls(schema: dict[str, Any]) -> None:
-    """Let a model's JSON schema tell that null is taken for every field that may be left out."""
+    """Let a model's JSON schema tell that null is taken for every field that may be left out, unknown ones included."""
+    schema["additionalProperties"] = {"type": "null"}
     for name, field in schema.get("properties", {}).items():
         if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
             about = {key: field.pop(key) for key in ("title", "default") if key in field}
@@ -43,7 +44,8 @@ def _show_nulls(schema: dict[str, Any]) -> None:
 
 
 class ApiObject(BaseModel):
-    """A JSON object of the API: known fields only, and null is the same as not given."""
+    """A JSON object of the API: known fields only, and null is the same as not given, in whatever field, since clients
+    send back messages with all the fields that their own models have."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_show_nulls)
 
