@@ -2,7 +2,7 @@
 
 from minisgl.core.attention import AttentionBackend, AttentionSpec
 from minisgl.core.batch import Batch, DeviceBatch, build_batch
-from minisgl.core.communicator import ALONE, Communicator, SingleRank
+from minisgl.core.communicator import ALONE, Communicator, Place, SingleRank
 from minisgl.core.config import EngineConfig
 from minisgl.core.constraint import MaskMaker, TokenConstraint
 from minisgl.core.context import ForwardContext, forward_context, get_forward_context
@@ -22,6 +22,7 @@ __all__ = [
     "FinishReason",
     "ForwardContext",
     "MaskMaker",
+    "Place",
     "Registry",
     "Request",
     "RequestState",

@@ -7,14 +7,18 @@ from typing import Protocol
 import torch
 
 
-class Communicator(Protocol):
-    """Joins the ranks that compute one model together. All of them call the same methods in the same order, with
-    tensors of the same shape and dtype, and each gets the same bits back."""
+class Place(Protocol):
+    """The place of a rank among those that compute one model together: enough to know what it holds."""
 
     rank: int
     """Which one this is, from 0."""
     size: int
     """How many there are."""
+
+
+class Communicator(Place, Protocol):
+    """Joins the ranks. All of them call the same methods in the same order, with tensors of the same shape and dtype,
+    and each gets the same bits back."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's ``x``, same shape and dtype. It may be ``x`` itself, written over."""

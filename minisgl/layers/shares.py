@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl.core import Communicator
+from minisgl.core import Place
 from minisgl.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def whole(size: int) -> Share:
     return Share(0, size, size)
 
 
-def divide(name: str, size: int, ranks: Communicator) -> Share:
+def divide(name: str, size: int, ranks: Place) -> Share:
     """An equal share for every rank.
 
     Args:
@@ -59,7 +59,7 @@ def divide(name: str, size: int, ranks: Communicator) -> Share:
     return Share(ranks.rank * each, (ranks.rank + 1) * each, size)
 
 
-def divide_kv_heads(num_kv_heads: int, ranks: Communicator) -> Share:
+def divide_kv_heads(num_kv_heads: int, ranks: Place) -> Share:
     """An equal share of the KV heads. Where there are fewer heads than ranks, neighbouring ranks hold the same one,
     which is the one that their query heads share.
 
@@ -72,7 +72,7 @@ def divide_kv_heads(num_kv_heads: int, ranks: Communicator) -> Share:
     return Share(head, head + 1, num_kv_heads)
 
 
-def divide_vocabulary(vocab_size: int, ranks: Communicator) -> Share:
+def divide_vocabulary(vocab_size: int, ranks: Place) -> Share:
     """An equal share of the vocabulary, padded at its end to a multiple of the ranks."""
     each = -(-vocab_size // ranks.size)
     return Share(ranks.rank * each, (ranks.rank + 1) * each, vocab_size)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from minisgl.core import Place
 from minisgl.errors import ConfigError
+from minisgl.layers import Share, divide, divide_kv_heads, divide_vocabulary
 from minisgl.models import ModelConfig
 from minisgl.viz.svg import counted
 from minisgl.viz.units import byte_size
 from minisgl.viz.weight_slices import Range, SlicedMatrix
+
+
+@dataclass
+class _Rank:
+    """A `Place` among ranks that are not there."""
+
+    rank: int
+    size: int
 
 
 def decoder_slices(config: ModelConfig, ranks: int, layer: int = 0) -> list[SlicedMatrix]:
@@ -32,8 +43,7 @@ def decoder_slices(config: ModelConfig, ranks: int, layer: int = 0) -> list[Slic
 
 def _ends(config: ModelConfig, ranks: int, first: bool) -> Iterator[SlicedMatrix]:
     """The two tables that are as long as the vocabulary, padded at the end to a multiple of the ranks."""
-    each = -(-config.vocab_size // ranks)
-    ranges = tuple((rank * each, (rank + 1) * each) for rank in range(ranks))
+    ranges = _ranges(ranks, lambda rank: divide_vocabulary(config.vocab_size, rank))
     shape, itemsize = (config.vocab_size, config.hidden_size), config.dtype.itemsize
     if first:
         joined = _all_reduce(config)
@@ -49,7 +59,9 @@ def _ends(config: ModelConfig, ranks: int, first: bool) -> Iterator[SlicedMatrix
 def _attention(config: ModelConfig, ranks: int) -> Iterator[SlicedMatrix]:
     group = f"one of {counted(config.num_layers, 'layer')}: attention"
     heads = _equal("num_attention_heads", config.num_heads, ranks, config.head_dim)
-    kv_heads, how = _kv_heads(config, ranks)
+    kv_heads = _ranges(ranks, lambda rank: divide_kv_heads(config.num_kv_heads, rank).of_width(config.head_dim))
+    copies = max(ranks // config.num_kv_heads, 1)
+    how = "column-parallel" if copies == 1 else f"each head on {copies} ranks"
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, itemsize = config.hidden_size, config.dtype.itemsize
     yield SlicedMatrix(group, "q_proj", "column-parallel", (q, hidden), 0, heads, itemsize)
@@ -80,21 +92,13 @@ def _mlp(config: ModelConfig, ranks: int, layer: int) -> Iterator[SlicedMatrix]:
 
 def _equal(name: str, size: int, ranks: int, width: int = 1) -> tuple[Range, ...]:
     """An equal share of ``size`` elements for every rank, each ``width`` rows wide."""
-    if size % ranks:
-        raise ConfigError(
-            f"decoder_slices: {ranks} ranks cannot share {name} of {size} equally; choose a divisor of it"
-        )
-    each = size // ranks * width
-    return tuple((rank * each, (rank + 1) * each) for rank in range(ranks))
+    return _ranges(ranks, lambda rank: divide(name, size, rank).of_width(width))
 
 
-def _kv_heads(config: ModelConfig, ranks: int) -> tuple[tuple[Range, ...], str]:
-    """Rows of the KV heads of each rank, and how they are divided: of fewer heads than ranks, neighbours hold one."""
-    count, width = config.num_kv_heads, config.head_dim
-    if ranks <= count or ranks % count:
-        return _equal("num_key_value_heads", count, ranks, width), "column-parallel"
-    heads = (rank * count // ranks for rank in range(ranks))
-    return tuple((head * width, (head + 1) * width) for head in heads), f"each head on {ranks // count} ranks"
+def _ranges(ranks: int, share_of: Callable[[Place], Share]) -> tuple[Range, ...]:
+    """Where the share of each rank begins and ends."""
+    shares = [share_of(_Rank(rank, ranks)) for rank in range(ranks)]
+    return tuple((share.start, share.stop) for share in shares)
 
 
 def _all_reduce(config: ModelConfig) -> str:

@@ -90,42 +90,48 @@ class Measured:
         return {"text/markdown": text, "text/plain": text}, {"minisgl.measured": mark}
 
 
-def measured(name: str, run: Callable[[], Report]) -> Measured:
-    """Measure on this machine's GPU; where there is none, take the result that is kept in ``benchmarks/results``.
+def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
+    """Measure on this machine's GPUs; where there are too few, take the result that is kept in ``benchmarks/results``.
 
     Args:
         name: of the kept result, without ``.json``.
         run: measures.
+        gpus: CUDA devices that it takes.
 
     Raises:
-        ConfigError: there is neither a CUDA device nor a kept result.
+        ConfigError: there are neither so many CUDA devices nor a kept result.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.device_count() >= gpus:
         origin = f"Measured just now, on this machine's {torch.cuda.get_device_name()}."
         tables = [MeasuredTable(each.title, each.columns, each.rows) for each in run().tables]
         return Measured(name, origin, True, tables)
-    return _kept(name)
+    return _kept(name, gpus)
 
 
-def _kept(name: str) -> Measured:
+def _kept(name: str, gpus: int) -> Measured:
     path = RESULTS / f"{name}.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"measured: there is no CUDA device here, and no benchmarks/results/{name}.json beside the package to show "
-            "instead. Run from a checkout (`pip install -e .`), or measure on a machine with a GPU"
+            f"measured: {_too_few(gpus)} here, and no benchmarks/results/{name}.json beside the package to show "
+            "instead. Run from a checkout (`pip install -e .`), or measure on a machine with as many GPUs"
         ) from error
     tables = [MeasuredTable(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
-    return Measured(name, _origin(record), False, tables)
+    return Measured(name, _origin(record, gpus), False, tables)
 
 
-def _origin(record: dict[str, Any]) -> str:
-    hardware = record["hardware"]
+def _too_few(gpus: int) -> str:
+    return "no CUDA device" if gpus == 1 else f"fewer than {gpus} CUDA devices"
+
+
+def _origin(record: dict[str, Any], gpus: int) -> str:
+    hardware, few = record["hardware"], _too_few(gpus)
     commit = (record.get("commit") or "unknown")[:7] + " and changes" * bool(record.get("modified"))
     return (
-        f"No CUDA device here: `{record['command']}` measured this on one {hardware.get('gpu') or hardware['cpu']} "
-        f"on {record['date'][:10]}, at commit {commit}."
+        f"{few[0].upper()}{few[1:]} here: `{record['command']}` measured this on "
+        f"{'one' if gpus == 1 else gpus} {hardware.get('gpu') or hardware['cpu']} on {record['date'][:10]}, at commit "
+        f"{commit}."
     )
 
 

@@ -45,6 +45,36 @@ def send_far_too_much(plane: ControlPlane, timeout: float) -> None:
         plane.send(bytes(10_000), timeout)
 
 
+def all_arrive(plane: ControlPlane, receivers: list[StepReceiver], messages: list[bytes], pause: float = 0.0) -> bool:
+    """Send while all ranks read, and now and then pause, each longer than the one before. Nobody waits for messages
+    that could not be sent."""
+    failed = threading.Event()
+
+    def receive(receiver: StepReceiver) -> bytes | None:
+        message, tries = None, 100
+        while message is None and tries > 0 and not failed.is_set():
+            message, tries = receiver.receive(0.2), tries - 1
+        return message
+
+    def read(place: int) -> bool:
+        for number, message in enumerate(messages):
+            if number % 500 == 0:
+                time.sleep(pause * place)
+            if receive(receivers[place]) != message:
+                return False
+        return True
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        reading = [pool.submit(read, place) for place in range(RANKS)]
+        try:
+            for message in messages:
+                plane.send(message, 20.0)
+        except BaseException:
+            failed.set()
+            raise
+        return all(future.result(60) for future in reading)
+
+
 @pytest.fixture
 def ends(make_plane: PlaneFactory) -> Iterator[tuple[ControlPlane, list[StepReceiver]]]:
     plane = make_plane(RANKS, never)
@@ -71,14 +101,7 @@ def test_a_message_of_any_size_arrives_whole(ends: tuple[ControlPlane, list[Step
     rng = np.random.default_rng(0)
     messages = [rng.bytes(size) for size in (1, 4096, 300_000, 1 << 20, 5_000_001)]
 
-    def read(receiver: StepReceiver) -> list[bytes | None]:
-        return [receiver.receive(20.0) for _ in messages]
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        reading = [pool.submit(read, receiver) for receiver in receivers]
-        for message in messages:
-            plane.send(message, 20.0)
-        assert all(future.result(30) == messages for future in reading)
+    assert all_arrive(plane, receivers, messages)
 
 
 def test_many_messages_while_ranks_read_at_their_own_pace(ends: tuple[ControlPlane, list[StepReceiver]]) -> None:
@@ -86,19 +109,7 @@ def test_many_messages_while_ranks_read_at_their_own_pace(ends: tuple[ControlPla
     plane, receivers = ends
     messages = [np.full(2000, number, dtype=np.int32).tobytes() for number in range(3000)]
 
-    def read(place: int) -> bool:
-        for number, message in enumerate(messages):
-            if number % 500 == 0:
-                time.sleep(0.02 * place)
-            if receivers[place].receive(20.0) != message:
-                return False
-        return True
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        reading = [pool.submit(read, place) for place in range(RANKS)]
-        for message in messages:
-            plane.send(message, 20.0)
-        assert all(future.result(60) for future in reading)
+    assert all_arrive(plane, receivers, messages, pause=0.02)
 
 
 def test_a_rank_that_stops_reading_is_noticed(ends: tuple[ControlPlane, list[StepReceiver]]) -> None:

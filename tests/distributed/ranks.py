@@ -20,14 +20,19 @@ MakeCommunicator = Callable[[dist.ProcessGroup, torch.device], Communicator]
 
 
 def on_ranks(size: int, job: Callable[[Communicator], T], make: MakeCommunicator = TorchCommunicator) -> list[T]:
-    """What ``job`` returns on each of ``size`` ranks, in their order. An error of any is raised."""
+    """What ``job`` returns on each of ``size`` ranks, in their order. An error of any is raised.
+
+    No group goes before all ranks are done: it would cut off a rank that is still connecting.
+    """
     store = dist.HashStore()
 
-    def run(rank: int) -> T:
-        return job(make(process_group(store, rank, size), CPU))
+    def run(rank: int) -> tuple[T, dist.ProcessGroup]:
+        group = process_group(store, rank, size)
+        return job(make(group, CPU)), group
 
     with ThreadPoolExecutor(size) as pool:
-        return [future.result(60) for future in [pool.submit(run, rank) for rank in range(size)]]
+        ranks = [pool.submit(run, rank) for rank in range(size)]
+        return [rank.result(60)[0] for rank in ranks]
 
 
 def process_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:

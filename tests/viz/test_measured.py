@@ -76,6 +76,7 @@ def test_what_the_record_does_not_know_is_not_hidden(
 
 def test_with_a_gpu_it_is_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     shown = measured("toy", lambda: Report("toy", {}, TABLES, []))
     assert shown.live
@@ -84,11 +85,25 @@ def test_with_a_gpu_it_is_run(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+def test_too_few_gpus_are_none(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    shown = measured("toy", never, gpus=4)
+    assert not shown.live
+    assert shown.origin == (
+        "Fewer than 4 CUDA devices here: `python -m minisgl.bench toy` measured this on 4 NVIDIA H200 on 2026-11-21, "
+        "at commit 0123456."
+    )
+    assert measured("toy", lambda: Report("toy", {}, TABLES, []), gpus=2).live
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_rows_are_the_same_from_a_run_and_from_a_file(
     record: dict[str, Any], monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: live)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(live))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
     shown = measured("toy", lambda: Report("toy", {}, TABLES, []))
     assert shown.rows("kernel") == [
@@ -107,7 +122,7 @@ def test_a_title_that_is_not_there_or_not_clear(record: dict[str, Any]) -> None:
 
 
 def test_without_a_result_the_error_says_what_to_do(results: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no benchmarks/results/toy\.json .* Run from a checkout .* with a GPU"):
+    with pytest.raises(ConfigError, match=r"no benchmarks/results/toy\.json .* Run from a checkout .* as many GPUs"):
         measured("toy", never)
 
 
