@@ -63,7 +63,7 @@ class ChildProcess:
     def _watch(self) -> None:
         """Wait for reports and then for the end, blocked in the kernel: news comes at once, and costs nothing."""
         failed = self._read_reports()
-        error = self._explain(self._process.wait(), failed)
+        error = explain(self.name, self._process.wait(), failed)
         if not self.ready.done():
             self.ready.set_exception(failed.failure.error() if failed else error)
         self.exited.set_result(error)
@@ -84,12 +84,20 @@ class ChildProcess:
                 failed = report
         return failed
 
-    def _explain(self, code: int, failed: Failed | None) -> EngineDead:
-        if failed is not None:
-            return EngineDead(f"the {self.name} process died: {failed.failure.message}")
-        if code < 0:
-            return EngineDead(f"the {self.name} process was killed by {signal.Signals(-code).name}")
-        return EngineDead(f"the {self.name} process ended with exit code {code}")
+
+def explain(name: str, code: int, failed: Failed | None) -> EngineDead:
+    """What is known of why a child has ended.
+
+    Args:
+        name: of the process.
+        code: its exit code; minus the number of the signal that has killed it.
+        failed: its last words, if it had any.
+    """
+    if failed is not None:
+        return EngineDead(f"the {name} process died: {failed.failure.message}")
+    if code < 0:
+        return EngineDead(f"the {name} process was killed by {signal.Signals(-code).name}")
+    return EngineDead(f"the {name} process ended with exit code {code}")
 
 
 def wait_until_ready(children: Sequence[ChildProcess], timeout: float) -> None:

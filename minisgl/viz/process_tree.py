@@ -131,7 +131,6 @@ class _Drawing:
     def __init__(self, title: str) -> None:
         self.canvas, self.y = Canvas(), _TOP
         self.canvas.text(_MARGIN, 26, title, "text strong", "start")
-        self.canvas.text(_MARGIN, 46, _LEGEND, "muted small", "start")
         self.says = [f"{title}."]
 
     def processes(self, processes: Sequence[ProcessState], depths: dict[str, int]) -> dict[str, float]:
@@ -163,6 +162,7 @@ class _Drawing:
 
     def wires(self, tops: dict[str, float], queues: Sequence[QueueState]) -> None:
         """A line for each queue, in its own column; those that meet at a process are spread over its height."""
+        self.canvas.text(_MARGIN, 46, _LEGEND, "muted small", "start")
         ends: dict[str, list[tuple[int, str]]] = {name: [] for name in tops}
         for index, queue in enumerate(queues):
             ends[queue.source].append((index, "out"))

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from minisgl.errors import ConfigError, EngineDead
-from minisgl.messages import processes
-from minisgl.messages.processes import ChildProcess, end, wait_until_ready
+from minisgl.messages import Failure, processes
+from minisgl.messages.child import Failed
+from minisgl.messages.processes import ChildProcess, end, explain, wait_until_ready
 from tests.messages.children import Behaviour
 
 BEHAVIOURS = ["works", "fails", "dies", "hangs", "stubborn", "breaks"]
@@ -35,6 +36,22 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Chi
     for child in started.values():
         child.kill()
         child.exited.result(LONG)
+
+
+@pytest.mark.parametrize(
+    ("code", "failed", "says"),
+    [
+        (-signal.SIGKILL, None, "the scheduler process was killed by SIGKILL"),
+        (0, None, "the scheduler process ended with exit code 0"),
+        (137, None, "the scheduler process ended with exit code 137"),
+        (1, Failed(Failure("ConfigError", "page_size: no")), "the scheduler process died: page_size: no"),
+        (-signal.SIGTERM, Failed(Failure("QueueFull", "full")), "the scheduler process died: full"),
+    ],
+)
+def test_how_a_child_has_ended(code: int, failed: Failed | None, says: str) -> None:
+    error = explain("scheduler", code, failed)
+    assert isinstance(error, EngineDead)
+    assert str(error) == says
 
 
 def test_a_child_reports_that_it_is_ready(children: dict[str, ChildProcess]) -> None:

@@ -33,6 +33,7 @@ def test_each_process_has_its_pid_its_wait_and_its_parent() -> None:
     assert "Processes: 3 alive, 1 dead" in found
     assert {"API", "pid 100", "waits for a request", "rank 1", "pid 102", "dead: killed by SIGKILL"} <= set(found)
     assert "waits for tokens" not in found
+    assert not any(text.startswith("number: queue") for text in found), "there is no number to explain"
     lefts = [x for x, _ in process_boxes(picture)]
     assert lefts[0] < lefts[1] == lefts[3] < lefts[2], "children are indented"
     assert "rank 1, pid 102, started by scheduler: waits for a step." in picture.text
