@@ -1,7 +1,7 @@
 """Keeps README.md true: its speeds are rendered from benchmarks/results, and each of its features names a test.
 
-``python -m tools.readme`` rewrites the speeds; with ``--check`` it fails if they differ from the results. Both fail if a
-feature names no test, or one that is not there.
+``python -m tools.readme`` rewrites the speeds; with ``--check`` it fails if they differ from the results. Either fails
+if a feature names no test, or one that is not there.
 """
 
 from __future__ import annotations
