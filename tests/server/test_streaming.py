@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ def response_in_pieces(data: bytes, cuts: list[int]) -> httpx.Response:
     ends = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
 
     def pieces() -> Iterator[bytes]:
-        yield from (data[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True))
+        yield from (data[start:end] for start, end in pairwise(ends))
 
     return httpx.Response(200, content=pieces())
 
