@@ -35,14 +35,15 @@ def chapter_problems(root: Path) -> list[str]:
         if name and not name.startswith(f"{number:02}-")
     ]
     for path in sorted((root / "chapters").glob("*.md")):
-        found = _missing(path.read_text(encoding="utf-8"), root)
+        found = missing(path.read_text(encoding="utf-8"), root)
         problems += [f"chapters/{path.name}: {problem}" for problem in found]
         if path.name != "SUMMARY.md" and f"({path.name})" not in summary:
             problems.append(f"chapters/{path.name}: not in SUMMARY.md, so not in the book")
     return problems
 
 
-def _missing(text: str, root: Path) -> Iterator[str]:
+def missing(text: str, root: Path) -> Iterator[str]:
+    """What a chapter's ``text`` names and the repository at ``root`` does not have."""
     prose = _FENCE.sub("", text)
     for target in _LINK.findall(prose):
         if not (root / "chapters" / unquote(target)).exists():

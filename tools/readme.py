@@ -1,6 +1,7 @@
-"""Renders the table of README.md from the results in benchmarks/results, so that it cannot say anything else.
+"""Keeps README.md true: its speeds are rendered from benchmarks/results, and each of its features names a test.
 
-``python -m tools.readme`` rewrites it; with ``--check`` it fails if the table differs from the results.
+``python -m tools.readme`` rewrites the speeds; with ``--check`` it fails if they differ from the results. Either fails
+if a feature names no test, or one that is not there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools.links import missing
+
 ROOT = Path(__file__).parent.parent
 _SECTION = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
+_FEATURES = re.compile(r"<!-- features:begin -->\n[^\n]*\n[^\n]*\n(?P<rows>.*?)<!-- features:end -->", re.DOTALL)
+_TEST = re.compile(r"`tests/[\w/.]+::\w+`")
 
 
 def render(root: Path) -> str:
@@ -49,17 +54,35 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
+def feature_problems(text: str, root: Path) -> list[str]:
+    """Which rows of the table of features are not proved, in sentences.
+
+    Args:
+        text: of the README.
+        root: of the repository, which has the tests.
+    """
+    table = _FEATURES.search(text)
+    if table is None:
+        return ["there is no table of features"]
+    rows = table["rows"].splitlines()
+    unproved = [row.split("|")[1].strip() for row in rows if not _TEST.search(row.rstrip(" |").rpartition("|")[2])]
+    return [f"the feature {name!r} names no test" for name in unproved] + [*missing(table["rows"], root)]
+
+
 def main(arguments: list[str]) -> int:
     """Rewrite or check the README; returns the exit status."""
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
+    problems = feature_problems(text, ROOT)
+    for problem in problems:
+        print(f"README.md: {problem}", file=sys.stderr)
     updated = _SECTION.sub(lambda match: match[1] + render(ROOT) + match[2], text)
     if "--check" in arguments:
         if updated != text:
             print("README.md differs from benchmarks/results: run python -m tools.readme", file=sys.stderr)
-        return int(updated != text)
+        return int(updated != text or bool(problems))
     path.write_text(updated, encoding="utf-8")
-    return 0
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     app.include_router(native_routes(engine, generator, texts))
     app.include_router(watching_routes(engine, metrics, config.health_timeout))
     describe(app, engine.model, with_key=config.api_key is not None)
-    add_live_page(app, engine)
+    if config.live_page:
+        add_live_page(app, engine)
     _add_layers(app, config, metrics)
     return app
 

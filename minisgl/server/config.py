@@ -21,6 +21,8 @@ class ServerConfig:
             by commas; ``*`` is all of them.
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
         health_timeout: seconds that ``/health/generate`` waits for its token.
+        live_page: serve ``/ui``, which shows whoever may use the server what all others are asking it. ``false`` where
+            that is nobody's business.
         tool_parser: how the model writes calls of tools: ``"qwen"``, ``"llama3"``, or ``"none"`` where it cannot;
             ``"auto"`` tells by the model's chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
@@ -41,6 +43,7 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = ()
     max_body_size: int = 8 * 2**20
     health_timeout: float = 10.0
+    live_page: bool = True
     tool_parser: str = "auto"
     log_format: str = "text"
     trace: str | None = None

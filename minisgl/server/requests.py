@@ -52,7 +52,9 @@ class ApiObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
 
 
 def as_list(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig
-from minisgl.server.guards import is_open
+from minisgl.server.guards import KeyGuard, is_open
 from minisgl.server.launch import bind, warn_of_strangers
 from tests.server.harness import MESSAGES, RunningServer
 
@@ -37,6 +39,29 @@ def test_who_does_not_know_the_key_stays_out(guarded: RunningServer, header: str
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         assert KEY not in reply.text
     assert guarded.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "knows"),
+    [(f"Bearer {KEY}".encode(), True), (b"", False), (b"Bearer", False), (b"Bearer a-secret-ke\xff", False)],
+)
+def test_the_key_is_compared_in_a_time_that_tells_nothing(
+    header: bytes, knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    genuine = hmac.compare_digest
+
+    def noting(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return genuine(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", noting)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    assert KeyGuard(app, KEY)._knows_key({"headers": [(b"authorization", header)]}) is knows
+    assert [set(pair) for pair in compared] == [{header, f"Bearer {KEY}".encode()}]
 
 
 def test_who_knows_the_key_comes_in(guarded: RunningServer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from minisgl.server.config import ServerConfig
 from minisgl.server.live.feed import LiveFeed
 from minisgl.server.live.page import LiveStream
 from minisgl.server.live.state import LiveState
@@ -53,6 +54,23 @@ def test_files_are_served_as_they_are_and_may_load_nothing_from_elsewhere(server
 @pytest.mark.parametrize("path", ["/ui/nothing.js", "/ui/../app.py", "/ui/%2e%2e/app.py", "/ui/index.html/x"])
 def test_nothing_else_is_served(server: RunningServer, path: str) -> None:
     assert server.http.get(path).status_code == 404
+
+
+def test_a_server_without_the_page_has_nothing_of_it(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, ServerConfig(live_page=False)) as server:
+        for path in ("/ui", "/ui/main.js", "/ui/events"):
+            assert server.http.get(path).status_code == 404
+        assert server.chat(max_tokens=1).choices
+
+
+def test_what_others_ask_is_shown_to_who_knows_the_key(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, ServerConfig(api_key="a-secret-key")) as server:
+        assert server.http.get("/ui").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer another"}):
+            reply = server.http.get("/ui/events", headers=headers)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        server.http.headers["Authorization"] = "Bearer a-secret-key"
+        assert next(states(server))["num_pages"] == 64
 
 
 @pytest.mark.parametrize("name", ["index.html", *NAMES])

@@ -1,0 +1,35 @@
+"""The tables of the README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.readme import feature_problems
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests/tools/test_readme.py"
+TABLE = "<!-- features:begin -->\n| | minisgl | proved by |\n|---|---|---|\n{}<!-- features:end -->\n"
+
+
+def test_every_feature_of_this_readme_is_proved() -> None:
+    assert feature_problems((ROOT / "README.md").read_text(encoding="utf-8"), ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (f"| speed | yes | `{HERE}::test_of_speed` |\n", f"{HERE} has no test_of_speed"),
+        ("| speed | yes | `tests/test_nowhere.py::test_of_speed` |\n", "there is no tests/test_nowhere.py"),
+        (f"| speed | `{HERE}::test_a_feature_without_a_proof_is_told` | – |\n", "the feature 'speed' names no test"),
+    ],
+)
+def test_a_feature_without_a_proof_is_told(row: str, problem: str) -> None:
+    good = f"| truth | yes | `{HERE}::test_a_feature_without_a_proof_is_told` |\n"
+    assert feature_problems(TABLE.format(good), ROOT) == []
+    assert feature_problems(TABLE.format(good + row), ROOT) == [problem]
+
+
+def test_the_table_must_be_there() -> None:
+    assert feature_problems("# minisgl", ROOT) == ["there is no table of features"]
