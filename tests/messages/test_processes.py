@@ -48,6 +48,14 @@ def test_a_child_that_cannot_start_says_why(children: dict[str, ChildProcess]) -
     assert "the fails process died: page_size" in str(children["fails"].exited.result(LONG))
 
 
+def test_of_a_child_that_has_ended_no_file_stays_open(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    child = start("fails", str(tmp_path))
+    assert psutil.Process().num_fds() > before
+    child.exited.result(LONG)
+    assert psutil.Process().num_fds() == before
+
+
 def test_a_child_that_is_killed_is_named_with_its_signal(children: dict[str, ChildProcess]) -> None:
     with pytest.raises(EngineDead, match="the dies process was killed by SIGKILL"):
         wait_until_ready([children["hangs"], children["dies"]], LONG)
