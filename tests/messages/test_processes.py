@@ -37,6 +37,14 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Chi
         child.exited.result(LONG)
 
 
+def test_of_a_child_that_has_ended_no_file_stays_open(tmp_path: Path) -> None:  # before the others open and close theirs
+    before = psutil.Process().num_fds()
+    child = start("fails", str(tmp_path))
+    assert psutil.Process().num_fds() > before
+    child.exited.result(LONG)
+    assert psutil.Process().num_fds() == before
+
+
 def test_a_child_reports_that_it_is_ready(children: dict[str, ChildProcess]) -> None:
     assert children["works"].ready.result(LONG).info == {"answer": 42}
     assert not children["works"].exited.done()
@@ -46,14 +54,6 @@ def test_a_child_that_cannot_start_says_why(children: dict[str, ChildProcess]) -
     with pytest.raises(ConfigError, match="page_size: must be a power of two"):
         wait_until_ready([children["works"], children["fails"]], LONG)
     assert "the fails process died: page_size" in str(children["fails"].exited.result(LONG))
-
-
-def test_of_a_child_that_has_ended_no_file_stays_open(tmp_path: Path) -> None:
-    before = psutil.Process().num_fds()
-    child = start("fails", str(tmp_path))
-    assert psutil.Process().num_fds() > before
-    child.exited.result(LONG)
-    assert psutil.Process().num_fds() == before
 
 
 def test_a_child_that_is_killed_is_named_with_its_signal(children: dict[str, ChildProcess]) -> None:
