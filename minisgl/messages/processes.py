@@ -64,9 +64,17 @@ class ChildProcess:
         """Wait for reports and then for the end, blocked in the kernel: news comes at once, and costs nothing."""
         failed = self._read_reports()
         error = explain(self.name, self._process.wait(), failed)
+        self._close_pipes()
         if not self.ready.done():
             self.ready.set_exception(failed.failure.error() if failed else error)
         self.exited.set_result(error)
+
+    def _close_pipes(self) -> None:
+        """A server that starts lost processes anew must not keep two files of each."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # the child died before it had read its options
+                pipe.close()
 
     def _read_reports(self) -> Failed | None:
         """All reports until the child closes its end; returns its last words, if they were no good ones."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -15,6 +16,8 @@ from minisgl.errors import ContextExceeded, EngineDead, InvalidRequest, MiniSGLE
 from minisgl.server.unsupported import INSTEAD
 
 logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
 
 RETRY_AFTER = 1
 """Seconds after which a client whose request found the queue full may try again."""
@@ -84,7 +87,10 @@ def as_api_error(error: Exception) -> ApiError:
 
 def to_json(value: object) -> bytes:
     """Compact JSON in UTF-8. Half a surrogate pair, which only a model's name on a path can hold, becomes ``?``."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def _malformed(error: RequestValidationError) -> ApiError:

@@ -38,6 +38,14 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Chi
         child.exited.result(LONG)
 
 
+def test_of_a_child_that_has_ended_no_file_stays_open(tmp_path: Path) -> None:  # before the others open theirs
+    before = psutil.Process().num_fds()
+    child = start("fails", str(tmp_path))
+    assert psutil.Process().num_fds() > before
+    child.exited.result(LONG)
+    assert psutil.Process().num_fds() == before
+
+
 @pytest.mark.parametrize(
     ("code", "failed", "says"),
     [

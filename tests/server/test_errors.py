@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from minisgl.server.errors import to_json
 from tests.server.harness import MESSAGES, RunningServer
 
 
@@ -124,3 +125,10 @@ def test_unknown_models_routes_and_methods(server: RunningServer) -> None:
         reply = server.http.request(method, path)
         assert reply.status_code == status
         assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_json_is_compact_utf8_whatever_the_text() -> None:
+    value = {"model": 'é\u2028"', "choices": [{"logprob": -9999.0, "text": None}]}
+    assert json.loads(to_json(value)) == value
+    assert b" " not in to_json(value)
+    assert to_json({"model": "half \ud800"}) == b'{"model":"half ?"}'

@@ -1,6 +1,7 @@
 """The engine without a server: waves of requests to `minisgl.LLM`, in a process of their own.
 
-Takes its orders as JSON from standard input, and prints pairs of seconds, of a short wave and a long one.
+Takes its orders as JSON from standard input, and prints pairs of a short wave and a long one: seconds that passed, and
+seconds of processor time.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ def main() -> None:
     print(json.dumps(pairs[1:]))
 
 
-def _wave(llm: LLM, asked: dict[str, Any], length: int, seed: int) -> float:
-    """Seconds from the first request to the last token."""
+def _wave(llm: LLM, asked: dict[str, Any], length: int, seed: int) -> tuple[float, float]:
+    """Seconds from the first request to the last token, and of processor time."""
     count = asked["streams"]
     first = count * asked["lengths"].index(length)
     prompts = [
         prompt_tokens(first + index, asked["input_len"], None, asked["vocab_size"], seed) for index in range(count)
     ]
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     llm.generate(prompts, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True))
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - cpu
 
 
 if __name__ == "__main__":

@@ -41,6 +41,12 @@ class ProcessTree:
             if kind is not None:
                 self.kinds[process] = kind
 
+    def __or__(self, later: ProcessTree) -> ProcessTree:
+        """The processes of both: of a server that has started some of its own anew in between."""
+        both = ProcessTree.__new__(ProcessTree)
+        both.kinds = self.kinds | later.kinds
+        return both
+
     def alive(self) -> list[psutil.Process]:
         """Those that still run; a process that has ended and was not collected does not."""
         return [process for process in self.kinds if _runs(process)]

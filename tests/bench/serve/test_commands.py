@@ -121,15 +121,36 @@ def test_what_cannot_be_run_is_explained(
     assert message in capsys.readouterr().err
 
 
-def test_killing_the_server_is_seen_by_all_its_clients(tmp_path: Path) -> None:
-    record = bench(tmp_path, "faults", "--users", "5", "--output-len", "600")
-    requests, servers = record["tables"]
-    for row in requests["rows"]:
-        assert row[1] == 5
-        assert sum(row[2:-1]) == 5
-        assert "timeout" not in requests["columns"]
-    killed = servers["rows"][-1]
-    assert killed == ["serve", "killed by SIGKILL", "nothing"]
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, dict[str, Any]]:
+    """What followed each kill, by what was killed."""
+    record = bench(tmp_path_factory.mktemp("faults"), "faults", "--users", "5", "--output-len", "600")
+    found: dict[str, dict[str, Any]] = {}
+    for table in record["tables"]:
+        for row in table["rows"]:
+            found.setdefault(row[0], {}).update(zip(table["columns"], row, strict=True))
+    return found
+
+
+def test_each_process_is_killed_and_each_request_has_an_outcome(kills: dict[str, dict[str, Any]]) -> None:
+    engine = ("scheduler", "detokenizer", "tokenizer")
+    assert set(kills) == {f"{kind}{how}" for kind in (*engine, "serve") for how in ("", ", --restart")}
+    for kind in engine:
+        assert kills[kind].get("error body", 0) + kills[kind].get("error event", 0) == 5
+        assert kills[kind]["server"] == "exit code 1"
+        assert kills[f"{kind}, --restart"]["server"] == "serves again"
+    assert all(row["in flight"] == 5 and row["left behind"] == "nothing" for row in kills.values())
+    assert all("timeout" not in row for row in kills.values())
+
+
+def test_nobody_is_left_to_restart_the_supervisor(kills: dict[str, dict[str, Any]]) -> None:
+    for name in ("serve", "serve, --restart"):
+        assert kills[name]["server"] == "killed by SIGKILL"
+        assert kills[name]["connection closed"] == 5
+
+
+def test_a_new_tokenizer_costs_no_request_that_is_past_the_old_one(kills: dict[str, dict[str, Any]]) -> None:
+    assert kills["tokenizer, --restart"]["finished"] == 5
 
 
 def test_the_servers_time_is_told_from_the_engines(tmp_path: Path) -> None:
@@ -140,7 +161,7 @@ def test_the_servers_time_is_told_from_the_engines(tmp_path: Path) -> None:
     assert alone > 0
     assert served > 0
     assert outside == pytest.approx(served - alone)
-    assert "serve, event loop" in [row[1] for row in processes["rows"]]
+    assert {"engine alone", "scheduler", "detokenizer", "serve, event loop"} <= {row[1] for row in processes["rows"]}
 
 
 def test_a_server_that_is_not_there_in_time_is_ended(tmp_path: Path) -> None:

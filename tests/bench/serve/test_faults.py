@@ -9,9 +9,12 @@ from tests.bench.serve.records import record
 KINDS = ("serve", "scheduler")
 
 
-def aftermath(kind: str, *outcomes: Outcome, noticed: bool = True, left: tuple[str, ...] = ()) -> Aftermath:
+def aftermath(
+    kind: str, *outcomes: Outcome, restart: bool = False, noticed: bool = True, left: tuple[str, ...] = ()
+) -> Aftermath:
     records = [record(0.0, ended=1.0, outcome=outcome) for outcome in outcomes]
-    return Aftermath(KINDS, kind, records, 0.4, "exit code 1", noticed, list(left))
+    told = None if set(outcomes) == {Outcome.FINISHED} else 0.4
+    return Aftermath(KINDS, kind, restart, records, told, "exit code 1", 0.2, noticed, list(left))
 
 
 def verdicts(what: Aftermath) -> list[bool]:
@@ -30,7 +33,13 @@ def test_the_tables_count_outcomes_and_name_what_is_left() -> None:
     requests = _requests(killed)
     assert list(requests.columns[2:-1]) == ["error body", "error event", "connection closed"]
     assert [list(row) for row in requests.rows] == [["scheduler", 3, 1, 2, 0, 0.4], ["serve", 3, 0, 1, 2, 0.4]]
-    assert [row[2] for row in _servers(killed).rows] == ["nothing", "process scheduler, /dev/shm/x"]
+    assert [row[-1] for row in _servers(killed).rows] == ["nothing", "process scheduler, /dev/shm/x"]
+
+
+def test_a_kill_that_costs_nobody_anything_has_nobody_to_tell() -> None:
+    harmless = aftermath("scheduler", Outcome.FINISHED, Outcome.FINISHED, restart=True)
+    assert [list(row) for row in _requests([harmless]).rows] == [["scheduler, --restart", 2, 2, "–"]]
+    assert verdicts(harmless) == [True, True]
 
 
 def test_who_can_be_told_must_be_told() -> None:

@@ -82,16 +82,3 @@ def test_a_trace_that_is_not_there_or_empty(tmp_path: Path) -> None:
         read_trace(tmp_path / "missing.jsonl")
     with pytest.raises(LoadError, match="at least one request"):
         read_trace(write(tmp_path))
-
-
-@pytest.mark.parametrize(("name", "size"), [("mooncake", 512), ("qwen", 16)])
-def test_the_examples_are_traces_with_prefixes_in_common(name: str, size: int) -> None:
-    requests = read_trace(EXAMPLES / f"{name}-example.jsonl")
-    assert len(requests) >= 30
-    assert {request.blocks.size for request in requests} == {size}
-    seen: set[int] = set()
-    repeated = 0
-    for request in requests:
-        repeated += len(seen & set(request.blocks.ids))
-        seen |= set(request.blocks.ids)
-    assert repeated > len(requests)
