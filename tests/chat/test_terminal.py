@@ -27,6 +27,11 @@ def cached_text(server: RunningServer) -> str:
     return "".join(server.llm.tokenizer.decode(node.tokens.tolist()) for node in cache.nodes())
 
 
+def _hear_interrupts() -> None:
+    """As in a terminal, also if these tests run in the background, where a shell has its programs ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """The program in a terminal of its own.
 
@@ -38,7 +43,13 @@ class Terminal:
         self._end, theirs = pty.openpty()
         environment = {**os.environ, "TERM": "dumb"}
         self.process = subprocess.Popen(
-            [*COMMAND, *options], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+            [*COMMAND, *options],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
         os.close(theirs)
         self._seen = ""

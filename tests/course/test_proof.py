@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from minisgl.course.errors import CourseError
 from minisgl.course.sources import Sources, repository
 from minisgl.course.table import Table, load_table
 from tools.course import main, prove
@@ -17,6 +18,13 @@ def test_no_tasks_are_no_proof() -> None:
     assert prove(Sources(repository(), bare), [each for each in bare.chapters.values() if each.tasks]) == [
         "the table has no tasks, so there is nothing to prove"
     ]
+
+
+def test_a_chapter_without_tasks_is_told_from_one_that_is_not_there() -> None:
+    table = load_table()
+    bare = Table({**table.chapters, 2: replace(table.chapters[2], tasks=())}, table.tools, table.tool_tests)
+    with pytest.raises(CourseError, match="chapter 2 has no tasks; choose one of 1, 3"):
+        bare.chapter_with_tasks(2)
 
 
 def test_an_unknown_chapter_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
