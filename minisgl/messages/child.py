@@ -50,11 +50,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Report = Ready | Failed
 
-O = TypeVar("O", bound=ChildOptions)  # noqa: E741
+Options = TypeVar("Options", bound=ChildOptions)
 
 
 @contextmanager
-def child_process(kind: type[O]) -> Iterator[tuple[O, Callable[[Ready], None]]]:
+def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Ready], None]]]:
     """Live as a child: gives the options, and the function that reports to the parent.
 
     The process ends with the block: with exit code 0 after SIGTERM, and with 1 after an error, which is reported and

@@ -90,8 +90,13 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToScheduler = Tokenized | Abort | Stop | Question
 
 
-def submit(job: int, prompts: Sequence[str | Sequence[int] | Conversation], params: SamplingParams, streaming: bool,
-           user: str) -> Submit:  # fmt: skip
+def submit(
+    job: int,
+    prompts: Sequence[str | Sequence[int] | Conversation],
+    params: SamplingParams,
+    streaming: bool,
+    user: str,
+) -> Submit:
     """A job as a message.
 
     Raises:

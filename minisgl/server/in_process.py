@@ -7,7 +7,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from minisgl.errors import EngineDead, QueueFull
 from minisgl.llm import LLM
@@ -19,6 +20,8 @@ from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
 from minisgl.server.engine_stage import EngineStage, Views
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PATIENCE = 0.5
 """Seconds for which an idle engine sleeps at most."""
@@ -107,9 +110,9 @@ class InProcessEngine(AsyncEngine):
     def _send(self, replies: Sequence[Reply]) -> None:
         self._to_loop(self._deliver, replies)
 
-    def _to_loop(self, call: object, argument: object) -> None:
+    def _to_loop(self, call: Callable[[T], None], argument: T) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(call, argument)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(call, argument)
 
     # -- in the event loop -------------------------------------------------------------------------------------
 

@@ -116,6 +116,7 @@ def _moved(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     moved = {name: _moved(value, place) for name, value in schema.items()}
-    if isinstance(schema.get("$ref"), str):
-        moved["$ref"] = schema["$ref"].replace("#", place, 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference.removeprefix("#")
     return moved

@@ -112,6 +112,14 @@ def test_defaults_that_clients_send_are_taken(server: RunningServer) -> None:
     assert server.complete(max_tokens=1, extra_body=text).choices
 
 
+def test_null_is_taken_for_a_field_that_nobody_knows_and_the_document_says_so(server: RunningServer) -> None:
+    body = {"model": server.model, "prompt": "x", "max_tokens": 1}
+    schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["CompletionRequest"]["additionalProperties"] == {"type": "null"}
+    statuses = [server.http.post("/v1/completions", json={**body, "refusal": each}).status_code for each in (None, 1)]
+    assert statuses == [200, 400]
+
+
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_made_up_requests_get_documented_answers(small: RunningServer, path: str, mode: GenerationMode) -> None:
