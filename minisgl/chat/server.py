@@ -30,10 +30,8 @@ class ServerPartner:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        timeout = httpx.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
-        self._http = httpx.Client(base_url=f"{self.url}/v1/", headers=headers, timeout=timeout)
-        with self._in_words(), self._http.stream("GET", "models") as response:
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        with self._in_words(), self._client() as http, http.stream("GET", "models") as response:
             self._model: str = json.loads(_checked(response).read())["data"][0]["id"]
         self.name = f"{self._model} at {self.url}"
 
@@ -41,12 +39,17 @@ class ServerPartner:
         """See `Partner.answer`."""
         body = {"model": self._model, "messages": messages, "stream": True}
         reason = ""
-        with self._in_words(), self._http.stream("POST", "chat/completions", json=body) as response:
+        with self._in_words(), self._client() as http, http.stream("POST", "chat/completions", json=body) as response:
             for chunk in _events(_checked(response)):
                 choice = chunk["choices"][0]
                 yield choice["delta"].get("content") or ""
                 reason = choice["finish_reason"] or reason
         return reason
+
+    def _client(self) -> httpx.Client:
+        """One for each answer: an interrupt inside of it leaves a connection that only closing the client closes."""
+        timeout = httpx.Timeout(READ_TIMEOUT, connect=CONNECT_TIMEOUT)
+        return httpx.Client(base_url=f"{self.url}/v1/", headers=self._headers, timeout=timeout)
 
     @contextmanager
     def _in_words(self) -> Generator[None, None, None]:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -71,6 +75,41 @@ def test_leaving_an_answer_ends_it_on_the_server(server: RunningServer) -> None:
     answer = ServerPartner(server.url, None).answer(HELLO)
     next(answer)
     answer.close()
+    wait_until(lambda: not server.llm.scheduler.requests)
+    server.gate.allowed = None
+
+
+def interrupted(answer: Iterator[str], after: int) -> bool:
+    """Whether the first piece of an answer took more than ``after`` lines of Python, when an interrupt came."""
+    left = after
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    usual = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        next(answer)
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(usual)
+
+
+def test_wherever_an_interrupt_comes_the_server_hears_that_nobody_reads_any_more(server: RunningServer) -> None:
+    partner = ServerPartner(server.url, None)
+    for after in itertools.count(0, 120):
+        server.gate.allowed = 1
+        if not interrupted(partner.answer(HELLO), after):
+            break
+        wait_until(lambda: not server.engine.busy)
+    assert after > 2000
     wait_until(lambda: not server.llm.scheduler.requests)
     server.gate.allowed = None
 
