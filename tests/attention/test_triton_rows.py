@@ -12,7 +12,7 @@ from minisgl.core import AttentionSpec
 from tests.attention import PagedSequences
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VERSIONS = [(False, 1), (True, 1), (False, 3), (True, 4), (True, 16)]
+VERSIONS = [(False, 1), (True, 1), (False, 3), (True, 4), (True, 8)]
 
 
 def specs(*windows: int | None, group: int = 2, head_dim: int = 16) -> list[AttentionSpec]:
@@ -23,10 +23,18 @@ def specs(*windows: int | None, group: int = 2, head_dim: int = 16) -> list[Atte
 def test_rows_of_unequal_lengths(grouped: bool, pieces: int) -> None:
     """Some shorter than a tile, so that most of their pieces are empty; one layer has a window."""
     make = partial(RowAttention, grouped=grouped, pieces=pieces)
-    sequences = PagedSequences(make, DEVICE, specs(None, 50), [3, 40, 300, 130], 16)
-    sequences.fill([1, 38, 290, 128])
+    sequences = PagedSequences(make, DEVICE, specs(None, 50), [3, 300, 130], 16)
+    sequences.fill([1, 290, 128])
     for _ in range(2):
-        sequences.run(dict.fromkeys(range(4), 1))
+        sequences.run(dict.fromkeys(range(3), 1))
+
+
+def test_a_window_that_leaves_whole_tiles_unseen() -> None:
+    """A row sees nothing in its first pieces, and only its own key in a step that begins a tile."""
+    make = partial(RowAttention, pieces=2)
+    sequences = PagedSequences(make, DEVICE, specs(1, 50), [131, 65], 16)
+    sequences.fill([128, 64])
+    sequences.run({0: 1, 1: 1})
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 8), (5, 24), (17, 16)])

@@ -142,12 +142,15 @@ def test_a_rank_waits_asleep_for_as_long_as_it_is_told(ends: tuple[ControlPlane,
     assert receivers[0].receive(0.5) is None
     assert time.monotonic() - start >= 0.5
     assert time.thread_time() - before < 0.25, "it was awake"
-    threading.Timer(0.2, plane.send, (b"step", 1.0)).start()
+    sending = threading.Timer(0.2, plane.send, (b"step", 1.0))
+    sending.start()
     assert receivers[0].receive(None) == b"step"
+    sending.join(10.0)
 
 
-def test_nothing_is_left_behind(make_plane: PlaneFactory) -> None:
+def test_nothing_is_left_behind(make_plane: PlaneFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither files nor memory with a name, even while it runs; and no open files after it was closed, twice."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def named() -> set[Path]:
         folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]

@@ -35,9 +35,12 @@ def test_requests_tokens_and_times_are_counted(watched: RunningServer) -> None:
     list(watched.chat(max_tokens=4, stream=True))
     assert watched.http.get("/v1/models/nothing").status_code == 404
     # A request is counted when its last byte has left, which may be after it has arrived.
-    wait_until(lambda: scrape(watched).get(("requests_total", "/v1/models/{model:path}", "404")) == 1)
+    chats, unknown = (
+        ("requests_total", "/v1/chat/completions", "200"),
+        ("requests_total", "/v1/models/{model:path}", "404"),
+    )
+    wait_until(lambda: (counted := scrape(watched)).get(chats) == 3 and counted.get(unknown) == 1)
     values = scrape(watched)
-    assert values["requests_total", "/v1/chat/completions", "200"] == 3
     assert values["generations_total", "length"] == 3
     assert values[("generation_tokens_total",)] == 12
     assert values[("prompt_tokens_total",)] == 3 * usage[0].prompt_tokens
