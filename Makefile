@@ -72,7 +72,7 @@ unit: $(READY_FOR_ALL) model ## run the tests of the package, in two processes; 
 
 .PHONY: course
 course: $(READY_FOR_ALL) ## prove that starters, checks and snapshots of all chapters work; CHAPTER=6 for one
-	@$(BIN)/python -m tools.course $(CHAPTER)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.course $(CHAPTER)
 
 .PHONY: check-pairs
 check-pairs: $(READY_FOR_ALL) ## generate the notebooks once more, and fail if one differs from what is there

@@ -15,20 +15,27 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from minisgl.course.errors import CourseError
 from minisgl.course.running import Result, fits, results_of, run_tests_of
 from minisgl.course.sources import TESTS, Sources, repository
 from minisgl.course.table import Chapter, Task, load_table
 from minisgl.course.workspace import package_with_stubs, snapshot, starter, write
+from tools.pytest_copies import PytestCopies
 
 WHOLE_SUITES = (2, 9)
 """Chapters whose snapshots run every test. What the whole package passes is known from `make unit`."""
 WORKERS = 2
 SECONDS_PER_TEST = 120
+
+Run = Callable[..., list[Result]]
+"""`run_tests_of`, with what the proof chooses already chosen."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,21 +59,42 @@ def prove(sources: Sources, chapters: Sequence[Chapter], whole: Sequence[int] = 
     if not chapters:
         return ["the table has no tasks, so there is nothing to prove"]
     sources.test_files()  # a test file that belongs to no chapter is an error
-    with tempfile.TemporaryDirectory(prefix="minisgl-proof-") as folder, ThreadPoolExecutor(WORKERS) as pool:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-proof-")))
+        copies: SimpleQueue[PytestCopies] = SimpleQueue()
+        for _ in range(WORKERS):
+            copies.put(stack.enter_context(PytestCopies()))
+        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
+        run = partial(run_tests_of, timeout=SECONDS_PER_TEST, launch=partial(_in_a_copy, copies))
         jobs = [
-            pool.submit(_prove_chapter, sources, chapter, Path(folder) / str(chapter.number), chapter.number in whole)
+            pool.submit(_prove_chapter, sources, chapter, folder / str(chapter.number), chapter.number in whole, run)
             for chapter in sorted(chapters, key=lambda each: -each.number)  # the long ones first
         ]
         return [problem for job in reversed(jobs) for problem in job.result()]
 
 
-def _prove_chapter(sources: Sources, chapter: Chapter, folder: Path, whole: bool) -> list[str]:
+def _in_a_copy(
+    copies: SimpleQueue[PytestCopies],
+    arguments: Sequence[str],
+    workplace: Path,
+    environment: Mapping[str, str],
+    seconds: float,
+) -> str:
+    """See `minisgl.course.running.Launch`."""
+    free = copies.get()
+    try:
+        return free.run(arguments, workplace, environment, seconds)
+    finally:
+        copies.put(free)
+
+
+def _prove_chapter(sources: Sources, chapter: Chapter, folder: Path, whole: bool, run: Run) -> list[str]:
     start = time.perf_counter()
     problems: list[str] = []
     proofs: list[Callable[[], Iterator[str]]] = [
-        lambda: _prove_starter(sources, chapter, folder / "starter"),
-        lambda: _prove_tasks(sources, chapter, folder / "tasks"),
-        lambda: _prove_snapshot(sources, chapter, folder / "snapshot", whole),
+        lambda: _prove_starter(sources, chapter, folder / "starter", run),
+        lambda: _prove_tasks(sources, chapter, folder / "tasks", run),
+        lambda: _prove_snapshot(sources, chapter, folder / "snapshot", whole, run),
     ]
     for proof in proofs:
         try:
@@ -78,10 +106,10 @@ def _prove_chapter(sources: Sources, chapter: Chapter, folder: Path, whole: bool
     return problems
 
 
-def _prove_starter(sources: Sources, chapter: Chapter, folder: Path) -> Iterator[str]:
+def _prove_starter(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Iterator[str]:
     write(starter(sources, chapter.number), folder)
     expected: set[str] = set()
-    results = run_tests_of(folder, [test for task in chapter.tasks for test in task.tests], SECONDS_PER_TEST)
+    results = run(folder, [test for task in chapter.tasks for test in task.tests])
     for task in chapter.tasks:
         expected.update(task.messages)
         for result in results_of(task, results):
@@ -90,7 +118,7 @@ def _prove_starter(sources: Sources, chapter: Chapter, folder: Path) -> Iterator
         yield from _unmatched(task, results)
 
 
-def _prove_tasks(sources: Sources, chapter: Chapter, folder: Path) -> Iterator[str]:
+def _prove_tasks(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Iterator[str]:
     """In one folder, from which only the package changes: with tasks 1 to k - 1 written, task k is next."""
     write(starter(sources, chapter.number), folder)
     for task in chapter.tasks[1:]:
@@ -98,7 +126,7 @@ def _prove_tasks(sources: Sources, chapter: Chapter, folder: Path) -> Iterator[s
         for path, text in package_with_stubs(sources, chapter.number, unwritten).items():
             (folder / path).write_text(text, encoding="utf-8")
         until_here = chapter.tasks[: task.number]
-        results = run_tests_of(folder, [test for each in until_here for test in each.tests], SECONDS_PER_TEST)
+        results = run(folder, [test for each in until_here for test in each.tests])
         for each in until_here:
             for result in results_of(each, results):
                 if each is task and result.stub not in task.messages:
@@ -107,20 +135,20 @@ def _prove_tasks(sources: Sources, chapter: Chapter, folder: Path) -> Iterator[s
                     yield f"where task {task.number} is next, {result.test} of task {each.number} {_outcome(result)}"
 
 
-def _prove_snapshot(sources: Sources, chapter: Chapter, folder: Path, whole: bool) -> Iterator[str]:
+def _prove_snapshot(sources: Sources, chapter: Chapter, folder: Path, whole: bool, run: Run) -> Iterator[str]:
     write(snapshot(sources, chapter.number), folder)
     tasks = [task for each in sources.table.chapters.values() if each.number <= chapter.number for task in each.tasks]
     own = [path for path in sources.test_files() if sources.chapter_of_test(path) == chapter.number]
     quick = [path for path in own if path not in chapter.slow]
     chosen = [TESTS] if whole else [*quick, *(test for task in tasks for test in task.tests)]
-    results = run_tests_of(folder, chosen, SECONDS_PER_TEST)
+    results = run(folder, chosen)
     for result in results:
         if result.failure is not None:
             yield f"in the snapshot, {result.test} {_outcome(result)}"
     for task in tasks:
         yield from _unmatched(task, results)
     if not whole:
-        for result in run_tests_of(folder, [TESTS], options=["--collect-only"]):  # only what cannot be is reported
+        for result in run(folder, [TESTS], options=["--collect-only"]):  # only what cannot be is reported
             yield f"in the snapshot, {result.test} cannot be imported: {_outcome(result)}"
 
 

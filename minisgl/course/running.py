@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,11 @@ SECONDS_PER_TEST = 20
 SECONDS_PER_RUN = 900
 """After this the process is killed: some loops cannot be interrupted from within."""
 
-_PYTEST = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-q"]
+Launch = Callable[[Sequence[str], Path, Mapping[str, str], float], str]
+"""Runs pytest with arguments, in a folder, with an environment, for so many seconds at most, and gives what it wrote.
+Raises `TimeoutError`."""
+
+_OPTIONS = ["-p", "pytest_timeout", "-p", "no:cacheprovider", "-q", "--tb=short"]
 _STUB = re.compile(r"NotImplementedError\W+(Chapter \d+, task \d+: [\w.]+)")
 
 
@@ -45,6 +49,25 @@ class Result:
         """The message of the stub that the test ran into, if it did."""
         found = _STUB.search(self.failure or "")
         return found[1] if found else None
+
+
+def in_a_new_process(arguments: Sequence[str], workplace: Path, environment: Mapping[str, str], seconds: float) -> str:
+    """See `Launch`. If time is over, what the tests have started is killed with them."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(
+            command, cwd=workplace, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return output.read()
 
 
 def run_tests(files: Files, directory: Path, tests: Sequence[str], timeout: int = SECONDS_PER_TEST) -> list[Result]:
@@ -71,6 +94,7 @@ def run_tests_of(
     timeout: int = SECONDS_PER_TEST,
     package: Path | None = None,
     options: Sequence[str] = (),
+    launch: Launch = in_a_new_process,
 ) -> list[Result]:
     """Run tests that are in a folder, on the package there or in another one, with more options of pytest's.
 
@@ -81,9 +105,14 @@ def run_tests_of(
             raise CourseError(f"the checks need {name}: run `pip install -e .[dev]` in the repository")
     with tempfile.TemporaryDirectory(prefix="minisgl-course-") as folder:
         report = Path(folder) / "report.xml"
-        command = [*_PYTEST, "--tb=short", f"--timeout={timeout}", f"--junitxml={report}"]
-        command += [*options, *dict.fromkeys(test.partition("[")[0] for test in tests)]
-        output = _run(command, workplace, package or workplace)
+        arguments = [*_OPTIONS, f"--timeout={timeout}", f"--junitxml={report}"]
+        arguments += [*options, *dict.fromkeys(test.partition("[")[0] for test in tests)]
+        try:
+            output = launch(arguments, workplace, _environment(package or workplace), SECONDS_PER_RUN)
+        except TimeoutError as error:
+            raise CourseError(
+                f"the tests were stopped after {SECONDS_PER_RUN} seconds: look for a loop without an end"
+            ) from error
         if not report.is_file():
             tail = "\n".join(output.splitlines()[-20:])
             raise CourseError(
@@ -115,9 +144,9 @@ def fits(test: str, pattern: str) -> bool:
     return not parameter or f"-{parameter.rstrip(']')}-" in f"-{parameters.rstrip(']')}-"
 
 
-def _run(command: Sequence[str], workplace: Path, package: Path) -> str:
-    """What the process wrote. The package comes behind the tests on the path, and before an installed one."""
-    environment = {
+def _environment(package: Path) -> dict[str, str]:
+    """The package comes behind the tests on the path, and before an installed one."""
+    return {
         **os.environ,
         "PYTHONPATH": str(package),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -126,22 +155,6 @@ def _run(command: Sequence[str], workplace: Path, package: Path) -> str:
         # A stub in a kernel raises what it says, not an error of the interpreter's own.
         "TRITON_FRONT_END_DEBUGGING": "1",
     }
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(
-            command, cwd=workplace, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            process.wait(SECONDS_PER_RUN)
-        except subprocess.TimeoutExpired as error:
-            raise CourseError(
-                f"the tests were stopped after {SECONDS_PER_RUN} seconds: look for a loop without an end"
-            ) from error
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        output.seek(0)
-        return output.read()
 
 
 def _read(report: Path) -> list[Result]:

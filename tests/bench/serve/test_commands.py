@@ -121,6 +121,10 @@ def test_what_cannot_be_run_is_explained(
     assert message in capsys.readouterr().err
 
 
+eight_servers = pytest.mark.timeout(900)
+"""`kills` starts them one after the other."""
+
+
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, dict[str, Any]]:
     """What followed each kill, by what was killed."""
@@ -132,6 +136,7 @@ def kills(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[st
     return found
 
 
+@eight_servers
 def test_each_process_is_killed_and_each_request_has_an_outcome(kills: dict[str, dict[str, Any]]) -> None:
     engine = ("scheduler", "detokenizer", "tokenizer")
     assert set(kills) == {f"{kind}{how}" for kind in (*engine, "serve") for how in ("", ", --restart")}
@@ -143,12 +148,14 @@ def test_each_process_is_killed_and_each_request_has_an_outcome(kills: dict[str,
     assert all("timeout" not in row for row in kills.values())
 
 
+@eight_servers
 def test_nobody_is_left_to_restart_the_supervisor(kills: dict[str, dict[str, Any]]) -> None:
     for name in ("serve", "serve, --restart"):
         assert kills[name]["server"] == "killed by SIGKILL"
         assert kills[name]["connection closed"] == 5
 
 
+@eight_servers
 def test_a_new_tokenizer_costs_no_request_that_is_past_the_old_one(kills: dict[str, dict[str, Any]]) -> None:
     assert kills["tokenizer, --restart"]["finished"] == 5
 
