@@ -32,7 +32,9 @@ def scrape(server: RunningServer) -> Values:
 
 def test_requests_tokens_and_times_are_counted(watched: RunningServer) -> None:
     usage = [watched.chat(max_tokens=4).usage for _ in range(2)]
-    list(watched.chat(max_tokens=4, stream=True))
+    chunks = list(watched.chat(max_tokens=4, stream=True, logprobs=True))
+    pieces = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].logprobs]
+    assert sum(len(piece.choices[0].logprobs.content) for piece in pieces) == 4
     assert watched.http.get("/v1/models/nothing").status_code == 404
     # A request is counted when its last byte has left, which may be after it has arrived.
     chats, unknown = (
@@ -47,7 +49,7 @@ def test_requests_tokens_and_times_are_counted(watched: RunningServer) -> None:
     assert values[("cached_prompt_tokens_total",)] == 2 * usage[1].prompt_tokens_details.cached_tokens > 0
     for name, count in (
         ("time_to_first_token", 1),
-        ("inter_token_latency", 3),
+        ("inter_token_latency", len(pieces) - 1),  # tokens that a busy machine is late to read come in one piece
         ("request_latency", 3),
         ("queue_time", 3),
     ):
