@@ -16,6 +16,15 @@ from typing import Any
 
 PROGRAM = "chromium"
 _POLL = 0.1
+_CHANGED = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find default execution context",
+)
+
+
+class PageHasChanged(Exception):
+    """The page has gone to another address while a script ran in it."""
 
 
 class Browser:
@@ -37,12 +46,18 @@ class Browser:
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send one command and return its result. Events that come before it are looked at for problems."""
+        """Send one command and return its result. Events that come before it are looked at for problems.
+
+        Raises:
+            PageHasChanged: in the middle of it.
+        """
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
             message = json.loads(self._socket.recv())
             if message.get("id") == number:
+                if message.get("error", {}).get("message") in _CHANGED:
+                    raise PageHasChanged
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
                 return result
@@ -78,10 +93,16 @@ class Browser:
             TimeoutError: it is not within ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
-        while not self.evaluate(f"Boolean({script})"):
+        while not self._is_true(script):
             if time.monotonic() > end:
                 raise TimeoutError(f"not true: {script}; problems of the page: {self.problems}")
             time.sleep(_POLL)
+
+    def _is_true(self, script: str) -> bool:
+        try:
+            return self.evaluate(f"Boolean({script})") is True
+        except PageHasChanged:  # it will have to be true of the next page
+            return False
 
     def click(self, selector: str) -> None:
         """Press and release the mouse in the middle of the first element that a CSS selector finds."""
