@@ -43,6 +43,7 @@ def test_requests_tokens_and_times_are_counted(watched: RunningServer) -> None:
     )
     wait_until(lambda: (counted := scrape(watched)).get(chats) == 3 and counted.get(unknown) == 1)
     values = scrape(watched)
+    assert values[chats] == 3
     assert values["generations_total", "length"] == 3
     assert values[("generation_tokens_total",)] == 12
     assert values[("prompt_tokens_total",)] == 3 * usage[0].prompt_tokens
