@@ -48,9 +48,9 @@ class GenerateFormat(Format):
         return []
 
     def _body(self, update: Update) -> Json:
-        reason = None if update.finish_reason is None else {"type": update.finish_reason}
+        reason: Json | None = None if update.finish_reason is None else {"type": update.finish_reason}
         if reason is not None and update.finish_reason == "length":
-            reason["length"] = len(update.token_ids)  # type: ignore[assignment]
+            reason["length"] = len(update.token_ids)
         meta = {
             "id": f"{self._id}-{update.choice}",
             "finish_reason": reason,
