@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -18,32 +17,30 @@ from tqdm.auto import tqdm
 
 from minisgl.attention import AutoChoice, auto_backend
 from minisgl.core.config import EngineConfig
-from minisgl.core.request import FinishReason, Request
+from minisgl.core.request import FinishReason
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
 from minisgl.distributed import RemoteEngine, build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead, InvalidRequest, check_type
 from minisgl.generation import Generation
-from minisgl.grammar import Grammars
 from minisgl.kvcache import block_hash as block_hash
 from minisgl.kvcache import radix as radix
 from minisgl.kvcache.eviction import choose_cache
 from minisgl.kvcache.page_store import PAGE_STORES
 from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
+from minisgl.preparing import Preparer, Prompt
 from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
 from minisgl.scheduler.overlap import OverlapLoop
 from minisgl.scheduler.tracing import recorded
 from minisgl.tokenizer import Tokenizer
 from minisgl.trace import Trace
-from minisgl.validation import check_lengths, check_prompt, check_token_ids
 
 logger = logging.getLogger(__name__)
 
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -81,16 +78,19 @@ class LLM:
         table = RunningTable(config.max_running_requests, self.max_seq_len)
         store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
         memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
-        vocab_size = self.model_config.vocab_size
-        self._eos_ids = tuple(token for token in self.tokenizer.eos_ids if token < vocab_size)
-        self._grammars = Grammars(self.tokenizer, vocab_size, self._eos_ids)
+        self._preparer = Preparer(
+            config,
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.max_seq_len,
+            max_kv_tokens=self.executor.num_pages * config.page_size,
+            max_stop_ids=table.max_stop_ids,
+        )
         limits = (config.max_prefill_tokens, config.max_queued_requests)
-        self.scheduler = Scheduler(table, memory, policy, *limits, self._grammars.masks)
+        self.scheduler = Scheduler(table, memory, policy, *limits, self._preparer.grammars.masks)
         overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
         self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.executor)
         self._generations: dict[int, Generation] = {}
-        self._next_uid = 0
-        self._seeds = random.Random(config.seed)
 
     @property
     def engine(self) -> Engine:
@@ -215,39 +215,7 @@ class LLM:
         Raises:
             InvalidRequest: naming the field and its limit.
         """
-        check_type("params", params, SamplingParams, "SamplingParams")
-        vocab_size = self.model_config.vocab_size
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        tokens = check_prompt(token_ids, vocab_size)
-        max_len = check_lengths(len(tokens), params.max_tokens, params.min_tokens, self.max_seq_len)
-        eos_ids = () if params.ignore_eos else self._eos_ids
-        if params.max_tokens is None:  # the KV cache may have room for less; one token is the least to ask for
-            max_len = max(len(tokens) + 1, min(max_len, self.executor.num_pages * self.config.page_size + 1))
-        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-        limit = self.scheduler.table.max_stop_ids - len(eos_ids)
-        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size, limit)
-        check_token_ids("logit_bias", params.logit_bias or (), vocab_size, limit=vocab_size)
-        if params.stop and not self.tokenizer.available:
-            raise InvalidRequest("stop", "stop strings need a tokenizer and this model has none; use stop_token_ids")
-        timeout = self.config.request_timeout
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        generations = []
-        for index in range(params.n):
-            request = Request(
-                uid=self._next_uid,
-                prompt=tokens,
-                params=params,
-                max_len=max_len,
-                stop_ids=stop_ids,
-                seed=(seed + index) % 2**63,
-                watched=streaming or bool(params.stop) or params.logprobs is not None,
-                deadline=None if timeout is None else time.perf_counter() + timeout,
-                user=user,
-                constraint=self._grammars.constraint(params),
-            )
-            self._next_uid += 1
-            generations.append(Generation(request, self.tokenizer, index, streaming))
-        return generations
+        return self._preparer.prepare(prompt, params, streaming, user)
 
     def submit(self, generation: Generation) -> None:
         """Enqueue a prepared generation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -129,14 +129,20 @@ class Trace:
         self._unresolved.clear()
         return sorted(self._events, key=lambda event: event.start)
 
-    def export(self, path: str | Path) -> None:
-        """Write Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` open."""
+    def export(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` open.
+
+        Args:
+            path: of the file.
+            about: where the trace comes from, ready for JSON. It goes into ``otherData``.
+        """
         tracks = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": track}}
             for tid, track in enumerate(TRACKS)
         ]
         events = [self._as_json(event) for event in self.events]
-        record = {"traceEvents": tracks + events, "displayTimeUnit": "ms", "otherData": {"on_cuda": self.on_cuda}}
+        other = {"on_cuda": self.on_cuda, **(about or {})}
+        record = {"traceEvents": tracks + events, "displayTimeUnit": "ms", "otherData": other}
         Path(path).write_text(json.dumps(record), encoding="utf-8")
 
     @classmethod

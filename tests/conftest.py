@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from minisgl.core import Registry
 from minisgl.errors import ConfigError
@@ -21,7 +21,10 @@ if not torch.cuda.is_available():
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
-# Here, because ``--hypothesis-profile=long`` is looked up before any test module is imported.
+# A machine that stands still for a moment is no error of what is tested: no example has a deadline, and examples may be
+# slow to draw. Here, because ``--hypothesis-profile=long`` is looked up before any test module is imported.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 settings.register_profile("long", max_examples=500, stateful_step_count=60)
 
 

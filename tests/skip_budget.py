@@ -1,8 +1,8 @@
 """pytest plugin: no test is green because it did not run.
 
-Every skip is printed with its reason, and the run fails when there are more than ``tests/skip-budget.txt`` allows.
-Tests marked ``gpu`` are left out on machines without CUDA, tests marked ``needs(name)`` where that optional package or
-program is not installed, and both are counted.
+Every skip is printed with its reason, and the run fails when there are more than ``tests/skip-budget.txt`` allows. A
+test marked ``needs(name)`` is a skip where that package or program is not installed, unless ``--without name`` leaves
+such tests out. Tests that want a GPU, or several, are left out where there are fewer. What is left out is counted.
 """
 
 from __future__ import annotations
@@ -41,31 +41,40 @@ class SkipBudget:
         """In order and without duplicates, which there would be of a file that two workers collect."""
         self.gpu_tests = 0
         self.without: Counter[str] = Counter()
+        self.missing: Counter[str] = Counter()
+        """Tests that are skipped, by what they need."""
 
+    @pytest.hookimpl(trylast=True)  # after ``-k`` and ``-m``, so that what is counted would have run
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the tests that need CUDA, a package or a program, where there is none."""
+        """Leave out the tests that need CUDA where there is none; skip those that need what is not installed."""
         kept, left_out = [], []
         for item in items:
-            missing = _missing(item)
+            needs = _needs(item)
+            unwanted = next((name for name in needs if name in config.getoption("--without")), None)
+            missing = next((name for name in needs if not _is_present(name)), None)
+            reason = unwanted or (missing if _wants_gpus(item) else None)
             if item.get_closest_marker("gpu") and not _cuda_is_available():
                 self.gpu_tests += 1
                 left_out.append(item)
-            elif missing is not None:
-                self.without[missing] += 1
+            elif reason is not None:
+                self.without[reason] += 1
                 left_out.append(item)
             else:
                 kept.append(item)
+                if missing is not None:
+                    self.missing[missing] += 1
+                    item.add_marker(pytest.mark.skip(reason=f"{missing} is not installed"))
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = kept
         if (to_the_controller := getattr(config, "workeroutput", None)) is not None:
-            to_the_controller[LEFT_OUT] = [self.gpu_tests, dict(self.without)]
+            to_the_controller[LEFT_OUT] = [self.gpu_tests, dict(self.without), dict(self.missing)]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Under pytest-xdist each worker leaves the same tests out, and this process, which prints, none."""
         if (left_out := getattr(node, "workeroutput", {}).get(LEFT_OUT)) is not None:
-            self.gpu_tests, self.without = left_out[0], Counter(left_out[1])
+            self.gpu_tests, self.without, self.missing = left_out[0], Counter(left_out[1]), Counter(left_out[2])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that was skipped, or that failed as expected."""
@@ -95,6 +104,22 @@ class SkipBudget:
         terminalreporter.write_line(f"{self.gpu_tests} tests marked gpu left out for want of a CUDA device")
         for name, count in self.without.items():
             terminalreporter.write_line(f"{count} tests left out for want of {name}")
+        for name, count in self.missing.items():
+            terminalreporter.write_line(
+                f"{count} tests need {name}: install it, or leave them out with --without {name} "
+                f"(make test WITHOUT={name})"
+            )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Hook of pytest: the option of this plugin."""
+    parser.addoption(
+        "--without",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="leave out, and count, the tests that need this program or package; may be given several times",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,9 +127,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SkipBudget(read_budget(config.rootpath / BUDGET_FILE)), "skip-budget")
 
 
-def _missing(item: pytest.Item) -> str | None:
-    names = [str(name) for marker in item.iter_markers("needs") for name in marker.args]
-    return next((name for name in names if not _is_present(name)), None)
+def _needs(item: pytest.Item) -> list[str]:
+    return [str(name) for marker in item.iter_markers("needs") for name in marker.args]
+
+
+def _wants_gpus(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None or any(name.endswith(" GPUs") for name in _needs(item))
 
 
 def _is_present(name: str) -> bool:

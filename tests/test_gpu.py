@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -177,8 +178,8 @@ def test_a_steps_work_on_the_host_never_waits_for_the_device(tmp_path: Path, arc
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    llm.engine.launch = watched  # type: ignore[method-assign]
-    outputs = llm.generate([[4, 5, 6], list(range(60))], [sampled, greedy])
+    with patch.object(llm.engine, "launch", watched):
+        outputs = llm.generate([[4, 5, 6], list(range(60))], [sampled, greedy])
     assert [output.finish_reason for output in outputs] == ["length", "length"]
     assert len(launched) > 25
 

@@ -70,7 +70,7 @@ WORDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_walk_along_the_masks_spells_a_word(kind: str, data: st.DataObject) -> None:
     """Byte by byte where it must be, and never along a special token, whatever the words look like."""
     tokenizer = tiny_tokenizer(kind)

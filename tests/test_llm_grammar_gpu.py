@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import pytest
@@ -76,8 +77,8 @@ def test_masks_are_applied_without_waiting_for_the_device(path: Path) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    llm.engine.launch = watched  # type: ignore[method-assign]
-    outputs = llm.generate([CAT] * 5, params)
+    with patch.object(llm.engine, "launch", watched):
+        outputs = llm.generate([CAT] * 5, params)
     assert all(output.finish_reason in ("stop", "length") for output in outputs)
     assert max(masked) == 4
     assert 0 in masked, "steps between, in which the rows with a grammar sit out"

@@ -44,12 +44,31 @@ def test_a_skipped_file_counts(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["skipped: *no_such_module*", "1 skipped; *FAILED"])
 
 
+WANTS = """
+    @pytest.mark.gpu
+    def test_kernel(): pass
+
+    @pytest.mark.needs("no_such_program")
+    def test_page(): pass
+
+    @pytest.mark.needs("pytest")
+    def test_without(): pass
+"""
+
+
 def test_workers_count_as_one_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     pytester.makepyfile(test_lazy="import pytest\npytest.importorskip('no_such_module')")
-    result = run(pytester, "0\n", f"{SKIPS}\n    @pytest.mark.gpu\n    def test_kernel(): pass", "-n2")
+    result = run(pytester, "0\n", SKIPS + WANTS, "-n2", "--without", "pytest")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["3 skipped; *FAILED", "1 tests marked gpu left out *"])
+    result.stdout.fnmatch_lines(
+        [
+            "4 skipped; *FAILED",
+            "1 tests marked gpu left out *",
+            "1 tests left out for want of pytest",
+            "1 tests need no_such_program: *",
+        ]
+    )
 
 
 def test_a_budget_without_a_reason_is_refused(pytester: pytest.Pytester) -> None:
@@ -69,19 +88,53 @@ def test_gpu_tests_are_left_out_where_there_is_no_gpu(
     result.stdout.fnmatch_lines([f"{0 if cuda else 1} tests marked gpu left out *"])
 
 
-def test_tests_are_left_out_and_counted_where_their_package_or_program_is_missing(pytester: pytest.Pytester) -> None:
-    tests = """
-        import pytest
+NEEDS = """
+    import pytest
 
-        @pytest.mark.needs("no_such_package")
-        def test_with_package(): assert False
+    @pytest.mark.needs("no_such_package")
+    def test_with_package(): assert False
 
-        @pytest.mark.needs("pytest", "sh")
-        def test_plain(): pass
-    """
-    result = run(pytester, "0\n", tests)
+    @pytest.mark.needs("pytest", "sh")
+    def test_plain(): pass
+"""
+
+
+def test_a_missing_package_or_program_is_a_skip_and_the_run_says_what_to_do(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "0\n", NEEDS)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "skipped: *test_with_package: *no_such_package is not installed",
+            "1 skipped; *FAILED",
+            "1 tests need no_such_package: install it, or leave them out with --without no_such_package *",
+        ]
+    )
+
+
+def test_whoever_does_without_says_so_and_is_told_how_many_tests_that_leaves_out(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "0\n", NEEDS, "--without", "no_such_package", "--without", "something")
+    assert result.ret == pytest.ExitCode.OK
     result.assert_outcomes(passed=1, deselected=1)
-    result.stdout.fnmatch_lines(["1 tests left out for want of no_such_package"])
+    result.stdout.fnmatch_lines(["0 skipped; *", "1 tests left out for want of no_such_package"])
+
+
+def test_tests_that_nobody_asked_for_need_nothing(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "0\n", NEEDS, "-k", "plain")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.no_fnmatch_line("*no_such_package*")
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_test_for_gpus_is_left_out_for_want_of_its_package(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    result = run(pytester, "0\n", NEEDS.replace("@pytest", "@pytest.mark.gpu\n    @pytest", 1))
+    assert result.ret == pytest.ExitCode.OK
+    result.assert_outcomes(passed=1, deselected=1)
+    told = "1 tests left out for want of no_such_package" if cuda else "1 tests marked gpu left out *"
+    result.stdout.fnmatch_lines([told])
 
 
 def test_programs_are_found_beside_the_interpreter_too(

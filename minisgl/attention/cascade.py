@@ -40,7 +40,7 @@ class CascadeAttention(TritonAttention):
         self._shared = False
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
-        """Find the groups. Answers ``"shared"`` if there are any, for which another kernel is launched."""
+        """Find the groups. Answers ``"shared"`` if they save enough: one more kernel is launched then."""
         super().plan(batch, inputs)
         if self._prefixes is None:
             cache, (num_slots, width) = self.kv_cache, inputs.page_table.shape

@@ -70,8 +70,8 @@ class AutoChoice:
 def auto_backend(kv_cache: KVCache) -> AutoChoice:
     """What was measured to be fastest, on an H200, of what can attend over ``kv_cache``.
 
-    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels, which is a few hundredths of the
-    time of a workload, and compiles for a minute when it is first used; who wants it asks for ``flashinfer,cascade``.
+    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels. That saves less than a hundredth of
+    a mixed workload's time and costs a minute of compiling at its first use; ask for it as ``flashinfer,cascade``.
     """
     if kv_cache.k.device.type == "cpu":
         return AutoChoice("torch", "it is the fastest on a CPU")

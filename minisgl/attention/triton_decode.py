@@ -138,7 +138,7 @@ def decode_kernel(
         row_begin = tl.where(row_ends, row_end, row_begin)
         first, end = key_range(seq_lens, shared_lens, row, row < num_rows, SHARED, WINDOW)
         slot = tl.load(slots + row, row < num_rows, other=0)
-    if EARLY and SHARED:  # so that who waits for this kernel also waits for the one before
+    if EARLY and SHARED:  # so that whoever waits for this kernel also waits for the one before it
         tl.extra.cuda.gdc_wait()
 
 

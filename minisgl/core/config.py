@@ -8,6 +8,7 @@ from typing import Any
 from minisgl.errors import ConfigError
 
 _MAX_RUNNING = 65536
+_LONGEST_WAIT = 1e6
 _NAMES = (
     "model",
     "device",
@@ -71,8 +72,10 @@ class EngineConfig:
         control_plane: how ranks are told of the next step: ``"shared-memory"``, ``"zmq"``, or another registered name.
         all_reduce: how ranks add up what they have computed: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
             ``"ring"`` (sends and receives, between CPU ranks), ``"peer-memory"`` (between GPUs, kernels of our own for
-            all but the largest tensors, which NCCL takes) or another registered name; ``"auto"`` is ``"torch"``.
-        distributed_timeout: seconds that a rank waits for another one in a collective, before the engine ends.
+            all but the largest tensors, which NCCL takes) or another registered name; ``"auto"`` is ``"peer-memory"``
+            where GPUs reach one another's memory, and else ``"torch"``.
+        distributed_timeout: seconds that a rank waits for another one in a collective, and the driver, ten more, for
+            the ranks to complete a step, before the engine ends; so more than the longest step takes.
         verify_ranks: compare after every step what each rank was told and what it sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than
             ``config.json``.
@@ -132,10 +135,13 @@ class EngineConfig:
                 raise ConfigError(f"{name}: must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap: must be True, False or None, got {self.overlap!r}")
-        for name in ("request_timeout", "distributed_timeout"):
-            seconds = getattr(self, name)
-            if not (_is_number(seconds) and seconds > 0.0) and not (name == "request_timeout" and seconds is None):
-                raise ConfigError(f"{name}: must be a positive number of seconds, got {seconds!r}")
+        if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):
+            raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
+        if not (_is_number(self.distributed_timeout) and 0.0 < self.distributed_timeout <= _LONGEST_WAIT):
+            raise ConfigError(
+                f"distributed_timeout: must be a positive number of seconds, at most {_LONGEST_WAIT:.0f}, got "
+                f"{self.distributed_timeout!r}"
+            )
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
         self._one_of("memory_formula", "free", "peak")

@@ -3,7 +3,7 @@
 from minisgl.distributed import publish as publish
 from minisgl.distributed import ring as ring
 from minisgl.distributed import shared_memory as shared_memory
-from minisgl.distributed.communicator import COMMUNICATORS, SmallAllReduce, TorchCommunicator
+from minisgl.distributed.communicator import COMMUNICATORS, TorchCommunicator
 from minisgl.distributed.control_plane import CONTROL_PLANES, ControlPlane, StepReceiver
 from minisgl.distributed.rank_engine import build_engine
 from minisgl.distributed.remote_engine import RemoteEngine
@@ -15,7 +15,6 @@ __all__ = [
     "ControlPlane",
     "RemoteEngine",
     "RingCommunicator",
-    "SmallAllReduce",
     "StepReceiver",
     "TorchCommunicator",
     "build_engine",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,22 +15,12 @@ from minisgl.core.communicator import Communicator
 from minisgl.core.registry import Registry
 from minisgl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from minisgl.distributed.peer_all_reduce import PeerAllReduce
+
 _PEER_MEMORY_BYTES = 24 << 20
-"""Of the largest tensor that is added up over peer memory: 2,048 tokens of Qwen3-32B. Beyond, what is won over NCCL is
-less than a twentieth (`benchmarks/results/all-reduce.json`), and four times as much memory is shared."""
-
-
-class SmallAllReduce(Protocol):
-    """A way to add up small tensors that is faster than the general one."""
-
-    def fits(self, x: torch.Tensor) -> bool:
-        """Whether it can add these up, and is the faster one. All ranks answer the same."""
-        ...
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_reduce`. On CUDA it can be recorded in a graph."""
-        ...
-
+"""Of the largest tensor that is added up over peer memory: 2,048 tokens of Qwen3-32B. At 84 MB, what is won over NCCL
+is 4 to 7 % (`benchmarks/results/all-reduce.json`), and four times as much memory is shared."""
 
 COMMUNICATORS: Registry[Callable[[dist.ProcessGroup, torch.device], Communicator]] = Registry("communicator")
 """By the name that ``all_reduce`` has in the options: built over the ranks' process group, on the rank's device."""
@@ -45,19 +37,19 @@ class TorchCommunicator:
     Args:
         group: of all ranks.
         device: of this rank.
-        small: adds up what fits it.
+        peers: adds up what fits it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, small: SmallAllReduce | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: PeerAllReduce | None = None) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self.peers = peers
         self._group = group
-        self._small = small
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_reduce`."""
-        if self._small is not None and self._small.fits(x):
-            return self._small.all_reduce(x)
+        if self.peers is not None and self.peers.fits(x):
+            return self.peers.all_reduce(x)
         x = x.contiguous()
         dist.all_reduce(x, group=self._group)
         return x
@@ -67,24 +59,50 @@ class TorchCommunicator:
         rows, width = x.shape
         stacked = x.new_empty((self.size * rows, width))
         _all_gather(stacked, x.contiguous(), group=self._group)
+        if self.peers is not None:  # a rank that gave a sum up has brought nonsense, and cannot answer any more
+            self.peers.roll_call()
         return stacked.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
 
 
-def choose_communicator(name: str, device: torch.device) -> Callable[[dist.ProcessGroup, torch.device], Communicator]:
-    """The communicator called ``name``: registered, or ``"peer-memory"``; ``"auto"`` is ``"torch"``.
+def choose_communicator(
+    name: str, device: torch.device, timeout: float
+) -> Callable[[dist.ProcessGroup, torch.device], Communicator]:
+    """The communicator called ``name``: registered, or ``"peer-memory"``, or ``"auto"``, which is the latter between
+    GPUs that reach one another's memory, and else ``"torch"``.
+
+    Args:
+        name: of the options.
+        device: of the ranks, by its type.
+        timeout: seconds that ranks wait for each other over peer memory; elsewhere that is the process group's.
 
     Raises:
         ConfigError: there is none of that name, or none on this device.
     """
+    has_kernels = device.type == "cuda" and find_spec("triton") is not None
+    if name == "auto":
+        return partial(_fastest, timeout) if has_kernels else TorchCommunicator
     if name != "peer-memory":
-        return COMMUNICATORS.get("torch" if name == "auto" else name)
-    if device.type != "cuda" or find_spec("triton") is None:
+        return COMMUNICATORS.get(name)
+    if not has_kernels:
         raise ConfigError("all_reduce: 'peer-memory' needs CUDA devices and Triton; use 'torch'")
-    return _over_peer_memory
+    return partial(_over_peer_memory, timeout)
 
 
-def _over_peer_memory(group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
+def peers_of(communicator: Communicator) -> PeerAllReduce | None:
+    """What adds up over peer memory for this communicator, if anything does."""
+    return communicator.peers if isinstance(communicator, TorchCommunicator) else None
+
+
+def _over_peer_memory(timeout: float, group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
     """NCCL for what is large, and kernels of our own for the rest."""
     from minisgl.distributed.peer_all_reduce import PeerAllReduce
 
-    return TorchCommunicator(group, device, PeerAllReduce(group, device, _PEER_MEMORY_BYTES))
+    return TorchCommunicator(group, device, PeerAllReduce(group, device, _PEER_MEMORY_BYTES, timeout=timeout))
+
+
+def _fastest(timeout: float, group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
+    try:
+        return _over_peer_memory(timeout, group, device)
+    except ConfigError as error:  # which all ranks get if one does
+        print(f"minisgl: NCCL adds up everything. {error}", file=sys.stderr)
+        return TorchCommunicator(group, device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 import triton
 
 from minisgl.distributed.peer_layout import PeerLayout
-from minisgl.distributed.peer_memory import share_memory
+from minisgl.distributed.peer_memory import exchange, share_memory
 from minisgl.distributed.peer_one_shot import one_shot_kernel
 from minisgl.distributed.peer_two_shot import two_shot_kernel
 from minisgl.errors import EngineDead
@@ -20,8 +22,8 @@ reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot 
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_MOST_POLLS = 1 << 25
-"""Some 20 s of looking for a signal, reckoned with 0.6 µs a look."""
+_SECONDS_A_LOOK = 0.1e-6
+"""That a kernel takes at the least to look for a signal: words that nobody writes to are in its own GPU's cache."""
 
 _WORDS = 256
 """Of a program of the one-shot kernel."""
@@ -42,7 +44,8 @@ class PeerAllReduce:
         device: of this rank.
         max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
         one_shot_bytes: of the largest tensor that is reduced in one shot; None: what was measured.
-        most_polls: how often a kernel looks for the signal of a peer before it gives up; see `check`.
+        timeout: seconds that a kernel looks for the signal of a peer, at the least, before it gives up; see `check`.
+            A rank may be compiling kernels for a minute or two.
 
     Raises:
         ConfigError: the device has no kernels, or ranks cannot share memory.
@@ -54,20 +57,19 @@ class PeerAllReduce:
         device: torch.device,
         max_bytes: int,
         one_shot_bytes: int | None = None,
-        most_polls: int = _MOST_POLLS,
+        timeout: float = 300.0,
     ) -> None:
         check_device(device)
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         limit = ONE_SHOT_BYTES.get(ranks, min(ONE_SHOT_BYTES.values())) if one_shot_bytes is None else one_shot_bytes
         self._layout = PeerLayout(ranks, min(limit, max_bytes), max_bytes)
         self._device = device
-        self._processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-        )
+        self._processors = _fewest_processors(group, device)
         self._memory = share_memory(self._layout.nbytes, group, device)
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
-        self._state = torch.tensor([0, most_polls], dtype=torch.int64, device=device)
+        self._state = torch.tensor([0, math.ceil(timeout / _SECONDS_A_LOOK)], dtype=torch.int64, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._word = torch.zeros(1, device=device)
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce` takes this tensor; every rank gets the same answer for the same shape."""
@@ -129,8 +131,20 @@ class PeerAllReduce:
         )  # fmt: skip
         return normed, total
 
+    def roll_call(self) -> None:
+        """Hear every rank once more. A rank that gave up in one call is silent from the next on, while others may have
+        got the right sum in that one; after this, `check` tells all of them."""
+        self.all_reduce(self._word)
+
+    def finish(self) -> None:
+        """Wait until the device is done with all calls so far, and `check`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.check()
+
     def check(self) -> None:
-        """Look, without waiting for the device, whether a kernel has given a peer up.
+        """Look, without waiting for the device, whether a kernel of this rank has given a peer up. The rank is silent
+        from then on, so that at their next call all others give it up as well.
 
         Raises:
             EngineDead: one has. Nothing that was computed since is of any use.
@@ -162,3 +176,12 @@ class PeerAllReduce:
             BLOCK=triton.next_power_of_2(size), INBOX=layout.inbox, OUTBOX=layout.outbox, PADS=layout.pads,
             GROUPS=layout.groups, RANK=self._rank, RANKS=layout.ranks, **constants, **launch_early(x),
         )  # fmt: skip
+
+
+def _processors_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _fewest_processors(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Of all ranks' devices: how a tensor is cut depends on it, and all must cut alike."""
+    return min(map(int, exchange(str(_processors_of(device)).encode(), group, device)))

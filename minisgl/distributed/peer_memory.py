@@ -70,14 +70,14 @@ def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
         handle = mapping.create(nbytes)
     except (OSError, ConfigError) as error:
         problem = str(error)
-    handles = _exchange(handle, group, device)
+    handles = exchange(handle, group, device)
     failed = [peer for peer, each in enumerate(handles) if not each]
     if not failed:
         try:
             addresses = [mapping.open(None if peer == rank else each) for peer, each in enumerate(handles)]
         except (OSError, ConfigError) as error:
             problem = str(error)
-        mapped = _exchange(b"all" if addresses else b"", group, device)  # and nobody writes before everybody has mapped
+        mapped = exchange(b"all" if addresses else b"", group, device)  # and nobody writes before everybody has mapped
         failed = [peer for peer, each in enumerate(mapped) if not each]
     if failed:
         _close(mapping, group, device)
@@ -101,11 +101,11 @@ class _Mapped:
 def _close(mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
     mapping.unmap()
     # CUDA leaves undefined what becomes of a piece that is freed while another process maps it.
-    _exchange(b"", group, device)
+    exchange(b"", group, device)
     mapping.free()
 
 
-def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """What every rank has to say, in up to 64 bytes without zeros at the end."""
     mine = torch.frombuffer(bytearray(message.ljust(_HANDLE_BYTES, b"\0")), dtype=torch.uint8)
     if dist.get_backend(group) == "nccl":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.distributed.peer_signals import POLLS, begin_call, give_up, memory_of
+from minisgl.distributed.peer_signals import POLLS, begin_call, give_up, may_speak, memory_of
 
 
 @triton.jit
@@ -121,8 +121,9 @@ def one_shot_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     words = tl.load(words_of(x_ptr) + here, exists, other=0)
+    speaks = may_speak(state_ptr)
     call = begin_call(state_ptr)
-    send(words, here, exists, peers_ptr, call, CAPACITY, RANK, RANKS)
+    send(words, here, exists & speaks, peers_ptr, call, CAPACITY, RANK, RANKS)
     total = sum_of_ranks(words, here, exists, peers_ptr, state_ptr, lost_ptr, call, dtype, CAPACITY, RANK, RANKS)
     PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
     first = tl.program_id(0) * BLOCK * PER_WORD

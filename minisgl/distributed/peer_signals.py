@@ -4,6 +4,9 @@ A kernel that is recorded in a CUDA graph runs again and again with the same arg
 an argument. Each rank counts its calls on the device. All ranks make the same calls in the same order, so the number of
 a call is the same everywhere, and a signal is nothing but that number, written into the memory of a peer. It never has
 to be taken back: the next call has another number.
+
+A rank that has waited in vain computes nonsense from then on. It falls silent, so that every other rank waits in vain
+as well, and none passes nonsense on without knowing it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton.language as tl
 CALL, POLLS = tl.constexpr(0), tl.constexpr(1)
 """Words of a rank's state, int64[2], in its own memory. CALL: the number of calls so far in the upper half, and in the
 lower half how many programs of the present one have begun. POLLS: how often a program looks for a signal before it
-gives up; 0 from then on, so that only the first call waits long."""
+gives up; 0 from then on, so that only the first call waits long, and later ones know that they must be silent."""
 
 
 @triton.jit
@@ -33,9 +36,15 @@ def begin_call(state_ptr):
 
 @triton.jit
 def give_up(state_ptr, lost_ptr):
-    """A peer does not answer. What this call returns is undefined, and so is all that comes after."""
+    """A peer does not answer. What this call returns is undefined, and so is all that comes after: see `may_speak`."""
     tl.store(state_ptr + POLLS, 0)
     tl.store(lost_ptr, 1)
+
+
+@triton.jit
+def may_speak(state_ptr):
+    """Whether no call has given a peer up so far."""
+    return tl.load(state_ptr + POLLS) > 0
 
 
 @triton.jit
@@ -50,15 +59,16 @@ def memory_of(peers_ptr, peer, OFFSET: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def signal(peers_ptr, pad, call, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
+def signal(peers_ptr, pad, call, speaks, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Tell all ranks that this program has written what it has to: everything before is visible to who sees it.
 
     Args:
         pad: number of the signal pad, which has room for a word of each rank: int32[pads, RANKS] at OFFSET.
+        speaks: False keeps silent.
     """
     tl.debug_barrier()  # the threads that signal speak for all threads of the program
     peers = tl.arange(0, triton.next_power_of_2(RANKS))
-    exists = peers < RANKS
+    exists = (peers < RANKS) & speaks
     pieces = tl.load(peers_ptr + peers, exists, other=0)
     words = (pieces + OFFSET).to(tl.pointer_type(tl.int32)) + pad * RANKS + RANK
     tl.atomic_xchg(words, tl.zeros_like(peers) + call, exists, sem="release", scope="sys")
@@ -66,18 +76,23 @@ def signal(peers_ptr, pad, call, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS
 
 @triton.jit
 def wait(peers_ptr, state_ptr, lost_ptr, pad, call, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Wait until all ranks have signalled this call: everything that they wrote before is visible afterwards."""
+    """Wait until all ranks have signalled this call: everything that they wrote before is visible afterwards.
+
+    Returns:
+        Whether they have; if not, they were given up.
+    """
     peers = tl.arange(0, triton.next_power_of_2(RANKS))
     exists = peers < RANKS
     words = memory_of(peers_ptr, RANK, OFFSET, tl.int32) + pad * RANKS + peers
     most_polls = tl.load(state_ptr + POLLS)
     polls = tl.zeros_like(most_polls)
-    missing = 1
+    missing, came = 1, 1
     while missing > 0:
         seen = tl.atomic_add(words, tl.zeros_like(peers), exists, sem="acquire", scope="sys")
         missing = tl.max((exists & (seen != call)).to(tl.int32))
         polls += 1
         if (missing > 0) & (polls > most_polls):
             give_up(state_ptr, lost_ptr)
-            missing = 0
+            missing, came = 0, 0
     tl.debug_barrier()
+    return came > 0

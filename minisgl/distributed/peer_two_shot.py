@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from minisgl.attention.triton_tiles import tile_range
-from minisgl.distributed.peer_signals import begin_call, memory_of, signal, wait
+from minisgl.distributed.peer_signals import begin_call, may_speak, memory_of, signal, wait
 
 
 @triton.jit
@@ -57,6 +57,7 @@ def two_shot_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    speaks = may_speak(state_ptr)
     call = begin_call(state_ptr)
     inbox = memory_of(peers_ptr, RANK, INBOX, dtype)
     outbox = memory_of(peers_ptr, RANK, OUTBOX, dtype)
@@ -72,8 +73,8 @@ def two_shot_kernel(
         x = tl.load(x_ptr + mine, exists, other=0.0).to(tl.float32)
         if ADD:
             residual = tl.load(residual_ptr + mine, exists, other=0.0).to(tl.float32)
-        signal(peers_ptr, group, call, PADS, RANK, RANKS)
-        wait(peers_ptr, state_ptr, lost_ptr, group, call, PADS, RANK, RANKS)
+        signal(peers_ptr, group, call, speaks, PADS, RANK, RANKS)
+        came = wait(peers_ptr, state_ptr, lost_ptr, group, call, PADS, RANK, RANKS)
 
         total = tl.zeros_like(x)
         for peer in tl.static_range(RANKS):  # in the order of the ranks, as in one shot: the same bits
@@ -92,7 +93,7 @@ def two_shot_kernel(
         for step in tl.static_range(1, RANKS):
             to = memory_of(peers_ptr, (RANK + step) % RANKS, OUTBOX, dtype) + mine
             tl.store(to, result, exists)
-        signal(peers_ptr, GROUPS + group, call, PADS, RANK, RANKS)
+        signal(peers_ptr, GROUPS + group, call, speaks & came, PADS, RANK, RANKS)
         wait(peers_ptr, state_ptr, lost_ptr, GROUPS + group, call, PADS, RANK, RANKS)
 
         for step in tl.static_range(1, RANKS):

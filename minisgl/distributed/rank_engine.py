@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from minisgl.attention import choose_backend
 from minisgl.core.communicator import ALONE, Communicator
 from minisgl.core.config import EngineConfig
-from minisgl.engine.engine import Engine, resolve_device
+from minisgl.distributed.communicator import peers_of
+from minisgl.engine.engine import Engine, current, resolve_device
 from minisgl.errors import ConfigError
 from minisgl.graphs import choose_runners
 from minisgl.kernels import apply_fusions, choose_fusions, choose_sampler
@@ -34,15 +37,26 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
     config = replace(config, device=str(device), sampler=choose_sampler(config.sampler, device))
     make_attention = choose_backend(config.attention_backend)
     fusions = choose_fusions(config.fusions, device)
-    return Engine(
-        config,
-        path,
-        ModelConfig.from_dir(path),
-        make_attention,
-        partial(apply_fusions, fusions),
-        choose_runners(config, device, fusions),
-        communicator,
-    )
+    with current(device):
+        return Engine(
+            config,
+            path,
+            ModelConfig.from_dir(path),
+            make_attention,
+            partial(_fuse, fusions, communicator),
+            choose_runners(config, device, fusions),
+            communicator,
+        )
+
+
+def _fuse(names: Collection[str], communicator: Communicator, model: nn.Module) -> None:
+    """Exchange layers for the fused ones; the norm's is larger where ranks add up over peer memory."""
+    apply_fusions(names, model)
+    peers = peers_of(communicator)
+    if peers is not None and "norm" in names:
+        from minisgl.distributed.fuse import fuse_all_reduce
+
+        fuse_all_reduce(model, peers)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -22,6 +23,8 @@ _GRACE = 0.1
 """Seconds in which other ranks may be found to have ended as well, before it is decided which one began."""
 _PATIENCE = 10.0
 """Seconds that killed processes may take to disappear."""
+_LAST_WORDS = 1.0
+"""Seconds to wait for the output of ranks that have ended. It has no end if a process outside their groups has it."""
 
 
 class RankGroup:
@@ -29,7 +32,7 @@ class RankGroup:
 
     One thread starts them and stays, since Linux ends a child with the thread that has started it. If a rank ends, for
     whatever reason, that thread kills the others: nothing is left on a GPU, and nobody waits for a collective that will
-    never be complete.
+    never be complete. What a rank has started, such as a compiler, ends with it.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,9 @@ class RankGroup:
         self._news: queue.SimpleQueue[int | str] = queue.SimpleQueue()
         """Ranks that have ended, and reasons to end all of them."""
         self._last_words: dict[int, str] = {}
-        self._threads: list[threading.Thread] = []
+        self._watch: threading.Thread | None = None
+        self._exits: list[threading.Thread] = []
+        self._outputs: list[threading.Thread] = []
         self._closed = False
 
     def start(self, setups: Sequence[Setup], store: object) -> None:
@@ -51,10 +56,10 @@ class RankGroup:
             store: where they meet. It is kept open as long as they live, and no longer.
 
         Raises:
-            OSError: a process cannot be started. `close` ends the others.
+            OSError, RuntimeError: a process or thread cannot be started. `close` ends the others.
         """
         started: Future[None] = Future()
-        self._run_thread("ranks", self._run, setups, started, store)
+        self._watch = _run_thread("ranks", self._run, setups, started, store)
         started.result()
 
     def check(self) -> None:
@@ -69,22 +74,22 @@ class RankGroup:
             reason: what `check` says from now on, unless a rank is found to have ended by itself.
             patience: seconds to wait for just that.
         """
-        if self._threads:
-            _join(self._threads[0], patience)
+        if self._watch is not None:
+            _join([self._watch], patience)
             self._news.put(reason)
-            _join(self._threads[0], _PATIENCE)
+            _join([self._watch], _PATIENCE)
         self.end = self.end or reason
         return EngineDead(self.end)
 
     def close(self) -> None:
         """Kill all ranks and wait until they are gone. May be called twice."""
         self.fail("the engine was closed")
-        for thread in self._threads:
-            _join(thread, _PATIENCE)
+        _join(self._exits, _PATIENCE)
+        _join(self._outputs, _LAST_WORDS)
         if not self._closed:
             self._closed = True
             os.close(self.alarm)
-            if not self._threads:
+            if self._watch is None:
                 os.close(self._bell)
 
     # -- in the thread that starts and watches them --------------------------------------------------------------------
@@ -94,7 +99,6 @@ class RankGroup:
             for setup in setups:
                 self._start(setup)
         except Exception as error:
-            self.end = f"a rank could not be started: {error}"
             started.set_exception(error)
         else:
             started.set_result(None)
@@ -120,14 +124,8 @@ class RankGroup:
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed elsewhere
             process.stdin.write(msgspec.json.encode(setup) + b"\n")
             process.stdin.flush()
-        self._run_thread(f"rank-{setup.rank}-output", self._pass_on_output, setup.rank, process)
-        self._run_thread(f"rank-{setup.rank}-exit", self._wait_for_exit, setup.rank, process)
-
-    def _run_thread(self, name: str, job: object, *arguments: object) -> None:
-        assert callable(job)
-        thread = threading.Thread(target=job, args=arguments, name=f"minisgl-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._outputs.append(_run_thread(f"rank-{setup.rank}-output", self._pass_on_output, setup.rank, process))
+        self._exits.append(_run_thread(f"rank-{setup.rank}-exit", self._wait_for_exit, setup.rank, process))
 
     def _verdict(self, first: int) -> str:
         """Which rank has ended and how. A rank that was killed takes others along, whose connections break: of several
@@ -140,6 +138,7 @@ class RankGroup:
         blamed = next((rank for rank in ended if codes[rank] < 0), first)
         if codes[blamed] < 0:
             return f"rank {blamed} was killed by {_signal_name(-codes[blamed])}"
+        _join([self._outputs[blamed]], _LAST_WORDS)
         return f"rank {blamed} ended with exit code {codes[blamed]}: {self._last_words.get(blamed, 'it said nothing')}"
 
     # -- in threads of their own, two for each rank --------------------------------------------------------------------
@@ -155,8 +154,11 @@ class RankGroup:
 
     def _wait_for_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
+        with contextlib.suppress(ProcessLookupError):  # it has left no compiler or other child behind
+            os.killpg(process.pid, signal.SIGKILL)
         assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(OSError):  # it did not read its setup, the rest of which would be written now
+            process.stdin.close()
         self._news.put(rank)
 
 
@@ -167,10 +169,19 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _join(thread: threading.Thread, timeout: float) -> None:
-    """Wait for a thread, unless it is the one that waits: a group may be collected as garbage in any."""
-    if thread is not threading.current_thread():
-        thread.join(timeout)
+def _run_thread(name: str, job: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=job, args=arguments, name=f"minisgl-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(threads: Sequence[threading.Thread], timeout: float) -> None:
+    """Wait so many seconds for all of them together, except for the one that waits: a group may be collected as garbage
+    in any."""
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _environment(setup: Setup) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,26 +63,31 @@ class RemoteEngine:
     Raises:
         ConfigError: an option cannot work here.
         ModelLoadError: the checkpoint is not usable.
-        EngineDead: a rank has ended while it was started.
+        EngineDead: a rank has ended while it was started, or the system does not allow for its process or files.
     """
 
     def __init__(self, config: EngineConfig, path: Path) -> None:
         self.config = config
         self.model_config = ModelConfig.from_dir(path)
         self.device = torch.device(rank_device(config, 0).type)
-        choose_communicator(config.all_reduce, self.device)
+        choose_communicator(config.all_reduce, self.device, config.distributed_timeout)
         make_plane = CONTROL_PLANES.get(config.control_plane)
         self._launched = 0
-        self.group = RankGroup()
-        with ExitStack() as stack:
-            self._plane = make_plane(config.tensor_parallel_size, self.group.check)
-            stack.callback(self._plane.close)
-            pipes = [os.pipe() for _ in range(config.tensor_parallel_size)]
-            self._readers = [ReportReader(reader, self.group.alarm, self.group.check) for reader, _ in pipes]
-            for reader in self._readers:
-                stack.callback(reader.close)
-            stack.callback(self.group.close)
-            ready = self._start(path, [writer for _, writer in pipes])
+        with ExitStack() as stack, ExitStack() as lent:
+            with _refusals_told():
+                self.group = RankGroup()
+                stack.callback(self.group.close)
+                self._plane = make_plane(config.tensor_parallel_size, self.group.check)
+                stack.callback(self._plane.close)
+                self._readers, writers = [], []
+                for _ in range(config.tensor_parallel_size):
+                    reader, writer = os.pipe()
+                    lent.callback(os.close, writer)
+                    writers.append(writer)
+                    self._readers.append(ReportReader(reader, self.group.alarm, self.group.check))
+                    stack.callback(self._readers[-1].close)
+            stack.callback(self.group.close)  # once more: ranks end before what they talk over does
+            ready = self._start(path, writers)
             self.close = weakref.finalize(self, stack.pop_all().close)
         self.num_pages = ready.num_pages
         self.page_bytes, self.model_bytes, self.runner_bytes = ready.page_bytes, ready.model_bytes, ready.runner_bytes
@@ -121,8 +126,11 @@ class RemoteEngine:
         while True:
             try:
                 report = reader.read(self.config.distributed_timeout + _SLACK)
-            except (EngineDead, TimeoutError) as error:
+            except EngineDead as error:
                 raise self._bury(f"step {step}: {error}", patience=0.0) from None
+            except TimeoutError as error:
+                reason = f"step {step}: {error}; if the ranks are slow rather than stuck, raise distributed_timeout"
+                raise self._bury(reason, patience=0.0) from None
             if isinstance(report, Failed):
                 raise self._bury(f"{report.kind}: {report.message}")
             if isinstance(report, Stepped) and report.step == step:
@@ -141,23 +149,12 @@ class RemoteEngine:
 
     def _start(self, path: Path, writers: Sequence[int]) -> Ready:
         """Start the ranks and wait until they are ready."""
-        store = open_store()
-        setups = [
-            Setup(
-                rank=rank,
-                config=self.config,
-                path=str(path),
-                store_port=store.port,
-                endpoint=self._plane.endpoint(rank),
-                reports=writer,
-                threads=max(1, torch.get_num_threads() // len(writers)),
-                driver=os.getpid(),
-            )
-            for rank, writer in enumerate(writers)
-        ]
         reports: list[Report | None] = []
         try:
-            self.group.start(setups, store)
+            with _refusals_told():
+                store = open_store()
+                setups = [self._setup(path, rank, writer, store.port) for rank, writer in enumerate(writers)]
+                self.group.start(setups, store)
             del store
             self._plane.connect(_START_TIMEOUT)
             for reader in self._readers:
@@ -167,10 +164,31 @@ class RemoteEngine:
             dead = self.group.fail("a rank did not start", patience=_PATIENCE)
         except (EngineDead, TimeoutError) as error:
             dead = self.group.fail(str(error))
-        finally:
-            for writer in writers:
-                os.close(writer)
         raise _explanation(dead, [*reports, *(reader.take() for reader in self._readers)])
+
+    def _setup(self, path: Path, rank: int, writer: int, store_port: int) -> Setup:
+        return Setup(
+            rank=rank,
+            config=self.config,
+            path=str(path),
+            store_port=store_port,
+            endpoint=self._plane.endpoint(rank),
+            reports=writer,
+            threads=max(1, torch.get_num_threads() // self.config.tensor_parallel_size),
+            driver=os.getpid(),
+        )
+
+
+@contextmanager
+def _refusals_told() -> Iterator[None]:
+    """Say what a user can do about what the system does not allow for."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the latter from threads and from PyTorch's store
+        raise EngineDead(
+            f"the ranks could not be started: {error}; if there are too many open files or processes, close some or "
+            "raise the limits (ulimit -n, ulimit -u)"
+        ) from error
 
 
 def _explanation(dead: EngineDead, reports: Sequence[Report | None]) -> MiniSGLError:

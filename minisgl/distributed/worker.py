@@ -17,7 +17,7 @@ import xxhash
 
 from minisgl.attention import auto_backend
 from minisgl.core.batch import StepResult
-from minisgl.distributed.communicator import choose_communicator
+from minisgl.distributed.communicator import choose_communicator, peers_of
 from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
 from minisgl.distributed.messages import Failed, Ready, Setup, Stepped, decode_batch
 from minisgl.distributed.rank_engine import build_engine, rank_device
@@ -26,6 +26,8 @@ from minisgl.distributed.reports import send_report
 from minisgl.engine import Engine, PendingStep
 
 _PR_SET_PDEATHSIG = 1
+_LOOK = 1.0
+"""Seconds after which a rank that hears of no step looks whether its last sums were complete."""
 
 
 def main() -> int:
@@ -69,8 +71,11 @@ def start(setup: Setup) -> Engine:
         torch.cuda.set_device(device)
     size, timeout = config.tensor_parallel_size, config.distributed_timeout
     group = join_group(setup.store_port, setup.rank, size, device, timeout)
-    communicator = choose_communicator(config.all_reduce, device)(group, device)
-    return build_engine(config, Path(setup.path), communicator)
+    communicator = choose_communicator(config.all_reduce, device, timeout)(group, device)
+    engine = build_engine(config, Path(setup.path), communicator)
+    if (peers := peers_of(communicator)) is not None:
+        peers.finish()
+    return engine
 
 
 def ready(engine: Engine) -> Ready:
@@ -93,7 +98,8 @@ class Rank:
     """Launches steps as they come, and reports those that are complete.
 
     The next step is launched as soon as it is there, be the one before complete or not. The first rank reports for all;
-    the others have the same tokens, and just go on. With ``verify_ranks`` they report as well.
+    the others have the same tokens, and just go on. With ``verify_ranks`` they report as well. A rank whose sums were
+    not complete ends, whichever it is: its part of what the first one samples from is nonsense.
 
     Args:
         engine: of this rank.
@@ -105,24 +111,32 @@ class Rank:
         self._engine = engine
         self._steps = steps
         self._setup = setup
+        self._peers = peers_of(engine.communicator)
         self._pending: deque[tuple[int, bytes, PendingStep]] = deque()
 
     def run(self) -> None:
         """Until the control plane ends."""
         reports = self._setup.rank == 0 or self._setup.config.verify_ranks
+        idle = None if self._peers is None else _LOOK
         step = 0
         while True:
-            message = self._steps.receive(timeout=0.0 if self._pending else None)
+            message = self._steps.receive(timeout=0.0 if self._pending else idle)
             if message is not None:
                 pending = self._engine.launch(decode_batch(message))
                 if reports:
                     self._pending.append((step, message, pending))
                 step += 1
+            self._check()
             while self._pending and self._pending[0][2].done():
                 self._report(*self._pending.popleft())
 
+    def _check(self) -> None:
+        if self._peers is not None:
+            self._peers.check()
+
     def _report(self, step: int, message: bytes, pending: PendingStep) -> None:
         result = pending.wait()
+        self._check()
         digest = digest_of(message, result) if self._setup.config.verify_ranks else 0
         send_report(self._setup.reports, Stepped(step, result.tokens.tobytes(), result.logprobs, digest))
 

@@ -74,16 +74,22 @@ def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: tor
         )
 
 
+def largest_prefill(max_tokens: int, max_rows: int, max_seq_len: int) -> list[int]:
+    """Tokens that each row feeds in a step that feeds as many as any may: whole sequences, and a chunk of one more."""
+    total = min(max_tokens, max_rows * max_seq_len)
+    return [min(max_seq_len, total - begin) for begin in range(0, total, max_seq_len)]
+
+
 @torch.inference_mode()
 def warm_up(config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device) -> None:
     """Run the largest legal prefill. There is no KV memory yet: each row attends to the step's own tokens."""
-    longest = min(max_seq_len, config.max_prefill_tokens)
-    rows = min(config.max_running_requests, config.max_prefill_tokens // longest)
+    q_lens = largest_prefill(config.max_prefill_tokens, config.max_running_requests, max_seq_len)
+    rows = len(q_lens)
     batch = build_batch(
         slots=np.arange(rows, dtype=np.int32),
-        q_lens=np.full(rows, longest, dtype=np.int32),
+        q_lens=np.array(q_lens, dtype=np.int32),
         kv_lens=np.zeros(rows, dtype=np.int32),
-        page_table=np.zeros((rows, longest), dtype=np.int32),
+        page_table=np.zeros((rows, max(q_lens)), dtype=np.int32),
         page_size=1,
         sample_rows=np.arange(rows, dtype=np.int32),
         output_index=np.zeros(rows, dtype=np.int32),

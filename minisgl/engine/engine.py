@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,8 @@ class Engine:
         rows = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
         if len(batch.mask_rows):
             rows = rows.constrained(batch.mask_rows, batch.masks)
-        return self._send_back(rows, self.runner.run(batch, rows))
+        with current(self.device):
+            return self._send_back(rows, self.runner.run(batch, rows))
 
     def _send_back(self, rows: SamplingRows, sampled: SampledTokens) -> PendingStep:
         if self.device.type != "cuda":  # a copy here as well: the next step may write its tokens to the same place
@@ -182,6 +184,11 @@ class Engine:
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, on which Triton launches and events are recorded wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def longest_sequence(config: EngineConfig, model_limit: int) -> int:

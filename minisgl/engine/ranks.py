@@ -20,6 +20,9 @@ def gather(value: int, communicator: Communicator, device: torch.device) -> list
 def check_balance(free: int, communicator: Communicator, device: torch.device) -> None:
     """Refuse to start where the ranks' free memory is far apart: the fullest device would decide for all of them.
 
+    The numbers are gathered, although one minimum of (free, −free) over the ranks would give the least and the most as
+    well: an error has to name the ranks that they belong to.
+
     Args:
         free: bytes that are free on this rank's device.
         communicator: joins the ranks.

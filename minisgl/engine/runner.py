@@ -70,7 +70,8 @@ class RunnerFactory(Protocol):
 
 
 class EagerRunner:
-    """Launches the kernels of a step one by one, in any shape. One copy to the device a step.
+    """Launches the kernels of a step one by one, in any shape. One copy to the device a step, beside what the attention
+    backend has planned.
 
     Args:
         parts: of the engine.

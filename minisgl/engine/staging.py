@@ -1,4 +1,4 @@
-"""One copy a step: every array that the device needs travels in one int32 buffer."""
+"""One copy for many arrays: all that one sender has for the device in a step travels in one int32 buffer."""
 
 from __future__ import annotations
 

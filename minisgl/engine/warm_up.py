@@ -13,6 +13,7 @@ import torch
 
 from minisgl.core.batch import Admission, Batch, build_batch
 from minisgl.core.sampling_params import SamplingParams
+from minisgl.engine.budget import largest_prefill
 from minisgl.engine.runner import EagerRunner, EngineParts
 from minisgl.engine.sampling_table import SamplingTable
 
@@ -43,9 +44,9 @@ def warm_up(parts: EngineParts, max_prefill_tokens: int) -> None:
 def _prefill_steps(parts: EngineParts, max_prefill_tokens: int) -> Iterator[Batch]:
     """As many tokens as a step may have, then a few; then a few behind tokens that are cached."""
     num_slots, longest = parts.state.tokens.shape[0], parts.state.tokens.shape[1] - 1
-    most = min(max_prefill_tokens, (num_slots - 1) * longest)
-    yield _prefill(parts, [min(longest, most - begin) for begin in range(0, most, longest)], cached=0)
-    few = min(16, most, longest - longest // 2)
+    most = largest_prefill(max_prefill_tokens, num_slots - 1, longest)
+    yield _prefill(parts, most, cached=0)
+    few = min(16, sum(most), longest - longest // 2)
     yield _prefill(parts, [few], cached=0)
     yield _prefill(parts, [few], cached=longest // 2)
 

@@ -9,10 +9,12 @@ from minisgl.core.batch import Batch, DeviceBatch
 from minisgl.core.request import Int32Array
 from minisgl.engine.device_state import DeviceState
 from minisgl.engine.sampling_stages import RandomStage, SamplingInputs, SamplingRows
+from minisgl.engine.staging import to_device
 from minisgl.graphs.padding import pad_batch
 
 _FIELDS = 7
 """slots, seq_lens, page_index, page_value, temperature, key_low, key_high: one int32 each a row."""
+_NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class DecodeBuffers:
@@ -48,15 +50,16 @@ class DecodeBuffers:
         self.sampling = SamplingInputs(random=RandomStage(temperature.view(torch.float32), *keys))
         """Draws a token where the temperature is not 0; the likeliest token elsewhere."""
 
-    def fill(self, batch: Batch, sampling: SamplingRows) -> Batch:
-        """Write a step into the buffers.
+    def fill(self, batch: Batch, sampling: SamplingRows, after: Int32Array = _NOTHING) -> tuple[Batch, torch.Tensor]:
+        """Write a step into the buffers, with one copy from the host.
 
         Args:
             batch: at most B decode rows, with at most B page-table changes.
             sampling: of the batch; only its random stage is used here.
+            after: int32[words] for the time after the replay, which travels along; no recording can read it.
 
         Returns:
-            The batch padded to B rows.
+            The batch padded to B rows, and ``after`` on the device.
         """
         padded = pad_batch(batch, self.rows, self.dummy_slot)
         host = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=self._packed.is_cuda)
@@ -70,9 +73,19 @@ class DecodeBuffers:
             _put(target, values.view(np.int32), 0)
         if sampling.random is None:
             random[0][:] = 0
-        self._packed.copy_(host, non_blocking=True)
+        arrived = self._send(host, after)
         self.derive()
-        return padded
+        return padded, arrived
+
+    def _send(self, host: torch.Tensor, after: Int32Array) -> torch.Tensor:
+        """A step alone goes to where the recordings read. In company, whose size is never the same, it goes by way of
+        memory that is new, since a second copy from the host would cost more than one on the device."""
+        if len(after) == 0:
+            self._packed.copy_(host, non_blocking=True)
+            return self._packed.new_empty(0)
+        staged = to_device({"step": host.numpy().ravel(), "after": after}, self._packed.device)
+        self._packed.copy_(staged["step"].view_as(self._packed))
+        return staged["after"]
 
     def derive(self) -> None:
         """Apply the page-table changes, then look up where each row's new token is, and where its KV goes."""

@@ -17,8 +17,7 @@ from minisgl.core.batch import Batch, DeviceBatch, build_batch
 from minisgl.core.context import ForwardContext, forward_context
 from minisgl.engine.runner import EagerRunner, EngineParts, StepRunner
 from minisgl.engine.sampler import SampledTokens
-from minisgl.engine.sampling_stages import SamplingRows
-from minisgl.engine.staging import to_device
+from minisgl.engine.sampling_stages import SamplingInputs, SamplingRows
 from minisgl.graphs.buffers import DecodeBuffers
 from minisgl.graphs.recorder import CudaRecorder, Recorder, Recording
 from minisgl.kvcache.sizing import free_memory
@@ -63,14 +62,15 @@ class GraphRunner:
     def capture(self, size: int) -> None:
         """Record a step of ``size`` rows, once for each name that the attention backend has for such steps.
 
-        All rows are the dummy slot's, as long as a row can be, when all share all of their pages, and as short.
+        All rows are the dummy slot's: first as long as a row can be, when they share all of their pages, then as short.
         """
         buffers = self._make_buffers(self.parts.state, self.parts.kv_cache.page_size, size)
         self.buffers[size] = buffers
         longest = self.parts.state.tokens.shape[1] - 1
         for length in (longest, 1):
             step = _dummy_step(buffers, length)
-            key = self.parts.attention.plan(buffers.fill(step, SamplingRows()), buffers.inputs)
+            padded, _ = buffers.fill(step, SamplingRows())
+            key = self.parts.attention.plan(padded, buffers.inputs)
             if (size, key) not in self.graphs:
                 self.graphs[size, key] = self._recorder.record(lambda: self._compute(buffers))
 
@@ -81,16 +81,19 @@ class GraphRunner:
         if size is None:
             return self.eager.run(batch, rows)
         buffers = self.buffers[size]
-        key = self.parts.attention.plan(buffers.fill(batch, rows), buffers.inputs)
+        in_graph = self.parts.sampler.capturable and rows.needs_only_temperatures
+        after = SamplingRows() if in_graph else rows
+        padded, words = buffers.fill(batch, rows, after.pack())
+        key = self.parts.attention.plan(padded, buffers.inputs)
         graph = self.graphs.get((size, key))
         if graph is None:
             logits, *sampled = self._compute(buffers)
         else:
             graph.replay()
             logits, *sampled = graph.outputs
-        if sampled and rows.needs_only_temperatures:
+        if in_graph:
             return SampledTokens(sampled[0][: batch.num_rows])
-        return self._sample(logits[: batch.num_rows], batch, rows)
+        return self._sample(logits[: batch.num_rows], rows.unpack(words), buffers.inputs)
 
     def size_for(self, batch: Batch) -> int | None:
         """Rows of the smallest graph that holds the step; None if it has to run eagerly."""
@@ -115,13 +118,11 @@ class GraphRunner:
         buffers.append(tokens)
         return logits, tokens
 
-    def _sample(self, logits: torch.Tensor, batch: Batch, rows: SamplingRows) -> SampledTokens:
+    def _sample(self, logits: torch.Tensor, stages: SamplingInputs, inputs: DeviceBatch) -> SampledTokens:
         """Sample with all stages; the tokens replace those that the graph has left in the token table."""
-        staged = to_device({"rows": rows.pack(), "slots": batch.slots, "lens": batch.seq_lens}, self.parts.device)
-        stages = rows.unpack(staged["rows"])
-        state = self.parts.state
+        state, count = self.parts.state, len(logits)
         sampled = self.parts.sampler.sample(logits, stages, stages.history(state.tokens))
-        state.append(staged["slots"], staged["lens"], sampled.tokens)
+        state.append(inputs.slots[:count], inputs.seq_lens[:count], sampled.tokens)
         return sampled
 
 
@@ -145,7 +146,7 @@ class GraphRunners:
         self._decoders = decoders
 
     def memory(self, parts: EngineParts) -> int:
-        """Record the two largest sizes on trial: what the second adds to the first is what each other one adds."""
+        """Record the two largest sizes on trial: each other one is taken to add what the second adds to the first."""
         if not _capturable(parts):
             return 0
         trial = GraphRunner(parts, (), CudaRecorder(parts.device), self._make_buffers)

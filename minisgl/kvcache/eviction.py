@@ -43,7 +43,7 @@ EVICTION_POLICIES: Registry[Callable[[], EvictionPolicy]] = Registry("eviction_p
 
 @EVICTION_POLICIES.register("lru")
 class LeastRecentlyUsed:
-    """What was not used for longest goes first."""
+    """What has not been used for the longest time goes first."""
 
     def on_use(self, now: int, uses: int) -> int:
         return now

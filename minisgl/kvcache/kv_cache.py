@@ -1,4 +1,4 @@
-"""The keys and values themselves: two tensors a layer, cut into pages."""
+"""The keys and values themselves: two tensors for all layers, cut into pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KVCache:
         page_size: tokens a page.
         dtype: of the keys and values that are stored and attended to, the model's.
         device: of the memory, which is not cleared: a position is always written before it is read.
-        kv_dtype: that they are kept in; None is ``dtype``, ``torch.float8_e4m3fn`` takes half of 16 bits. There is no
+        kv_dtype: the stored dtype; None is ``dtype``, ``torch.float8_e4m3fn`` takes half of 16 bits. There is no
             scale beside such a key or value. It has three bits of mantissa at every magnitude from 2⁻⁶ to 448, so a
             scale that brings values nearer to 448 makes none of them more exact. Keys are far below that behind the
             norm and the rotation, and so are values; the rare larger one is cut off. Engines scale by 1 as well, where

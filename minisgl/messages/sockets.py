@@ -6,9 +6,9 @@ Nothing is dropped without a word and nobody waits in a circle:
   scheduler → detokenizer → API process, so that a slow process slows down those before it; or the sender is *refused*,
   API process → tokenizer, so that the event loop never waits: the client hears 503.
 - The API process always reads. So the chain of processes that may block ends at one that does not, and each gets on.
-- Two kinds of messages go against the chain, to the scheduler: stop strings from the detokenizer, aborts from the API
-  process. Were these senders to block, the circle would be closed. They never do: their sockets have no bound of their
-  own, and need none, because a request is stopped at most once and a job is aborted at most once.
+- Against the chain, to the scheduler, go stops from the detokenizer, and aborts and questions from the API process. If
+  these senders blocked, the circle would be closed. They never do: their sockets have no bound of their own, and need
+  none: a request is stopped and a job aborted at most once, and whoever asks waits for one answer at a time.
 """
 
 from __future__ import annotations

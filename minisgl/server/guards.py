@@ -15,7 +15,7 @@ _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 class KeyGuard:
-    """Lets in who knows the key, before anything of a body is read.
+    """Lets in whoever knows the key, before anything of a body is read.
 
     Args:
         app: what is guarded.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -65,7 +67,7 @@ paths = st.lists(st.text("ab", max_size=12), min_size=1, max_size=8)
 
 
 @given(paths=paths, min_rows=st.integers(2, 4), min_pages=st.integers(1, 4))
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 def test_groups_share_what_they_claim(paths: list[str], min_rows: int, min_pages: int) -> None:
     if not any(paths):
         return
@@ -125,9 +127,9 @@ class Steps:
 def test_groups_are_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[int] = []
 
-    def counted(*args: object) -> PrefixGroups:
+    def counted(*args: Any) -> PrefixGroups:
         searches.append(len(searches))
-        return find_groups(*args)  # type: ignore[arg-type]
+        return find_groups(*args)
 
     monkeypatch.setattr(shared_prefix, "find_groups", counted)
     steps = Steps("abcu", "abcv", "abcw", "abxx")

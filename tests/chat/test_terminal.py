@@ -67,11 +67,14 @@ class Terminal:
         return before
 
     def interrupt_until(self, wanted: str) -> None:
-        """Interrupt it until it says ``wanted``: CPython loses a signal that comes just before readline waits."""
+        """Interrupt it until it says ``wanted``: CPython loses a signal that comes just before readline waits.
+
+        It has time to say so: while it still hears the first one, a second one means something else.
+        """
         while True:
             os.kill(self.process.pid, signal.SIGINT)
             try:
-                self.read_until(wanted, timeout=1)
+                self.read_until(wanted, timeout=5)
                 return
             except AssertionError:
                 assert self.process.poll() is None

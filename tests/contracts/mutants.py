@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
 
-from minisgl.core import AttentionSpec, Batch, DeviceBatch
+from minisgl.core import AttentionSpec, Batch, DeviceBatch, Request
 from minisgl.core.request import Int32Array
 from minisgl.distributed import TorchCommunicator
 from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
 from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
 from minisgl.kvcache.eviction import LeastRecentlyUsed
+from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
 from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.scheduler.policy import Demand, Load, LongestPrefixMatch, Plan, PrefillFirst, Reserve
 
 # -- radix caches --------------------------------------------------------------------------------------------------
 
@@ -60,6 +64,13 @@ class EvictsLocked(UncheckedCache):
         return pages
 
 
+class LocksTheLastNodeAlone(UncheckedCache):
+    """A locked leaf stays; the tree has no idea that the way to it is in use."""
+
+    def _path(self, node: Node) -> Iterator[Node]:
+        return islice(super()._path(node), 1)
+
+
 # -- eviction policies ---------------------------------------------------------------------------------------------
 
 
@@ -79,6 +90,51 @@ class SearchesItsHistory(LeastRecentlyUsed):
     def on_use(self, now: int, uses: int) -> int:
         self.history.append(now)
         return max(each for each in self.history)
+
+
+# -- page stores ---------------------------------------------------------------------------------------------------
+
+
+class RestoresBehindAGap:
+    """Looks past a name that it does not have, so that what it fills is no beginning of the prompt."""
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self.kv_cache = kv_cache
+        self.kept: dict[bytes, torch.Tensor] = {}
+
+    def save(self, names: Sequence[bytes], pages: Int32Array) -> None:
+        content = self.kv_cache.read_pages(torch.tensor(pages, dtype=torch.int64))
+        self.kept.update(zip(names, content.unbind(2), strict=True))
+
+    def restore(self, names: Sequence[bytes], pages: Int32Array) -> int:
+        found = [self.kept[name] for name in names if name in self.kept]
+        if found:
+            self.kv_cache.write_pages(torch.tensor(pages[: len(found)], dtype=torch.int64), torch.stack(found, 2))
+        return len(found)
+
+
+# -- scheduling policies -------------------------------------------------------------------------------------------
+
+
+class StarvesTheUncached(LongestPrefixMatch):
+    """A longer cached prefix goes first, however long somebody has waited."""
+
+    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+        return sorted(waiting, key=lambda request: -cached_len(request))
+
+
+class HasNoPatience(PrefillFirst):
+    """While there are prompts, nobody decodes."""
+
+    def plan(self, load: Load) -> Plan:
+        return Plan(prefill_tokens=load.max_prefill_tokens, decode=False)
+
+
+class KeepsAPageBack(Reserve):
+    """What needs the whole pool never starts."""
+
+    def admits(self, demand: Demand) -> bool:
+        return demand.at_most + demand.promised < demand.available
 
 
 # -- samplers ------------------------------------------------------------------------------------------------------

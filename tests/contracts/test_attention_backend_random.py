@@ -22,7 +22,7 @@ def paged(request: pytest.FixtureRequest) -> Paged:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @given(lengths=lengths_lists, first=windows, second=windows, group=st.sampled_from([1, 3]), data=st.data())
-@settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=15, derandomize=True, database=None, phases=[Phase.generate, Phase.shrink])
 def test_random_steps(
     paged: Paged,
     page_size: int,

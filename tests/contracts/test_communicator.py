@@ -11,6 +11,7 @@ from tests.distributed.ranks import MakeCommunicator, on_ranks
 
 CONTRACTS = {"make_communicator": (COMMUNICATORS, Communicator)}
 
+SIZES = [1, 2, 3, 4, 8]
 SHAPES = [(1, 1), (1, 7), (3, 5), (5, 64), (257, 33)]
 
 
@@ -23,14 +24,14 @@ def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_ranks_know_their_place(make_communicator: MakeCommunicator, size: int) -> None:
     places = on_ranks(size, lambda ranks: (ranks.rank, ranks.size), make_communicator)
     assert places == [(rank, size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_adds_up(make_communicator: MakeCommunicator, size: int, shape: tuple[int, int]) -> None:
     sums = on_ranks(size, lambda ranks: ranks.all_reduce(numbers(ranks.rank, *shape)), make_communicator)
     expected = torch.stack([numbers(rank, *shape).double() for rank in range(size)]).sum(0)
@@ -49,7 +50,7 @@ def test_all_ranks_get_the_same_bits(make_communicator: MakeCommunicator, dtype:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_all_gather_puts_side_by_side(make_communicator: MakeCommunicator, size: int, shape: tuple[int, int]) -> None:
     gathered = on_ranks(size, lambda ranks: ranks.all_gather(numbers(ranks.rank, *shape)), make_communicator)
     expected = torch.cat([numbers(rank, *shape) for rank in range(size)], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -157,6 +158,7 @@ def test_nothing_is_left_behind(make_plane: PlaneFactory, tmp_path: Path, monkey
         return {path for folder in folders if folder.is_dir() for path in folder.glob("*minisgl*")}
 
     make_plane(1, never).close()  # what a library opens once and for all is open now
+    gc.collect()  # else this may close files of other tests meanwhile
     before, files = named(), psutil.Process().num_fds()
     plane = make_plane(RANKS, never)
     receivers = [connect(make_plane, plane, rank) for rank in range(RANKS)]
@@ -169,4 +171,4 @@ def test_nothing_is_left_behind(make_plane: PlaneFactory, tmp_path: Path, monkey
     plane.close()
     plane.close()
     assert named() <= before
-    assert psutil.Process().num_fds() == files
+    assert psutil.Process().num_fds() <= files

@@ -214,6 +214,18 @@ class TestRemembers:
         assert client.cache.num_evictable == 3
         assert sorted(client.evict(10)) == sorted(pages)
 
+    def test_lock_protects_what_several_inserts_have_built(self, client: Client) -> None:
+        first, _ = client.insert(0, 1)
+        offered, _ = client.insert(0, 1, 2)
+        handle = client.lock(0, 1, 2)
+        sibling, _ = client.insert(0, 1, 3)
+        assert client.cache.num_evictable == 1
+        assert client.evict(10) == sibling[2:]
+        assert client.matched(0, 1, 2) == first + offered[2:]
+        client.unlock(handle)
+        assert client.cache.num_evictable == 3
+        assert sorted(client.evict(10)) == sorted(first + offered[2:])
+
     def test_lock_protects_nothing_beyond_the_prefix(self, client: Client) -> None:
         pages, _ = client.insert(0, 1, 2)
         client.lock(0, 1)

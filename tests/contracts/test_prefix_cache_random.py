@@ -115,14 +115,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 def test_random_sequences_agree_with_the_model(make_cache: MakeCache, page_size: int) -> None:
     run_state_machine_as_test(
         lambda: PrefixCacheMachine(make_cache, page_size),
-        settings=settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True, database=None),
+        settings=settings(max_examples=50, stateful_step_count=40, derandomize=True, database=None),
     )
 
 
 @pytest.mark.not_for("none")
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @given(uses=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12), data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 def test_eviction_follows_last_use(
     make_cache: MakeCache, page_size: int, uses: list[list[int]], data: st.DataObject
 ) -> None:

@@ -18,6 +18,8 @@ SAMPLERS = "test_sampler.py"
 ARCHITECTURES = "test_architecture.py"
 COMMUNICATORS = "test_communicator.py"
 PLANES = "test_control_plane.py"
+POLICIES = "test_policy.py"
+STORES = "test_page_store.py"
 
 
 class Verdict:
@@ -58,6 +60,7 @@ def test_a_right_one_passes(path: str, suite: str) -> None:
         ("LosesLocksOnSplit", "test_lock_survives_the_division_of_its_prefix"),
         ("ClaimsDuplicates", "test_duplicates_are_answered_with_the_canonical_pages"),
         ("EvictsLocked", "test_lock_protects_the_whole_prefix"),
+        ("LocksTheLastNodeAlone", "test_lock_protects_what_several_inserts_have_built"),
     ],
 )
 def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
@@ -100,6 +103,15 @@ def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
 @pytest.mark.parametrize(
     ("mutant", "suite", "broken", "passed"),
     [
+        ("StarvesTheUncached", POLICIES, "test_an_order_starves_nobody", "test_an_order_serves_everybody"),
+        ("HasNoPatience", POLICIES, "test_a_composition_lets_decodes_run", "test_a_composition_serves_everybody"),
+        ("KeepsAPageBack", POLICIES, "test_an_idle_engine_admits_what_fits", "test_an_admission_serves_everybody"),
+        (
+            "RestoresBehindAGap",
+            STORES,
+            "test_nothing_comes_back_that_was_not_saved",
+            "test_what_comes_back_is_what_was_saved",
+        ),
         (
             "GathersItsOwnFirst",
             COMMUNICATORS,
@@ -120,7 +132,7 @@ def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
         ),
     ],
 )
-def test_a_broken_part_between_ranks_fails(mutant: str, suite: str, broken: str, passed: str) -> None:
+def test_a_broken_part_fails(mutant: str, suite: str, broken: str, passed: str) -> None:
     status, verdict = grade(f"tests.contracts.mutants:{mutant}", suite, "--tb=no", "-k", f"{broken} or {passed}")
     assert status == pytest.ExitCode.TESTS_FAILED
     assert broken in verdict.failed

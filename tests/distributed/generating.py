@@ -36,6 +36,12 @@ def generate(path: Path, **options: Any) -> list[list[int]]:
         return tokens(llm.generate(PROMPTS, PARAMS)) + tokens(llm.generate(PROMPTS, PARAMS))
 
 
+def step_for_ever(llm: LLM) -> None:
+    """Until a step raises."""
+    while True:
+        llm.step()
+
+
 def is_rank(process: psutil.Process) -> bool:
     """Whether it is a rank, of this driver or another, that still runs."""
     try:

@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minisgl.distributed.peer_all_reduce import PeerAllReduce
+from minisgl.distributed import peer_all_reduce
+from minisgl.distributed.peer_all_reduce import _ELEMENTS, _SECONDS_A_LOOK, PeerAllReduce
 from minisgl.distributed.peer_memory import share_memory
 from minisgl.distributed.reducing_norm import ReducingRMSNorm
 from minisgl.errors import ConfigError, EngineDead
@@ -52,11 +53,11 @@ class Ranks:
         self.pause = 0.0002
         """Seconds before each look at a signal, in the interpreter."""
 
-    def peers(self, max_bytes: int = 4 << 20, most_polls: int | None = None) -> PeerAllReduce:
+    def peers(self, max_bytes: int = 4 << 20, looks: int | None = None) -> PeerAllReduce:
         """An all-reduce that takes one shot up to a quarter of its largest tensor, and gives up after some seconds."""
-        if most_polls is None:
-            most_polls = 1 << 25 if self.is_gpu else 4000
-        return PeerAllReduce(self.group, self.device, max_bytes, max_bytes // 4, most_polls)
+        if looks is None:
+            looks = 1 << 25 if self.is_gpu else 4000
+        return PeerAllReduce(self.group, self.device, max_bytes, max_bytes // 4, looks * _SECONDS_A_LOOK)
 
     def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
         """What every rank brings along."""
@@ -237,7 +238,7 @@ def two_graphs_with_eager_calls_between(ranks: Ranks) -> None:
 def a_missing_peer_is_given_up(ranks: Ranks) -> None:
     """Rank 0 calls alone, in either way; it returns, says so, and does not wait a second time."""
     for shot in ("one_shot", "two_shot"):
-        peers = ranks.peers(max_bytes=1 << 16, most_polls=200)
+        peers = ranks.peers(max_bytes=1 << 16, looks=200)
         if ranks.rank == 0:
             peers.check()
             call = getattr(peers, shot)
@@ -251,6 +252,63 @@ def a_missing_peer_is_given_up(ranks: Ranks) -> None:
         peers.close()
 
 
+def who_has_waited_in_vain_falls_silent(ranks: Ranks) -> None:
+    """So nobody goes on with numbers that are nonsense: all ranks learn of it, at the latest in the next call."""
+    for shot in ("one_shot", "two_shot"):
+        peers = ranks.peers(max_bytes=1 << 16, looks=2000 if ranks.is_gpu else 200)
+        call, x = getattr(peers, shot), torch.ones(2, 512, device=ranks.device)
+        if ranks.rank == 0:
+            call(x)  # alone
+            if ranks.is_gpu:
+                torch.cuda.synchronize()
+        dist.barrier(group=ranks.group)
+        if ranks.rank > 0:
+            call(x)
+        call(x)
+        if ranks.is_gpu:
+            torch.cuda.synchronize()
+        with pytest.raises(EngineDead, match=f"rank {ranks.rank} waited in vain"):
+            peers.check()
+        dist.barrier(group=ranks.group)
+        peers.close()
+
+
+def a_rank_that_gave_up_in_the_last_call_is_missed_in_the_roll_call(ranks: Ranks) -> None:
+    """The others had been late, and got the right sum: they would not know."""
+    last = ranks.size - 1
+    for shot in ("one_shot", "two_shot"):
+        peers = ranks.peers(max_bytes=1 << 16, looks=2000 if ranks.is_gpu else 200)
+        x = torch.ones(1, 256, device=ranks.device)  # for one program, which has spoken when it gives up
+        if ranks.rank == last:
+            getattr(peers, shot)(x)
+            with pytest.raises(EngineDead, match=f"rank {last} waited in vain"):
+                peers.finish()
+        dist.barrier(group=ranks.group)
+        if shot == "one_shot" and ranks.rank < last:
+            assert bool((peers.one_shot(x) == ranks.size).all())
+            peers.finish()
+        peers.roll_call()
+        with pytest.raises(EngineDead, match=f"rank {ranks.rank} waited in vain"):
+            peers.finish()
+        dist.barrier(group=ranks.group)
+        peers.close()
+
+
+def devices_of_different_sizes_cut_a_tensor_alike(ranks: Ranks) -> None:
+    processors_of = peer_all_reduce._processors_of
+    peer_all_reduce._processors_of = lambda device: 2 + ranks.rank
+    try:
+        peers = ranks.peers()
+    finally:
+        peer_all_reduce._processors_of = processors_of
+    rows = _ELEMENTS[0] * ranks.size * 5 // 2  # long rows for two processors, short ones for three
+    inputs = ranks.inputs((rows,), torch.float32, 400)
+    ranks.assert_sum(peers.two_shot(inputs[ranks.rank]), inputs)
+    peers.finish()
+    dist.barrier(group=ranks.group)
+    peers.close()
+
+
 CHECKS: list[Callable[[Ranks], None]] = [
     memory_is_zero_and_shared,
     all_ranks_learn_that_one_cannot_share,
@@ -260,6 +318,9 @@ CHECKS: list[Callable[[Ranks], None]] = [
     a_rank_that_looks_late_finds_what_it_was_sent,
     two_graphs_with_eager_calls_between,
     a_missing_peer_is_given_up,
+    who_has_waited_in_vain_falls_silent,
+    a_rank_that_gave_up_in_the_last_call_is_missed_in_the_roll_call,
+    devices_of_different_sizes_cut_a_tensor_alike,
 ]
 
 
@@ -285,6 +346,8 @@ def pause_before_looks(ranks: Ranks) -> None:
 def main() -> None:
     rank, size, directory, device_type = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)  # on which Triton launches, wherever the tensors are
     store = dist.FileStore(str(directory / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     torch.set_grad_enabled(False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
 import subprocess
@@ -9,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ import psutil
 import pytest
 
 from minisgl import LLM, EngineDead, ModelLoadError
-from minisgl.distributed import RemoteEngine
+from minisgl.distributed import RemoteEngine, remote_engine
+from minisgl.distributed.rendezvous import open_store
 from minisgl.generation import Generation
-from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, ranks_of, tokens, wait_for
+from tests.distributed import broken
+from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, ranks_of, step_for_ever, tokens, wait_for
 from tests.model_zoo import tiny_checkpoint
 
 LIMIT = 10.0
@@ -33,18 +38,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After each test: no rank, no file or directory, no shared memory, no open file in the driver."""
+    """After each test: no rank, no file or directory, no shared memory, no pipe, socket or other open file in the
+    driver."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared = set(os.listdir("/dev/shm")) if sys.platform == "linux" else set()
-    files = len(psutil.Process().open_files()), len(psutil.Process().net_connections("inet"))
+    open_store()  # what PyTorch opens once and for all with the first one is open now
+    files = open_files()
     yield
     assert wait_for(lambda: not ranks_of(psutil.Process()), LIMIT)
     assert [name for name in os.listdir(tmp_path) if "minisgl" in name] == []
     if sys.platform == "linux":
         assert {name for name in set(os.listdir("/dev/shm")) - shared if "minisgl" in name or "psm" in name} == set()
-    now = len(psutil.Process().open_files()), len(psutil.Process().net_connections("inet"))
-    assert now <= files
+    assert open_files() <= files
+
+
+def open_files() -> int:
+    """How many the driver has, without those that garbage still holds."""
+    gc.collect()
+    return psutil.Process().num_fds()
 
 
 def start(path: Path, **options: Any) -> LLM:
@@ -59,11 +71,6 @@ def begin(llm: LLM, steps: int) -> list[Generation]:
     for _ in range(steps):
         llm.step()
     return generations
-
-
-def step_for_ever(llm: LLM) -> None:
-    while True:
-        llm.step()
 
 
 def kill(llm: LLM, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -116,6 +123,19 @@ def test_a_rank_that_stands_still_ends_the_engine_after_the_timeout(path: Path) 
     assert_all_end(llm, generations, "rank 0 ended with exit code 1")
 
 
+def test_when_all_stand_still_the_driver_tells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "_SLACK", 0.0)
+    llm = start(path)
+    generations = begin(llm, 3)
+    assert isinstance(llm.executor, RemoteEngine)
+    llm.executor.config = replace(llm.executor.config, distributed_timeout=1.0)
+    for rank in range(2):
+        kill(llm, rank, signal.SIGSTOP)
+    assert_all_end(
+        llm, generations, "no answer within 1 s; if the ranks are slow rather than stuck, raise distributed_timeout"
+    )
+
+
 def test_a_rank_is_killed_while_nobody_asks(path: Path) -> None:
     llm = start(path)
     assert tokens(llm.generate(PROMPTS, GREEDY))
@@ -140,14 +160,14 @@ def test_a_rank_is_killed_at_the_start(path: Path, plane: str) -> None:
 
 
 def test_an_error_of_one_rank_is_told(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    llm = start(path, attention_backend="tests.distributed.broken:FailsOnRank1")
+    llm = start(path, attention_backend=f"{broken.__name__}:FailsOnRank1")
     with pytest.raises(EngineDead, match=r"rank 1 ended with exit code 1: ArithmeticError: the abacus is broken"):
         llm.generate(PROMPTS, GREEDY)
     assert "[rank 1] ArithmeticError: the abacus is broken" in capfd.readouterr().err
 
 
 def test_ranks_that_disagree_are_found_out(path: Path) -> None:
-    llm = start(path, all_reduce="tests.distributed.broken:WrongOnRank1")
+    llm = start(path, all_reduce=f"{broken.__name__}:WrongOnRank1")
     with pytest.raises(EngineDead, match="ranks 0 and 1 disagree on the tokens of step 0"):
         llm.generate(PROMPTS, GREEDY)
 
@@ -156,6 +176,46 @@ def test_a_checkpoint_that_cannot_be_loaded_is_the_callers_error(tmp_path: Path)
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     (path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+        start(path)
+
+
+class NoProcessForRank1(subprocess.Popen[bytes]):
+    """What the system says to a user who has too many."""
+
+    started = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if NoProcessForRank1.started == 1:
+            raise BlockingIOError(errno.EAGAIN, "no process left")
+        super().__init__(*arguments, **options)
+        NoProcessForRank1.started += 1
+
+
+def only(available: int) -> Callable[[], tuple[int, int]]:
+    """`os.pipe`, for so many pipes."""
+    pipe, left = os.pipe, iter(range(available))
+
+    def counted() -> tuple[int, int]:
+        if next(left, None) is None:
+            raise OSError(errno.EMFILE, "no pipe left")
+        return pipe()
+
+    return counted
+
+
+@pytest.mark.parametrize("lacking", ["first pipe", "last pipe", "socket", "process"])
+def test_a_start_that_the_system_refuses_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    def no_store() -> None:
+        raise RuntimeError("no socket left")
+
+    if lacking == "socket":
+        monkeypatch.setattr(remote_engine, "open_store", no_store)
+    elif lacking == "process":
+        monkeypatch.setattr(subprocess, "Popen", NoProcessForRank1)
+    else:  # an alarm, a bell for each rank, and each rank's way back
+        monkeypatch.setattr(os, "pipe", only(0 if lacking == "first pipe" else 4))
+    advice = "if there are too many open files or processes, close some or raise the limits"
+    with pytest.raises(EngineDead, match=f"the ranks could not be started: .*no {lacking.split()[-1]} left; {advice}"):
         start(path)
 
 

@@ -16,7 +16,7 @@ from tests.distributed.peer_runs import Outcomes, assert_passed, run_ranks
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_ranks(request.param, "cpu", tmp_path_factory.mktemp("ranks"), seconds=120)
+    return run_ranks(request.param, "cpu", tmp_path_factory.mktemp("ranks"), seconds=240)
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from tests.model_zoo import ARCHITECTURES, Variant, hf_logits, random_tokens, ru
 PROMPTS = random_tokens(31, 1)
 
 
-def load(path: Path, ranks: Communicator = ALONE, **options: object) -> CausalLM:
+def load(path: Path, ranks: Communicator = ALONE, dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
     config = ModelConfig.from_dir(path)
-    model = load_model(path, config, torch.float32, CPU, communicator=ranks, **options)  # type: ignore[arg-type]
+    model = load_model(path, config, dtype, CPU, communicator=ranks, **options)
     assert isinstance(model, CausalLM)
     return model
 
@@ -35,7 +36,18 @@ def test_scores_are_those_of_transformers(tmp_path: Path, variant: Variant) -> N
     """Row-major and, as an engine on a CPU has them, blocked weights; ranks agree to the bit."""
     path, hf = variant.checkpoint(tmp_path)
     expected = [hf_logits(hf, prompt) for prompt in PROMPTS]
+    for size in (2, 4):
+        assert_ranks_have_the_scores(path, expected, size)
 
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_eight_ranks(tmp_path: Path, architecture: str) -> None:
+    """A head each, and four ranks to each KV head."""
+    path, hf = tiny_checkpoint(tmp_path, architecture, num_attention_heads=8)
+    assert_ranks_have_the_scores(path, [hf_logits(hf, prompt) for prompt in PROMPTS], 8)
+
+
+def assert_ranks_have_the_scores(path: Path, expected: list[torch.Tensor], size: int) -> None:
     def scores(ranks: Communicator) -> list[torch.Tensor]:
         model = load(path, ranks)
         plain = run_dense(model, *PROMPTS)
@@ -43,12 +55,29 @@ def test_scores_are_those_of_transformers(tmp_path: Path, variant: Variant) -> N
         assert all(module.weight.is_mkldnn for module in model.modules() if isinstance(module, Linear))
         return plain + run_dense(model, *PROMPTS)
 
-    for size in (2, 4):
-        first, *others = on_ranks(size, scores)
-        for logits, wanted in zip(first, expected * 2, strict=True):
-            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
-        for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    first, *others = on_ranks(size, scores)
+    for logits, wanted in zip(first, expected * 2, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_bfloat16_departs_from_one_rank_at_ties_only(tmp_path: Path) -> None:
+    """Two ranks round their shares of a sum before they add them up, so their scores differ in the last bits; they may
+    prefer another token only where the best two were about equal."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    prompts = random_tokens(300, 31, 1)
+
+    def scores(ranks: Communicator) -> torch.Tensor:
+        return torch.cat(run_dense(load(path, ranks, torch.bfloat16), *prompts)).float()
+
+    alone = scores(ALONE)
+    first, other = on_ranks(2, scores)
+    assert torch.equal(first, other)
+    departs = first.argmax(-1) != alone.argmax(-1)
+    best, second_best = alone.topk(2, dim=-1).values[departs].unbind(-1)
+    assert departs.sum() < 0.05 * len(departs)
+    assert (best - second_best < 0.1).all()
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minisgl import LLM, ConfigError, SamplingParams
+from tests.distributed import broken
 from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, generate, tokens
 from tests.model_zoo import tiny_checkpoint
 
@@ -93,11 +95,13 @@ def test_heads_that_two_ranks_cannot_share_are_an_error_that_names_them(tmp_path
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be an integer of at least 1"),
-        ({"tensor_parallel_size": 2, "page_store": "tests.distributed.broken:Store"}, "page_store: .* use 'none'"),
+        ({"tensor_parallel_size": 2, "page_store": f"{broken.__name__}:Store"}, "page_store: .* use 'none'"),
         ({"tensor_parallel_size": 2, "control_plane": "smoke-signals"}, "unknown control_plane 'smoke-signals'"),
         ({"tensor_parallel_size": 2, "all_reduce": "abacus"}, "unknown communicator 'abacus'"),
         ({"distributed_timeout": 0}, "distributed_timeout: must be a positive number"),
         ({"distributed_timeout": None}, "distributed_timeout: must be a positive number"),
+        ({"distributed_timeout": math.inf}, "distributed_timeout: must be .* at most 1000000, got inf"),
+        ({"distributed_timeout": 3e6}, "distributed_timeout: must be .* at most 1000000"),
         ({"verify_ranks": 1}, "verify_ranks: must be True or False"),
     ],
 )

@@ -106,7 +106,7 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
     torch.testing.assert_close(penalise(logits, inputs.penalties, history), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sequence=st.lists(st.integers(0, 9), min_size=1, max_size=30),
     data=st.data(),
@@ -129,7 +129,7 @@ def keys_of(seeds: Sequence[int], output_index: int = 0) -> tuple[torch.Tensor, 
     return torch.from_numpy(low), torch.from_numpy(high)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.1, 1.0]), min_size=1, max_size=300).filter(any),
     seed=st.integers(0, 2**63 - 1),
@@ -139,7 +139,7 @@ def test_a_token_of_weight_zero_is_never_drawn(weights: list[float], seed: int) 
     assert weights[int(token)] > 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     logits=st.lists(st.sampled_from([-20.0, -1.0, 0.0, 0.5, 3.0, float("-inf")]), min_size=1, max_size=200),
     top_k=st.integers(0, 210),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import sys
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Batch, DeviceBatch
+from minisgl.core.request import Int32Array
+from minisgl.engine import staging
 from minisgl.engine.runner import EagerRunner, StepRunner
 from minisgl.graphs import GraphRunner, GraphRunners
 from minisgl.graphs.buffers import DecodeBuffers
@@ -86,8 +90,13 @@ def test_steps_that_no_graph_holds_run_eagerly(path: Path) -> None:
     assert isinstance(runner, GraphRunner)
     sizes: list[int | None] = []
     size_for = runner.size_for
-    runner.size_for = lambda batch: sizes.append(size_for(batch)) or sizes[-1]  # type: ignore
-    assert tokens(llm) == tokens(engine(path, None))
+
+    def watched(batch: Batch) -> int | None:
+        sizes.append(size_for(batch))
+        return sizes[-1]
+
+    with patch.object(runner, "size_for", watched):
+        assert tokens(llm) == tokens(engine(path, None))
     assert {None, 2} == set(sizes)
 
 
@@ -96,6 +105,47 @@ def test_a_sampler_that_cannot_be_captured_samples_after_the_replay(path: Path) 
     llm.engine.parts.sampler.capturable = False
     llm.engine.runner = GraphRunner(llm.engine.parts, SIZES, RerunRecorder())
     assert tokens(llm) == tokens(engine(path, None))
+
+
+@pytest.mark.parametrize(
+    ("params", "beside_the_buffers"),
+    [
+        (SamplingParams(max_tokens=4, ignore_eos=True, seed=1), []),
+        (SamplingParams(max_tokens=4, ignore_eos=True, seed=1, top_k=5, frequency_penalty=0.5), [["step", "after"]]),
+    ],
+    ids=["in the graph", "after the replay"],
+)
+def test_what_is_sampled_after_the_replay_came_with_the_step(
+    path: Path, params: SamplingParams, beside_the_buffers: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has one copy from the host: into the buffers, or, with all that its sampling needs, to new memory."""
+    sent: list[list[str]] = []
+    of_steps: list[list[list[str]]] = []
+
+    def noted(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[str, torch.Tensor]:
+        sent.append(list(arrays))
+        return to_device(arrays, device)
+
+    to_device = staging.to_device
+    llm = engine(path, (2,))
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    run = runner.run
+
+    def watched(batch: Batch, rows: Any) -> Any:
+        sent.clear()
+        result = run(batch, rows)
+        if runner.size_for(batch) is not None:
+            of_steps.append(sent.copy())
+        return result
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "to_device", None) is to_device:
+            monkeypatch.setattr(module, "to_device", noted)
+    monkeypatch.setattr(runner, "run", watched)
+    outputs = llm.generate([[7, 8, 9], [1, 2]], params)
+    assert [output.finish_reason for output in outputs] == ["length"] * 2
+    assert of_steps == [beside_the_buffers] * 3
 
 
 @pytest.fixture

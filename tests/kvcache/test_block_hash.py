@@ -71,7 +71,7 @@ def test_what_collides_is_not_kept_and_nothing_after_it() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12), st.integers(1, 3))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, derandomize=True, database=None)
 def test_no_collision_ever_yields_a_page_of_other_tokens(prompts: list[list[int]], num_keys: int) -> None:
     class FewKeys(BlockHashCache):
         @staticmethod

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from random import Random
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -67,14 +69,14 @@ def test_a_page_freed_twice(pool: PagePool, pages: Int32Array) -> None:
 
 
 @given(st.lists(st.integers(0, 8), max_size=30), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
-def test_pages_are_conserved(counts: list[int], random: object) -> None:
+@settings(max_examples=50, derandomize=True, database=None)
+def test_pages_are_conserved(counts: list[int], random: Random) -> None:
     pool, held = PagePool(16), []
     for count in counts:
         if count <= pool.num_free:
             held += pool.alloc(count).tolist()
         else:
-            random.shuffle(held)  # type: ignore[attr-defined]
+            random.shuffle(held)
             pool.free(array(*held[:count]))
             del held[:count]
         assert len(set(held)) == len(held) == 16 - pool.num_free

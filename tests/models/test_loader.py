@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.errors import ModelLoadError
-from minisgl.models import ModelConfig, load_model
+from minisgl.layers import Rotary
+from minisgl.models import ModelConfig, load_model, loader
 from tests.model_zoo import run_dense, tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -148,6 +149,22 @@ def test_no_weights_at_all(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"no weights: neither model\.safetensors nor .*load_format='dummy'"):
         load(llama)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_model_is_built_without_memory(llama: Path, monkeypatch: pytest.MonkeyPatch, load_format: str) -> None:
+    """But for the tables of rotary positions, which no checkpoint would fill."""
+    built: list[tuple[set[bool], set[bool]]] = []
+    materialize = loader._materialize
+
+    def watched(model: torch.nn.Module, *where: Any) -> None:
+        tables = [module.table for module in model.modules() if isinstance(module, Rotary)]
+        built.append(({each.is_meta for each in model.parameters()}, {each.is_meta for each in tables}))
+        materialize(model, *where)
+
+    monkeypatch.setattr(loader, "_materialize", watched)
+    load(llama, load_format=load_format)
+    assert built == [({True}, {False})]
 
 
 def test_dummy_weights_need_no_files_and_follow_the_seed(tmp_path: Path) -> None:

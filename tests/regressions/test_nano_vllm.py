@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from minisgl import LLM, InvalidRequest, SamplingParams
+from minisgl.graphs import GraphRunner, graph_sizes
+from minisgl.graphs.recorder import RerunRecorder
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -45,11 +47,24 @@ def test_nano_vllm_max_tokens_0_never_ends(path: Path) -> None:
     assert (len(one.token_ids), one.finish_reason) == (1, "length")
 
 
-def test_nano_vllm_a_batch_of_18_has_no_graph_if_20_may_run(path: Path) -> None:
-    """Graphs are captured for 1, 2, 4, 8, 16 and no more. Here every number of rows runs, and gives the same tokens."""
-    llm = LLM(path, page_size=4, num_pages=256, max_running_requests=20, dtype="float64", prefix_cache="none")
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8, 16), graph_sizes(20)])
+def test_nano_vllm_a_batch_of_18_has_no_graph_if_20_may_run(path: Path, sizes: tuple[int, ...]) -> None:
+    """Graphs are captured for 1, 2, 4, 8, 16 and no more. Here every number of rows runs, and gives the same tokens,
+    with those graphs as with our own. (On the CPU a graph is replayed by running its work again.)"""
+    llm = LLM(
+        path,
+        device="cpu",
+        page_size=4,
+        num_pages=256,
+        max_running_requests=20,
+        dtype="float64",
+        prefix_cache="none",
+        attention_backend="torch",
+        enforce_eager=True,
+    )
     prompts = [[i + 1] * 5 for i in range(20)]
     expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder())
     for rows in range(1, 21):
         assert [o.token_ids for o in llm.generate(prompts[:rows], GREEDY)] == expected[:rows]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 from minisgl.core import FinishReason
 from tests.scheduler.harness import Harness
@@ -78,8 +79,8 @@ def test_a_token_that_arrives_after_its_request_was_preempted_is_accepted_once()
             in_flight.append(int(harness.table.in_flight[slot]))
             preempt(slot)
 
-        harness.scheduler._preempt = preempt_and_note  # type: ignore[method-assign]
-        harness.run()
+        with patch.object(harness.scheduler, "_preempt", preempt_and_note):
+            harness.run()
         for request in (first, last):
             assert request.finish_reason is FinishReason.LENGTH
             harness.assert_output(request)

@@ -82,6 +82,4 @@ class EngineLife(RuleBasedStateMachine):
 def test_random_lives() -> None:
     profile = settings.get_current_profile_name()
     limits = settings() if profile == "long" else settings(max_examples=60, stateful_step_count=30)
-    run_state_machine_as_test(
-        EngineLife, settings=settings(limits, deadline=None, suppress_health_check=list(HealthCheck))
-    )
+    run_state_machine_as_test(EngineLife, settings=settings(limits, suppress_health_check=list(HealthCheck)))

@@ -9,6 +9,7 @@ import pytest
 
 from minisgl.core import Batch, FinishReason, RequestState, SamplingParams
 from minisgl.core.batch import PendingStep
+from minisgl.engine.budget import largest_prefill
 from minisgl.errors import InvariantError
 from tests.fake_executor import expected_output
 from tests.scheduler.harness import DELAYS, Harness
@@ -116,6 +117,16 @@ def test_only_watched_requests_report_tokens_and_all_report_their_end_once() -> 
     assert finished == [watched, other]
 
 
+@pytest.mark.parametrize("max_tokens", [5, 9, 10, 11, 27, 30, 99])
+def test_the_largest_prefill_is_what_memory_was_reckoned_with(max_tokens: int) -> None:
+    """Of more prompts than there are slots, all of the greatest length."""
+    harness = Harness(max_running=3, max_prefill_tokens=max_tokens, prefix_cache="none")
+    for seed in range(4):
+        harness.add(prompt_of(10, seed), max_tokens=1)
+    harness.step()
+    assert harness.batches[0].q_lens.tolist() == largest_prefill(max_tokens, max_rows=3, max_seq_len=10)
+
+
 # -- sharing -------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +164,26 @@ def test_answers_are_cached_for_the_next_turn(cache: str) -> None:
     second = harness.add([*prompt_of(9), *first.output, 1, 2], max_tokens=2)
     harness.run()
     assert second.cached_tokens == 16  # of 9 + 8 tokens the last was never fed
+    harness.assert_output(second)
+
+
+@pytest.mark.parametrize("cache", ["radix", "block-hash"])
+def test_a_prompt_in_chunks_skips_what_others_have_computed_meanwhile(cache: str) -> None:
+    """The next turn of a conversation has been fed in part when the first turn's answer becomes known to the cache."""
+    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=4, policy="mixed")
+    first = harness.add(prompt_of(8), max_tokens=20)
+    while len(harness.batches) < 18:
+        harness.step()
+    answer = expected_output(prompt_of(8), 20, harness.vocab)
+    second = harness.add([*prompt_of(8), *answer, *prompt_of(9, seed=1)], max_tokens=2)
+    fed: list[int] = []
+    while harness.scheduler.has_work:
+        harness.step()
+        batch = harness.batches[-1]
+        fed += batch.positions[batch.num_decode :].tolist()
+    assert first.finish_reason is FinishReason.LENGTH
+    # Its own chunks up to 16, then what the answer has filled of pages, of 8 + 19 computed tokens, and the rest.
+    assert fed == [*range(4, 16), *range(24, 37)]
     harness.assert_output(second)
 
 

@@ -60,7 +60,8 @@ def in_background(call: Callable[[], object]) -> Callable[[], object]:
     thread.start()
 
     def result() -> object:
-        thread.join(timeout=30)
+        thread.join(timeout=200)
+        assert not thread.is_alive(), "waited in vain"
         return results[0]
 
     return result

@@ -58,7 +58,7 @@ def test_a_client_may_leave_before_the_engine_has_seen_its_request(own_server: R
             wait_until(lambda: len(answers) == 2)
             connection.close()
             wait_until(lambda: len(answers) == 1)
-        wait_until(lambda: own_server.llm._next_uid == 2)
+        wait_until(lambda: own_server.llm._preparer.next_uid == 2)
         wait_until(lambda: len(own_server.llm.scheduler.requests) == 1)
         assert len(answers) == 1
 

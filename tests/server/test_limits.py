@@ -26,6 +26,16 @@ def timed_out(error: openai.APIError) -> bool:
     return error.code == "timeout" and "time limit of 0." in error.message
 
 
+def answers(impatient: RunningServer) -> bool:
+    """False if that took too long as well, as it may on a busy machine."""
+    try:
+        return bool(impatient.chat(max_tokens=2).choices)
+    except openai.APIStatusError as error:
+        if not timed_out(error):
+            raise
+        return False
+
+
 def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_pages(impatient: RunningServer) -> None:
     impatient.gate.allowed = 3
     with pytest.raises(openai.APIStatusError) as caught:
@@ -38,7 +48,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_pages(im
     assert timed_out(late.value)
     impatient.gate.allowed = None
     wait_until(impatient.idle)
-    assert impatient.chat(max_tokens=2).choices
+    wait_until(lambda: answers(impatient))
 
 
 def test_a_client_may_want_less_time_but_not_more(impatient: RunningServer) -> None:

@@ -129,7 +129,7 @@ def test_made_up_requests_get_documented_answers(small: RunningServer, path: str
         cases = schema[path]["POST"].as_strategy(generation_mode=mode)
     answers: list[int] = []
 
-    @settings(max_examples=30, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(cases)
     def ask(case: Any) -> None:
         try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,55 +32,65 @@ from tests.server.harness import MESSAGES, in_background, wait_until
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Puts back the signal handlers that a server in this process installs."""
+    """Puts back the handlers of signals and of logs that a server in this process installs."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
+    logs = logging.getLogger().handlers[:]
     yield
+    logging.getLogger().handlers[:] = logs
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
 
 
-def flags(checkpoint: Path, port: int) -> list[str]:
+def flags(checkpoint: Path, port: int = 0) -> list[str]:
     options = {"model": checkpoint, "port": port, "num-pages": 64, "max-running-requests": 8, "device": "cpu"}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def client_of(log: Path, api_key: str = "none", process: subprocess.Popen[str] | None = None) -> openai.OpenAI:
+    """A client of a server, once it serves.
 
+    Args:
+        log: file to which its standard error goes, where it says on which port it serves.
+        api_key: to show it.
+        process: its own, if it has one, which must not end before.
+    """
 
-def client_of(port: int, api_key: str = "none") -> openai.OpenAI:
-    """A client of the server on ``port``, once it listens."""
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=api_key, max_retries=0)
+    def serving() -> list[str]:
+        assert process is None or process.poll() is None, log.read_text()
+        return re.findall(r"^serving .* on (\S+)\n", log.read_text(), re.MULTILINE)
 
-    def listens() -> bool:
-        try:
-            return bool(client.models.list().data)
-        except openai.APIConnectionError:
-            return False
-
-    wait_until(listens, timeout=200)
+    wait_until(lambda: bool(serving()), timeout=200)
+    client = openai.OpenAI(base_url=serving()[0], api_key=api_key, max_retries=0)
+    assert client.models.list().data
     return client
 
 
+@contextlib.contextmanager
+def standard_error_in(log: Path) -> Iterator[None]:
+    """Write to a file what this process says, so that another thread can read it meanwhile."""
+    with log.open("w") as stream, contextlib.redirect_stderr(stream):
+        yield
+
+
 def test_processes_keep_the_key_to_themselves_log_and_write_their_trace(checkpoint: Path, tmp_path: Path) -> None:
-    port = free_port()
+    log = tmp_path / "log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MINISGL_API_KEY": "a-secret-key"}
-    options = [*flags(checkpoint, port), "--trace", str(tmp_path / "trace.json"), "--log-format", "json"]
+    options = [*flags(checkpoint), "--trace", str(tmp_path / "trace.json"), "--log-format", "json"]
     command = [sys.executable, "-m", "minisgl.serve", *options]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env=environment, stderr=stream, text=True)
     try:
-        with client_of(port, api_key="a-secret-key") as client:
+        with client_of(log, "a-secret-key", process) as client:
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key="another").models.list()
             answer = client.chat.completions.create(model=str(checkpoint), messages=MESSAGES, max_tokens=5)
             assert answer.usage is not None
             process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert "a-secret-key" not in log
-        lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+            assert process.wait(timeout=60) == 0
+        said = log.read_text()
+        assert "a-secret-key" not in said
+        lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert {"POST /v1/chat/completions", "GET /v1/models"} <= {line.get("endpoint") for line in lines}
         assert any(event.name == "launch" for event in Trace.load(tmp_path / "trace.json").events)
     finally:
@@ -87,32 +100,36 @@ def test_processes_keep_the_key_to_themselves_log_and_write_their_trace(checkpoi
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.usefixtures("handlers")
-def test_both_signals_end_the_server_cleanly(checkpoint: Path, number: signal.Signals) -> None:
-    port = free_port()
+def test_both_signals_end_the_server_cleanly(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "log"
 
     def stop() -> None:
-        client_of(port).close()
+        client_of(log).close()
         os.kill(os.getpid(), number)
 
-    result = in_background(stop)
-    assert main([*flags(checkpoint, port), "--in-process"]) == 0
+    with standard_error_in(log):
+        result = in_background(stop)
+        assert main([*flags(checkpoint), "--in-process"]) == 0
     assert result() is None
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_dead_engine_ends_the_server_with_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_ends_the_server_with_an_error(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def step(llm: LLM) -> None:
         raise RuntimeError("struck by lightning")
 
     monkeypatch.setattr(LLM, "step", step)
-    port = free_port()
+    log = tmp_path / "log"
 
     def ask() -> None:
-        with client_of(port) as client:
+        with client_of(log) as client:
             client.chat.completions.create(model=str(checkpoint), messages=MESSAGES)
 
-    result = in_background(ask)
-    assert main([*flags(checkpoint, port), "--in-process"]) == 1
+    with standard_error_in(log):
+        result = in_background(ask)
+        assert main([*flags(checkpoint), "--in-process"]) == 1
     assert "struck by lightning" in str(result())
 
 

@@ -70,7 +70,7 @@ def test_what_is_found_does_not_depend_on_where_the_stream_is_cut(
         assert read(syntax, [text[:cut], text[cut:]]) == expected
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(
     st.sampled_from([Q, L, FORCED]),
     st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": {', "}", '"', "\\", ";",
