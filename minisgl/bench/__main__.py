@@ -28,7 +28,7 @@ from minisgl.bench.profile import run_profile
 from minisgl.bench.report import Report
 from minisgl.bench.serve.command import add_commands
 from minisgl.bench.shapes import FOR_ONE_GPU
-from minisgl.bench.tp import run_tp
+from minisgl.bench.tp import Case, run_cases
 from minisgl.bench.workloads import WORKLOADS
 
 RESULTS = Path("benchmarks", "results")
@@ -123,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     overlap.add_argument("--rows", type=int, nargs="+", default=steps.rows, help="numbers of running requests")
     overlap.add_argument("--steps", type=int, default=steps.steps, help="decode steps that are timed")
     overlap.add_argument("--added", type=float, nargs="+", default=steps.added, help="ms added to the host's work")
-    overlap.add_argument("--traces", type=Path, default=RESULTS, help="directory for excerpts of the traces")
     overlap.set_defaults(run=_overlap)
 
     preemption = command("preemption", "memory pressure: reservation and optimism; to compute again and to copy back")
@@ -149,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     tp = command("tp", "tensor parallelism: the same workloads over more ranks, and the control planes")
     tp.add_argument("--model", nargs="+", default=["Qwen3-14B", "Qwen3-32B"], help="shapes, directories, or hub ids")
     tp.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4), help="numbers of ranks")
+    of_a_run = "an engine of its own in place of --model and --ranks: model=M ranks=N, [repeat=N] [all_reduce=NAME]"
+    tp.add_argument("--run", dest="runs", nargs="+", action="append", type=_option, metavar="NAME=VALUE", help=of_a_run)
+    tp.add_argument("--planes", type=int, nargs="+", help="ranks told over control planes; by default, as many as run")
     tp.add_argument("--steps", type=int, default=300, help="steps that are sent over each control plane")
     tp.set_defaults(run=_tp)
 
@@ -201,7 +203,7 @@ def _profile(options: argparse.Namespace) -> Report:
 
 def _overlap(options: argparse.Namespace) -> Report:
     workload = OverlapWorkload(tuple(options.rows), options.steps, tuple(options.added))
-    return run_overlap(options.model, workload, dict(options.set), options.traces)
+    return run_overlap(options.model, workload, dict(options.set))
 
 
 def _preemption(options: argparse.Namespace) -> Report:
@@ -209,7 +211,12 @@ def _preemption(options: argparse.Namespace) -> Report:
 
 
 def _tp(options: argparse.Namespace) -> Report:
-    return run_tp(options.model, options.ranks, options.work, options.repeat, options.steps, dict(options.set))
+    given = dict(options.set)
+    how = {"repeat": options.repeat, "all_reduce": given.get("all_reduce", "auto")}
+    runs = options.runs or [{"model": model, "ranks": size} for model in options.model for size in options.ranks]
+    cases = [Case.of({**how, **dict(each)}) for each in runs]
+    planes = options.planes or sorted({case.ranks for case in cases})
+    return run_cases(cases, planes, options.work, options.steps, given)
 
 
 def _compare(options: argparse.Namespace) -> Report:

@@ -53,10 +53,8 @@ def run_all_reduce(ranks: Sequence[int]) -> Report:
 def _run_ranks(size: int) -> Times:
     """Start the ranks, `minisgl.bench.all_reduce_rank`, and read what the first has written."""
     with tempfile.TemporaryDirectory() as directory:
-        ranks = [
-            subprocess.Popen([sys.executable, "-m", "minisgl.bench.all_reduce_rank", str(rank), str(size), directory])
-            for rank in range(size)
-        ]
+        logs = [Path(directory, f"rank-{rank}.log") for rank in range(size)]
+        ranks = [_start(rank, size, directory, log) for rank, log in enumerate(logs)]
         end = time.monotonic() + _SECONDS
         try:
             codes: list[int | None] = [None]
@@ -64,7 +62,10 @@ def _run_ranks(size: int) -> Times:
                 codes = [process.poll() for process in ranks]
                 failed = [rank for rank, code in enumerate(codes) if code]
                 if failed or time.monotonic() > end:
-                    raise ConfigError(f"ranks: {failed or 'all'} of {size} failed or did not end in {_SECONDS:.0f} s")
+                    said = "".join(logs[rank].read_text(errors="replace") for rank in failed[:1]).strip()
+                    raise ConfigError(
+                        f"ranks: {failed or 'all'} of {size} failed or did not end in {_SECONDS:.0f} s: {said[-2000:]}"
+                    )
                 time.sleep(0.05)
         finally:
             for process in ranks:
@@ -72,6 +73,13 @@ def _run_ranks(size: int) -> Times:
                 process.wait()
         times: Times = json.loads(Path(directory, "times.json").read_text(encoding="utf-8"))
         return times
+
+
+def _start(rank: int, size: int, directory: str, log: Path) -> subprocess.Popen[bytes]:
+    """A rank. What libraries say in it goes to ``log``: it is of interest if the rank fails."""
+    command = [sys.executable, "-m", "minisgl.bench.all_reduce_rank", str(rank), str(size), directory]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _tables(size: int, times: Times) -> list[Table]:

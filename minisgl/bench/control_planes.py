@@ -1,4 +1,10 @@
-"""How long the ranks' processes take to hear of a step, over each control plane, without a model in the way."""
+"""How long a decided step takes, over each control plane, until the last rank can launch it: no model is in the way.
+
+A listener stands for each rank. It is a process that waits like `minisgl.distributed.worker.Rank` at rest, and takes
+the time where a rank calls `Engine.launch`: when it holds the decoded `Batch`. So what is measured is all of the way
+from "step decided" to "last rank launches" but the launching itself, which is the same for every plane, and no GPU is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +45,11 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 def measure_planes(ranks: Sequence[int], steps: int) -> Table:
-    """Microseconds from a `Batch` in the driver to the same `Batch` in the last of the ranks.
+    """Microseconds from a `Batch` in the driver, not encoded yet, to the moment right before the last rank would call
+    `Engine.launch` with the same `Batch`, received and decoded.
 
     Args:
-        ranks: numbers of ranks.
+        ranks: numbers of ranks, as many as one likes: none of them has a device.
         steps: that are sent of each kind.
     """
     rows: list[list[Cell]] = []
@@ -53,7 +60,7 @@ def measure_planes(ranks: Sequence[int], steps: int) -> Table:
                 cells = (statistics.median(taken), taken[int(0.95 * len(taken))])
                 rows.append([plane, kind, len(encode_batch(batch)), size, *cells])
     columns = ["control plane", "step", "bytes", "ranks", "median", "95 %"]
-    return Table("from a step decided to the last rank that has it, µs", columns, rows)
+    return Table("from a step decided to the last rank that can launch it, µs", columns, rows)
 
 
 def _times(plane: str, size: int, batch: Batch, steps: int) -> list[float]:
@@ -130,7 +137,7 @@ def _batch(rows: int, fed: int, cached: int, **changes: object) -> Batch:
 
 
 def listen() -> None:
-    """A rank without a model: say when each step is here and understood."""
+    """A rank without a model: say at what time it could have launched each step."""
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=Listening)
     steps = CONTROL_PLANES.get(told.plane).receiver(told.endpoint)
     send_report(told.reports, Stepped(-1, b"", None, 0))

@@ -51,18 +51,16 @@ class OverlapWorkload:
     added: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)
 
 
-def run_overlap(model: str, workload: OverlapWorkload, options: Mapping[str, Any], traces: Path | None) -> Report:
+def run_overlap(model: str, workload: OverlapWorkload, options: Mapping[str, Any]) -> Report:
     """Decode steps of one engine under both loops: by number of rows, and with a host that is made slower.
 
     ``device`` is how long the device takes for a step that it finds waiting, so it is measured with overlap. All times
-    are medians over the steps.
+    are medians over the steps. The report has traces of a few steps of the most rows.
 
     Args:
         model: a name from `SHAPES`, or what `minisgl.LLM` takes.
         workload: sizes.
         options: of `minisgl.LLM`.
-        traces: directory for ``trace-overlap-on.json`` and ``-off.json``, a few steps of the most rows; None writes
-            none.
     """
     with tempfile.TemporaryDirectory() as root:
         llm = make_engine(model_dir(model, Path(root)), model, options)
@@ -84,8 +82,7 @@ def run_overlap(model: str, workload: OverlapWorkload, options: Mapping[str, Any
         if llm.engine.device.type == "cuda":
             host = 1e3 * recordings[True].summary().host_median
             targets.append(Target(f"host time a step of {rows} rows, ms", host, 1.0, at_least=False))
-    if traces is not None:
-        _write_excerpts(recordings, workload.steps, traces)
+    traces = {_ON_OFF[on]: trace.excerpt(workload.steps // 2, _EXCERPT_STEPS) for on, trace in recordings.items()}
     most = workload.rows[-1]
     slower: list[list[Cell]] = [
         [added, *(1e3 * median(decoding.run(overlap, most, added)) for overlap in _ON_OFF)] for added in workload.added
@@ -97,7 +94,7 @@ def run_overlap(model: str, workload: OverlapWorkload, options: Mapping[str, Any
         Table("what the host does in a step, ms", ["rows", "overlap", *_PHASES], phases),
         Table(f"{most} rows and a slower host, ms a step", ["added to the host", "overlap off", "on"], slower),
     ]
-    return Report("overlap", settings, tables, targets)
+    return Report("overlap", settings, tables, targets, traces=traces)
 
 
 class _Decoding:
@@ -157,13 +154,6 @@ def _host_times(trace: Trace) -> list[float]:
     for event in trace.events:
         times[event.name].append(1e3 * (event.end - event.start))
     return [median(times[phase]) for phase in _PHASES]
-
-
-def _write_excerpts(recordings: Mapping[bool, Trace], steps: int, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for overlap, trace in recordings.items():
-        excerpt = trace.excerpt(steps // 2, _EXCERPT_STEPS)
-        excerpt.export(directory / f"trace-overlap-{_ON_OFF[overlap]}.json")
 
 
 class _SlowScheduler:

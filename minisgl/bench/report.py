@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from minisgl.kvcache.sizing import total_memory
+from minisgl.trace import Trace
 
 Cell = str | int | float
 
@@ -79,6 +80,7 @@ class Report:
         tables: results.
         targets: goals.
         samples: the single measurements behind the medians, by name, where they are few.
+        traces: of some of the steps, by name.
     """
 
     benchmark: str
@@ -86,6 +88,7 @@ class Report:
     tables: Sequence[Table]
     targets: Sequence[Target]
     samples: dict[str, list[float]] = field(default_factory=dict)
+    traces: Mapping[str, Trace] = field(default_factory=dict)
 
     def show(self, console: Console) -> None:
         """Print the tables, and the targets as the last of them."""
@@ -95,20 +98,24 @@ class Report:
             console.print(_drawn(table))
 
     def write(self, path: Path, command: str, load_average: float) -> None:
-        """Write everything as JSON, together with machine, versions, date and commit.
+        """Write everything as JSON, together with machine, versions, date and commit, and each trace beside it.
 
         Args:
-            path: of the file; its directory is made if it is missing.
+            path: of the file, such as ``overlap.json``; its directory is made if it is missing. The trace ``on`` goes
+                to ``trace-overlap-on.json``.
             command: what was typed.
             load_average: processes that wanted to run in the minute before; other people's work makes numbers worse.
         """
-        record = {
+        about = {
             "benchmark": self.benchmark,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
             **_commit(),
             "hardware": {**_hardware(), "load_average_before": round(load_average, 2)},
             "versions": _versions(),
+        }
+        record = {
+            **about,
             "settings": self.settings,
             "tables": [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables],
             "targets": [
@@ -119,6 +126,8 @@ class Report:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for name, trace in self.traces.items():
+            trace.export(path.with_name(f"trace-{path.stem}-{name}.json"), about)
 
 
 def _drawn(table: Table) -> RichTable:

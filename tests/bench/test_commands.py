@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from minisgl import LLM, demo
+from minisgl import LLM, SamplingParams, demo
 from minisgl.bench import compare, preemption
 from minisgl.bench.__main__ import main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
+from minisgl.outputs import RequestOutput
 from minisgl.trace import DEVICE, Trace
 from tests.model_zoo import tiny_checkpoint
 from tests.tokenizer.tiny import byte_level, save
@@ -125,8 +127,11 @@ def test_an_output_of_another_length_ends_a_workload(tmp_path: Path, small_workl
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     llm = LLM(model, device="cpu", num_pages=64)
     generate = llm.generate
-    llm.generate = lambda prompts, params: generate(prompts, [replace(each, max_tokens=3) for each in params])  # type: ignore
-    with pytest.raises(AssertionError, match="as many tokens"):
+
+    def shorter(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        return generate(prompts, [replace(each, max_tokens=3) for each in params])
+
+    with patch.object(llm, "generate", shorter), pytest.raises(AssertionError, match="as many tokens"):
         run_workload(llm, WORKLOADS["bs1"], 0)
 
 
@@ -175,7 +180,7 @@ def test_profile_says_where_the_time_goes(
 
 def test_overlap_measures_the_same_steps_under_both_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
-    sizes = ["--rows", "1", "3", "--steps", "12", "--added", "0", "3", "--traces", str(tmp_path / "traces")]
+    sizes = ["--rows", "1", "3", "--steps", "12", "--added", "0", "3"]
     options = ["--set", "device=cpu", "max_seq_len=128", "num_pages=64"]
     record = bench(tmp_path, "overlap", "--model", str(model), *sizes, *options)
     steps, phases, slower = record["tables"]
@@ -187,7 +192,7 @@ def test_overlap_measures_the_same_steps_under_both_loops(tmp_path: Path, capsys
     assert min(slower["rows"][1][1:]) >= 3.0  # a CPU is host and device in one, so nothing hides what was added
     order = {}
     for name in ("off", "on"):
-        trace = Trace.load(tmp_path / "traces" / f"trace-overlap-{name}.json")
+        trace = Trace.load(tmp_path / f"trace-result-{name}.json")
         spans = [event for event in trace.events if event.track != DEVICE]
         assert {event.args["step"] for event in trace.events} == set(range(6, 12))
         order[name] = " ".join(f"{event.name[0]}{event.args['step']}" for event in spans if event.args["step"] < 8)

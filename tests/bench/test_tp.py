@@ -8,34 +8,85 @@ import numpy as np
 import pytest
 
 from minisgl.bench.control_planes import decode_batch_of, prefill_batch_of
-from minisgl.bench.tp import _efficiency
+from minisgl.bench.tp import Case, of_linear, run_cases
+from minisgl.errors import ConfigError
 from tests.bench.test_commands import bench, small_workloads
 from tests.model_zoo import tiny_checkpoint
 
 __all__ = ["small_workloads"]
 
 
+OPTIONS = ["--set", "device=cpu", "max_seq_len=256"]
+COLUMNS = ["model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %"]
+
+
 @pytest.mark.usefixtures("small_workloads")
 def test_tp_runs_every_workload_over_every_number_of_ranks(tmp_path: Path) -> None:
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     sizes = ["--ranks", "1", "2", "--work", "bs1", "prefix", "--repeat", "1", "--steps", "5"]
-    record = bench(tmp_path, "tp", "--model", str(model), *sizes, "--set", "device=cpu", "max_seq_len=256")
+    record = bench(tmp_path, "tp", "--model", str(model), *sizes, *OPTIONS)
     workloads, planes = record["tables"]
-    assert [row[1:3] for row in workloads["rows"]] == [["bs1", 1], ["bs1", 2], ["prefix", 1], ["prefix", 2]]
-    assert all(row[3] > 0 for row in workloads["rows"])
-    assert [row[5] for row in workloads["rows"]][::2] == [100.0, 100.0]
+    assert workloads["columns"] == COLUMNS
+    assert [row[1:4] for row in workloads["rows"]] == [
+        ["bs1", 1, "–"],
+        ["bs1", 2, "auto"],
+        ["prefix", 1, "–"],
+        ["prefix", 2, "auto"],
+    ]
+    assert all(row[4] > 0 for row in workloads["rows"])
+    for alone, together in zip(workloads["rows"][::2], workloads["rows"][1::2], strict=True):
+        assert alone[6] == 100.0
+        assert together[6] == pytest.approx(100 * alone[4] / together[4] / 2)  # of both, less is better
     assert [row[:2] for row in planes["rows"]] == [
         [plane, kind] for plane in ("shared-memory", "zmq") for kind in ("decode", "prefill")
     ]
+    assert [row[3] for row in planes["rows"]] == [2] * 4
     assert all(0 < row[4] <= row[5] for row in planes["rows"])
     assert record["targets"] == []  # they are about four H200s
 
 
+@pytest.mark.usefixtures("small_workloads")
+def test_runs_have_repeats_and_sums_of_their_own(tmp_path: Path) -> None:
+    """And who is told over control planes does not depend on them."""
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    runs = [f"--run model={model} ranks=1 repeat=2", f"--run model={model} ranks=2 all_reduce=ring"]
+    sizes = ["--work", "bs1", "--repeat", "1", "--planes", "1", "--steps", "5"]
+    record = bench(tmp_path, "tp", *" ".join(runs).split(), *sizes, *OPTIONS)
+    workloads, planes = record["tables"]
+    assert [row[2:4] for row in workloads["rows"]] == [[1, "–"], [2, "ring"]]
+    assert planes["rows"] == []
+    assert [(name, len(values)) for name, values in record["samples"].items()] == [
+        (f"{model} over 2, all_reduce ring, bs1, ms/token", 1),
+        (f"{model} over 1, bs1, ms/token", 2),  # the last, since it keeps some of the first GPU
+    ]
+    assert record["settings"]["runs"] == [
+        {"model": str(model), "ranks": 1, "repeat": 2, "all_reduce": "auto"},
+        {"model": str(model), "ranks": 2, "repeat": 1, "all_reduce": "ring"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"model": "m", "ranks": 2}, "repeat"),
+        ({"model": "m", "ranks": 2, "repeat": 1, "sums": "torch"}, "sums"),
+        ({"model": "m", "ranks": "two", "repeat": 1}, "ranks"),
+        ({"model": "m", "ranks": 2, "repeat": 0}, "repeat"),
+    ],
+)
+def test_a_run_says_what_is_wrong_with_it(values: dict[str, object], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"run: {wrong}"):
+        Case.of(values)
+
+
+def test_a_run_that_is_there_twice_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="m over 2 is there more than once"):
+        run_cases([Case("m", 2, 1), Case("m", 1, 1), Case("m", 2, 3)], [2], ["bs1"], 5, {})
+
+
 def test_efficiency_is_of_what_as_many_ranks_could_do() -> None:
-    medians = {("m", 1, "mixed"): 100.0, ("m", 4, "mixed"): 300.0, ("m", 1, "bs1"): 8.0, ("m", 4, "bs1"): 4.0}
-    assert _efficiency(medians, "m", 4, "mixed") == 75.0
-    assert _efficiency(medians, "m", 4, "bs1") == 50.0
-    assert _efficiency({("m", 4, "bs1"): 4.0}, "m", 4, "bs1") == "–"
+    assert of_linear(alone=100.0, together=300.0, ranks=4, more_is_better=True) == 75.0
+    assert of_linear(alone=8.0, together=4.0, ranks=4, more_is_better=False) == 50.0
 
 
 def test_the_steps_are_what_they_are_said_to_be() -> None:

@@ -25,9 +25,12 @@ class SlowClient(Client):
         sent = time.perf_counter()
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(self.seconds)
+        await self.answer()
         self.in_flight -= 1
         return record(sent if due is None else due, time.perf_counter(), planned=planned, sent=sent)
+
+    async def answer(self) -> None:
+        await asyncio.sleep(self.seconds)
 
 
 def run_open(client: Client, requests: Sequence[Planned]) -> list[Record]:
@@ -35,7 +38,15 @@ def run_open(client: Client, requests: Sequence[Planned]) -> list[Record]:
 
 
 def test_an_open_loop_waits_for_nobody() -> None:
-    client = SlowClient(0.2)
+    class Reluctant(SlowClient):
+        """Answers nobody before all have asked."""
+
+        async def answer(self) -> None:
+            if self.in_flight == 10:
+                all_have_asked.set()
+            await asyncio.wait_for(all_have_asked.wait(), 60.0)
+
+    client, all_have_asked = Reluctant(0.0), asyncio.Event()
     requests = [planned(index, due=0.01 * index) for index in range(10)]
     records = run_open(client, requests)
     assert client.most == 10

@@ -105,21 +105,18 @@ def test_a_process_that_has_ended_is_not_alive_though_nobody_has_collected_it() 
 
 
 def test_a_process_is_what_it_runs() -> None:
-    code = (
-        "import subprocess, sys; print('up', flush=True); subprocess.run([sys.executable, '-m', 'minisgl.serve', '-h'])"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+    waits = "import sys; print('up', flush=True); sys.stdin.read()"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}, '-m', 'minisgl.serve'])"
+    command = [sys.executable, "-c", starts]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        parent.stdout.readline()
-        deadline = time.monotonic() + 20.0
-        while not (tree := ProcessTree(parent.pid)).kinds:
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.01)
+        assert parent.stdout.readline() == b"up\n"
+        tree = ProcessTree(parent.pid)
         assert kind_of(psutil.Process(parent.pid)) is None
         assert list(tree.kinds.values()) == ["serve"]
         assert tree.resident()["serve"] > 1_000_000
         assert tree.descriptors()["serve"] >= 3
-        parent.stdout.read()
+        parent.communicate()
     assert tree.alive() == []
     assert tree.resident() == tree.descriptors() == tree.cpu_seconds() == {}
     assert kind_of(next(iter(tree.kinds))) is None
