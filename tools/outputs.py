@@ -13,11 +13,13 @@ BUDGET_FILE = "tests/kept-results-budget.txt"
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MARK = "minisgl.measured"
-"""What `minisgl.viz.measured` leaves in the metadata of its outputs."""
-_MEASURED_CALL = re.compile(r"""\bmeasured\(\s*["'](?P<name>[^"']+)["']""")
+"""What `minisgl.viz.measured` and `kept` leave in the metadata of its outputs."""
+_MEASURED_CALL = re.compile(r"""\b(?P<call>measured|kept)\(\s*["'](?P<name>[^"']+)["']""")
 _MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
-_LISTING = re.compile(r"`(?P<path>minisgl/[\w/]+\.py)`, line \d+\n\n```python\n(?P<code>.*)\n```", re.DOTALL)
+_LISTING = re.compile(
+    r"(?P<file>`(?P<path>minisgl/[\w/]+\.py)`, line )(?P<line>\d+)\n\n```python\n(?P<code>.*)\n```", re.DOTALL
+)
 
 
 def drop_widgets(notebook: Any) -> None:
@@ -28,6 +30,22 @@ def drop_widgets(notebook: Any) -> None:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(_WIDGET, None)
+
+
+def move_listings(notebook: Any, root: Path) -> None:
+    """Give each listing of `minisgl.viz.show` the line at which its code is now, if that is in one place of its file.
+
+    Args:
+        notebook: its outputs are changed, in all of their forms.
+        root: of the repository, whose source the listings show.
+    """
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            listing = _listing_in(output)
+            lines = _lines_of(listing, root) if listing else []
+            if listing and len(lines) == 1:
+                old, new = (f"{listing['file']}{line}\n" for line in (listing["line"], *lines))
+                output.data.update({form: text.replace(old, new, 1) for form, text in output.data.items()})
 
 
 def output_problems(notebook: Any, root: Path) -> list[str]:
@@ -46,9 +64,9 @@ def output_problems(notebook: Any, root: Path) -> list[str]:
         problems += [f"{where} {problem}" for output in cell.outputs for problem in _problems(output, root)]
     shown = {mark["name"] for mark in _marks(notebook)}
     for cell in code:
-        for name in _MEASURED_CALL.findall(cell.source):
+        for call, name in _MEASURED_CALL.findall(cell.source):
             if name not in shown:
-                problems.append(f"measured({name!r}) is not shown, so nobody sees where its numbers come from")
+                problems.append(f"{call}({name!r}) is not shown, so nobody sees where its numbers come from")
     return problems
 
 
@@ -60,18 +78,34 @@ def _problems(output: Any, root: Path) -> Iterator[str]:
         yield f"shows a path of some machine: {path[0]}"
     if address := _ADDRESS.search(text):
         yield f"shows an address, which is another one in each run: {address[0]}"
-    if not _listing_is_current(output.get("data", {}).get("text/markdown", ""), root):
+    if listing := _listing_in(output):
+        yield from _listing_problems(listing, root)
+
+
+def _listing_problems(listing: re.Match[str], root: Path) -> Iterator[str]:
+    lines = _lines_of(listing, root)
+    if not lines:
         yield "shows source that the package no longer has"
+    elif int(listing["line"]) not in lines:
+        now = " and ".join(map(str, lines))
+        yield f"shows source at line {listing['line']} of {listing['path']}, where it is at {now}"
 
 
-def _listing_is_current(text: str, root: Path) -> bool:
-    """True for anything that is no listing of `minisgl.viz.show`, and for a listing that is in its file."""
-    listing = _LISTING.fullmatch(text)
-    if listing is None:
-        return True
+def _listing_in(output: Any) -> re.Match[str] | None:
+    """What `minisgl.viz.show` has left in an output, if it is that."""
+    return _LISTING.fullmatch(output.get("data", {}).get("text/markdown", ""))
+
+
+def _lines_of(listing: re.Match[str], root: Path) -> list[int]:
+    """Lines of its file at which the code of a listing begins, as the file is now."""
     path = root / listing["path"]
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    return "\n".join(line.strip() for line in listing["code"].splitlines()) in "\n".join(lines)
+    there = _without_indentation(path.read_text(encoding="utf-8")) if path.is_file() else []
+    code = _without_indentation(listing["code"])
+    return [first + 1 for first in range(len(there)) if there[first : first + len(code)] == code]
+
+
+def _without_indentation(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
 
 
 def kept_results(notebook: Any) -> list[str]:

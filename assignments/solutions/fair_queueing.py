@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from minisgl.core import Request
 
@@ -20,7 +20,7 @@ class FairQueueing:
         self.served: defaultdict[str, int] = defaultdict(int)
         self.floor = 0
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterator[Request]:
+    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         """Merge the users' queues; a request that is taken counts against its user for the rest of the list."""
         queues: defaultdict[str, deque[Request]] = defaultdict(deque)
         for request in waiting:

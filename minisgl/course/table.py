@@ -1,4 +1,4 @@
-"""The table of tasks, ``course.toml``: which chapter introduces what, and which functions its reader writes."""
+"""The table of the course, ``course.toml``: what each chapter introduces and teaches, and what its reader writes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Concept:
+    """What a serving engine has and a chapter teaches.
+
+    Args:
+        title: its name in the field.
+        modules: that hold it.
+        test: ``file`` or ``file::test`` that fails without it.
+        chapters: the one that introduces it, and later ones that take it up again.
+    """
+
+    title: str
+    modules: tuple[str, ...]
+    test: str
+    chapters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Chapter:
     """What a chapter adds to the package.
 
@@ -64,6 +81,7 @@ class Chapter:
         tests: test files, or single tests of a file of an earlier chapter, that it introduces although their imports
             do not tell so.
         slow: test files that are left out where all chapters are proved.
+        concepts: what it teaches first.
         tasks: what its reader writes.
     """
 
@@ -72,6 +90,7 @@ class Chapter:
     modules: tuple[str, ...]
     tests: tuple[str, ...]
     slow: tuple[str, ...]
+    concepts: tuple[Concept, ...]
     tasks: tuple[Task, ...]
 
 
@@ -135,10 +154,19 @@ def load_table(path: Path = TABLE) -> Table:
 
 def _chapter(entry: dict[str, Any]) -> Chapter:
     number, title = entry["number"], entry["title"]
-    _only(entry, {"number", "title", "modules", "tests", "slow", "task"}, f"chapter {number}")
+    _only(entry, {"number", "title", "modules", "tests", "slow", "concept", "task"}, f"chapter {number}")
+    concepts = tuple(_concept(number, concept) for concept in entry.get("concept", []))
     tasks = tuple(_task(number, place, task) for place, task in enumerate(entry.get("task", []), start=1))
     modules, tests, slow = (tuple(entry.get(name, ())) for name in ("modules", "tests", "slow"))
-    return Chapter(number, title, modules, tests, slow, tasks)
+    return Chapter(number, title, modules, tests, slow, concepts, tasks)
+
+
+def _concept(chapter: int, entry: dict[str, Any]) -> Concept:
+    title = entry["title"]
+    _only(entry, {"title", "modules", "test", "again"}, f"chapter {chapter}, {title}")
+    if not entry.get("modules") or not entry.get("test"):
+        raise CourseError(f"chapter {chapter}, {title}: name at least one module, and a test")
+    return Concept(title, tuple(entry["modules"]), entry["test"], (chapter, *entry.get("again", ())))
 
 
 def _task(chapter: int, number: int, entry: dict[str, Any]) -> Task:

@@ -18,14 +18,15 @@ from minisgl.viz.layer import layer_flow
 from minisgl.viz.lengths import Lengths, length_strip
 from minisgl.viz.loads import loads
 from minisgl.viz.markdown import Markdown, table
-from minisgl.viz.measured import Measured, measured
+from minisgl.viz.measured import Measured, has_cuda, kept, measured
 from minisgl.viz.memory_budget import engine_memory, memory_budget
 from minisgl.viz.memory_curve import memory_curve
 from minisgl.viz.message_sequence import Message, message_player, message_sequence
 from minisgl.viz.packed_rows import packed_rows
 from minisgl.viz.pages import page_map
-from minisgl.viz.player import player
+from minisgl.viz.player import Snapshots, player
 from minisgl.viz.pool_use import PoolUse, pool_use
+from minisgl.viz.prefix_groups import prefix_groups
 from minisgl.viz.process_tree import Notice, ProcessState, QueueState, process_tree
 from minisgl.viz.radix_tree import radix_tree
 from minisgl.viz.reduce_player import reduce_player
@@ -54,6 +55,7 @@ __all__ = [
     "ProcessState",
     "QueueState",
     "SlicedMatrix",
+    "Snapshots",
     "Transfer",
     "attention_map",
     "attention_mask",
@@ -67,8 +69,10 @@ __all__ = [
     "detokenizer_steps",
     "distribution",
     "engine_memory",
+    "has_cuda",
     "hash_chain",
     "host_device_timeline",
+    "kept",
     "kernel_timeline",
     "knee",
     "latency_curve",
@@ -86,6 +90,7 @@ __all__ = [
     "partial_sums",
     "player",
     "pool_use",
+    "prefix_groups",
     "process_tree",
     "radix_tree",
     "reduce_player",

@@ -1,35 +1,54 @@
-"""The map of the book, read off the package: every module says in its docstring which chapter it belongs to."""
+"""The map of the book, drawn from the table of the course: what is taught, where it is built, and what tests it."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
 
-import minisgl
-from minisgl.viz.markdown import Markdown, table
+from minisgl.course.table import Concept, load_table
+from minisgl.viz.markdown import table
 
-_ROOT = Path(minisgl.__file__).parent
-_CHAPTER = re.compile(r"Chapters? (?P<numbers>\d+(?:(?:, | and )\d+)*)(?:,[^:.]*)?: (?P<concept>.*?)\.?(?= Chapter |$)")
-
-
-def chapter_map(root: Path = _ROOT) -> Markdown:
-    """Table of concept, module and chapter, in the order of the chapters.
-
-    Args:
-        root: directory of the package to read. Its files are parsed, not imported.
-    """
-    rows = sorted(entry for path in root.rglob("*.py") for entry in _entries(path, root))
-    return table(
-        ["chapter", "concept", "module"], [(numbers, concept, f"`{name}`") for _, name, numbers, concept in rows]
-    )
+_COLUMNS = ("chapter", "concept", "module", "test")
+_BETWEEN_WORDS = re.compile(r"(?<=[/_:])(?=\w)")
 
 
-def _entries(path: Path, root: Path) -> Iterator[tuple[int, str, str, str]]:
-    """(first chapter, module, chapters, concept) for each ``Chapter N: …`` in the first line of the docstring."""
-    parts = path.relative_to(root.parent).with_suffix("").parts
-    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    for entry in _CHAPTER.finditer(docstring.partition("\n")[0]):
-        yield int(re.split("[, ]", entry["numbers"])[0]), name, entry["numbers"], entry["concept"]
+@dataclass(frozen=True, slots=True)
+class ChapterMap:
+    """A row a concept. In a notebook a test's name may be broken between its words, so that a row fits the page."""
+
+    concepts: tuple[Concept, ...]
+
+    def __repr__(self) -> str:
+        rows = [
+            (_numbers(each), each.title, ", ".join(f"`{name}`" for name in each.modules), f"`{each.test}`")
+            for each in self.concepts
+        ]
+        return table(_COLUMNS, rows).text
+
+    def _repr_html_(self) -> str:
+        head = _html_row("th", _COLUMNS)
+        body = "\n".join(_html_row("td", _html_cells(each)) for each in self.concepts)
+        return f"<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def chapter_map() -> ChapterMap:
+    """Concepts with their modules, chapters and tests, in the order of the chapters."""
+    return ChapterMap(tuple(concept for chapter in load_table().chapters.values() for concept in chapter.concepts))
+
+
+def _numbers(concept: Concept) -> str:
+    return ", ".join(map(str, concept.chapters))
+
+
+def _html_cells(concept: Concept) -> tuple[str, ...]:
+    modules = "<br>".join(f"<code>{name}</code>" for name in concept.modules)
+    test = f"<code>{_BETWEEN_WORDS.sub('<wbr>', concept.test)}</code>"
+    return _numbers(concept), escape(concept.title), modules, test
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    """JupyterLab takes all tables for numbers, and aligns them to the right, unless told otherwise."""
+    row = "".join(f'<{tag} style="text-align: left">{cell}</{tag}>' for cell in cells)
+    return f"<tr>{row}</tr>"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 import minisgl
 from minisgl.errors import ConfigError
+from minisgl.trace import Trace
 from minisgl.viz.markdown import table
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
 """Of the checkout that Python runs."""
 
 Cell = str | int | float
+
+_OPTION = re.compile(r"(?<!\S)(--[a-z-]+)")
+"""Of a command. It is shown as code, or a page would make a dash of the two hyphens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,8 @@ class MeasuredTable:
     rows: Sequence[Sequence[Cell]]
 
     def __str__(self) -> str:
-        return f"**{self.title}**\n\n{table(self.columns, self.rows, shown=_three_digits).text}"
+        rows = [[_OPTION.sub(r"`\1`", cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows]
+        return f"**{self.title}**\n\n{table(self.columns, rows, shown=_three_digits).text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +56,22 @@ class Measured:
         origin: a sentence: where the numbers come from, and why from there.
         live: True if they were measured here and now.
         tables: the results.
+        traces: of some of the steps, by name.
     """
 
     name: str
     origin: str
     live: bool
     tables: Sequence[MeasuredTable]
+    traces: Mapping[str, Trace] = field(default_factory=dict)
 
     def show(self, title_part: str | None = None) -> None:
         """Display the tables whose title has this part, or all, below the sentence on their origin."""
-        shown = Measured(self.name, self.origin, self.live, self._find(title_part))
-        try:
-            from IPython.display import display
-        except ImportError:  # not in a notebook
-            print(shown)
-        else:
-            display(shown)
+        _display(replace(self, tables=self._find(title_part)))
+
+    def show_origin(self) -> None:
+        """Display the sentence alone, above a picture of the numbers or the traces."""
+        _display(replace(self, tables=()))
 
     def rows(self, title_part: str) -> list[dict[str, Cell]]:
         """Rows of the one table whose title has this part: each a cell by its column's heading."""
@@ -101,38 +107,80 @@ def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
     Raises:
         ConfigError: there are neither so many CUDA devices nor a kept result.
     """
-    if torch.cuda.is_available() and torch.cuda.device_count() >= gpus:
-        origin = f"Measured just now, on this machine's {torch.cuda.get_device_name()}."
-        tables = [MeasuredTable(each.title, each.columns, each.rows) for each in run().tables]
-        return Measured(name, origin, True, tables)
-    return _kept(name, gpus)
+    if _enough(gpus):
+        origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
+        tables = [MeasuredTable(each.title, each.columns, each.rows) for each in report.tables]
+        return Measured(name, origin, True, tables, report.traces)
+    record = _read(name)
+    return _of(record, name, f"{_too_few(gpus)} here: ", f"{'one' if gpus == 1 else gpus} {_chip(record)}")
 
 
-def _kept(name: str, gpus: int) -> Measured:
-    path = RESULTS / f"{name}.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"measured: {_too_few(gpus)} here, and no benchmarks/results/{name}.json beside the package to show "
-            "instead. Run from a checkout (`pip install -e .`), or measure on a machine with as many GPUs"
-        ) from error
-    tables = [MeasuredTable(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
-    return Measured(name, _origin(record, gpus), False, tables)
+def kept(name: str) -> Measured:
+    """The result in ``benchmarks/results``, on every machine: it took longer than a notebook may.
+
+    Args:
+        name: of the result, without ``.json``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    record = _read(name)
+    cores, load = (record["hardware"][each] for each in ("cores", "load_average_before"))
+    return _of(record, name, "Kept: ", f"{_chip(record)} ({cores} cores, load average {load} before)")
+
+
+def has_cuda(instead: str, gpus: int = 1) -> bool:
+    """Whether a cell can run what only CUDA devices can. Where there are too few, print that, and what it does instead.
+
+    Args:
+        instead: half a sentence, such as ``"nothing is captured"``.
+        gpus: CUDA devices that it takes.
+    """
+    if not _enough(gpus):
+        print(f"{_too_few(gpus)} here: {instead}.")
+    return _enough(gpus)
+
+
+def _enough(gpus: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= gpus
 
 
 def _too_few(gpus: int) -> str:
-    return "no CUDA device" if gpus == 1 else f"fewer than {gpus} CUDA devices"
+    return "No CUDA device" if gpus == 1 else f"Fewer than {gpus} CUDA devices"
 
 
-def _origin(record: dict[str, Any], gpus: int) -> str:
-    hardware, few = record["hardware"], _too_few(gpus)
+def _read(name: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{name}: nothing is measured here, and there is no benchmarks/results/{name}.json beside the package to "
+            "show instead. Run from a checkout (`pip install -e .`), or what takes GPUs on a machine with as many GPUs"
+        ) from error
+    return record
+
+
+def _of(record: dict[str, Any], name: str, why: str, machine: str) -> Measured:
+    """A kept result, with the traces that were written beside it."""
     commit = (record.get("commit") or "unknown")[:7] + " and changes" * bool(record.get("modified"))
-    return (
-        f"{few[0].upper()}{few[1:]} here: `{record['command']}` measured this on "
-        f"{'one' if gpus == 1 else gpus} {hardware.get('gpu') or hardware['cpu']} on {record['date'][:10]}, at commit "
-        f"{commit}."
-    )
+    origin = f"{why}`{record['command']}` measured this on {machine} on {record['date'][:10]}, at commit {commit}."
+    tables = [MeasuredTable(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
+    beginning = f"trace-{name}-"
+    files = {path.stem.removeprefix(beginning): path for path in sorted(RESULTS.glob(f"{beginning}*.json"))}
+    return Measured(name, origin, False, tables, {trace: Trace.load(path) for trace, path in files.items()})
+
+
+def _chip(record: dict[str, Any]) -> str:
+    return str(record["hardware"].get("gpu") or record["hardware"]["cpu"])
+
+
+def _display(shown: Measured) -> None:
+    try:
+        from IPython.display import display
+    except ImportError:  # not in a notebook
+        print(shown)
+    else:
+        display(shown)
 
 
 def _listed(tables: Iterable[MeasuredTable]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 
 from minisgl.core import Request
 from minisgl.scheduler import KVMemory
-from minisgl.viz.svg import WIDTH, Canvas, Picture, request_colors
+from minisgl.viz.svg import WIDTH, Canvas, Picture, counted, request_colors
 
 _COLUMNS = 16
 _MARGIN = 14
@@ -50,17 +50,18 @@ class _PageMap:
 
     def draw(self) -> Picture:
         memory = self.memory
-        size = f"{memory.num_pages} pages of {memory.page_size} tokens"
+        whole = f"{memory.num_pages} pages of {memory.page_size} tokens"
         counts = f"{memory.pool.num_free} free, {len(self.owner)} private, {int(memory.is_cached.sum())} cached"
-        self._title(f"Page pool: {size}")
+        self._title(f"Page pool: {whole}")
         self.canvas.text(WIDTH - _MARGIN, self.y - 12, counts, anchor="end")
         self._pages(range(memory.num_pages), [self._state(page) for page in range(memory.num_pages)])
         self.canvas.text(_MARGIN, self.y + 14, _LEGEND, "muted small", "start")
         self.y += 24
-        says = [f"{size}: {counts}."]
+        says = [f"{whole}: {counts}."]
         for slot, request in self.running:
             row, kv_len = memory.row(slot).tolist(), int(memory.table.kv_len[slot])
-            self._title(f"Page table, request r{request.uid}: {kv_len} positions in {len(row)} pages")
+            size = f"{counted(kv_len, 'position')} in {counted(len(row), 'page')}"
+            self._title(f"Page table, request r{request.uid}: {size}")
             self._pages(row, [self._taken(kv_len, index) for index in range(len(row))])
             says.append(f"Request r{request.uid} reads pages {row}.")
         return self.canvas.picture(self.y + 8, "\n".join(says))

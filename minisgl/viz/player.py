@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from html import escape
 from typing import Any
@@ -15,36 +15,68 @@ _INTERVAL = 800
 """Milliseconds that a picture stays when they play."""
 
 
-def player(frames: Sequence[Picture], captions: Sequence[str] | None = None) -> Player:
+def player(frames: Sequence[Picture], captions: Sequence[str] | None = None, still: Picture | None = None) -> Player:
     """Step through pictures of one thing at several times.
 
     Args:
         frames: pictures, at least one.
         captions: what has happened before each; None numbers them only.
+        still: one picture that shows what all of them do, for where there are no widgets; None is a strip of them.
     """
-    return Player(frames, captions or [""] * len(frames))
+    return Player(frames, captions or [""] * len(frames), still)
+
+
+class Snapshots:
+    """Pictures of a live object at moments of its life, to be stepped through afterwards.
+
+    Args:
+        draw: makes a picture of the object as it is now.
+    """
+
+    def __init__(self, draw: Callable[[], Picture]) -> None:
+        self._draw = draw
+        self._frames: list[Picture] = []
+        self._captions: list[str] = []
+
+    def take(self, caption: str) -> Picture:
+        """Draw the object once more.
+
+        Args:
+            caption: what has happened to it.
+        """
+        self._frames.append(self._draw())
+        self._captions.append(caption)
+        return self._frames[-1]
+
+    def player(self) -> Player:
+        """Step through what has been taken so far, at least one picture."""
+        return player(self._frames, self._captions)
 
 
 class Player:
-    """What `player` makes. It is shown as a widget where there are widgets, and else as its `strip`.
+    """What `player` makes. It is shown as a widget where there are widgets, and else as its `static` picture.
 
     The widget steps in the browser alone: it also works while Python is busy.
 
     Args:
         frames: pictures, at least one.
         captions: one each, empty for none.
+        still: see `player`.
     """
 
-    def __init__(self, frames: Sequence[Picture], captions: Sequence[str]) -> None:
+    def __init__(self, frames: Sequence[Picture], captions: Sequence[str], still: Picture | None = None) -> None:
         if not frames or len(captions) != len(frames):
             raise ValueError(f"player: {len(captions)} captions for {counted(len(frames), 'frame')}; give one each")
         self.frames = list(frames)
+        self.still = still
         of = f" of {len(frames)}"
         self.headings = [
             f"{number}{of}{': ' * bool(caption)}{caption}" for number, caption in enumerate(captions, start=1)
         ]
 
     def __repr__(self) -> str:
+        if self.still is not None:
+            return "\n".join([*self.headings, self.still.text])
         return "\n".join(f"{heading}\n{frame.text}" for heading, frame in zip(self.headings, self.frames, strict=True))
 
     @cached_property
@@ -54,6 +86,11 @@ class Player:
         count = min(len(self.frames), max(2, int(_TALLEST / tallest)))
         chosen = sorted({round(index * (len(self.frames) - 1) / max(count - 1, 1)) for index in range(count)})
         return stack([self.frames[index] for index in chosen], [self.headings[index] for index in chosen])
+
+    @property
+    def static(self) -> Picture:
+        """For pages without widgets: ``still``, or else the strip."""
+        return self.still or self.strip
 
     @cached_property
     def widget(self) -> Any:
@@ -74,8 +111,8 @@ class Player:
         return ipywidgets.VBox([ipywidgets.HBox([play, slider, number]), shown])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        static = {"image/svg+xml": self.strip.svg, "text/plain": repr(self)}
+        static = {"image/svg+xml": self.static.svg, "text/plain": repr(self)}
         try:
             return {**self.widget._repr_mimebundle_(), **static}
-        except ImportError:  # no ipywidgets: the strip says the same
+        except ImportError:  # no ipywidgets: the static picture says the same
             return static

@@ -60,7 +60,8 @@ def schedule_timeline(trace: Trace) -> Picture:
     Args:
         trace: of `LLM.trace`.
     """
-    return _picture(*_read(trace.events))
+    lives, num_steps = _read(trace.events)
+    return _picture(lives, num_steps, num_steps)
 
 
 def schedule_player(trace: Trace) -> Player:
@@ -71,11 +72,14 @@ def schedule_player(trace: Trace) -> Player:
     """
     lives, num_steps = _read(trace.events)
     stops = range(0, num_steps, -(-num_steps // _MOST_STOPS))
-    frames = [_picture({uid: life.until(step + 1) for uid, life in lives.items()}, num_steps) for step in stops]
-    return player(frames, [_caption(lives, step) for step in stops])
+    frames = [
+        _picture({uid: life.until(step + 1) for uid, life in lives.items()}, num_steps, step + 1) for step in stops
+    ]
+    return player(frames, [_caption(lives, step) for step in stops], still=schedule_timeline(trace))
 
 
-def _picture(lives: dict[int, _Life], num_steps: int) -> Picture:
+def _picture(lives: dict[int, _Life], num_steps: int, launched: int) -> Picture:
+    """What has happened by the time that so many of the steps have been launched."""
     width = min(_ROOM / max(num_steps, 1), _WIDEST)
     canvas = Canvas()
     title = f"Schedule: {counted(len(lives), 'request')}, {counted(num_steps, 'step')}"
@@ -88,7 +92,7 @@ def _picture(lives: dict[int, _Life], num_steps: int) -> Picture:
     for step in range(0, num_steps, every):
         canvas.text(left + (step + 0.5) * width, _TOP - 8, step, "muted small")
     for line, (uid, life) in enumerate(lives.items()):
-        _draw(canvas, left, _TOP + line * _LINE, width, uid, life)
+        _draw(canvas, left, _TOP + line * _LINE, width, launched, uid, life)
     says = [f"{title}.", *(_words(uid, life) for uid, life in lives.items())]
     return canvas.picture(_TOP + len(lives) * _LINE + 8, "\n".join(says))
 
@@ -116,7 +120,7 @@ def _read(events: list[Event]) -> tuple[dict[int, _Life], int]:
     return dict(sorted(lives.items())), len(launches)
 
 
-def _draw(canvas: Canvas, left: float, y: float, width: float, uid: int, life: _Life) -> None:
+def _draw(canvas: Canvas, left: float, y: float, width: float, launched: int, uid: int, life: _Life) -> None:
     fill, ink = request_colors(uid)
     canvas.text(_MARGIN, y + 18, f"r{uid}", "text strong", "start")
     for first, last in _decodes(life):
@@ -128,7 +132,8 @@ def _draw(canvas: Canvas, left: float, y: float, width: float, uid: int, life: _
             if len(str(fed)) * _DIGIT <= width - 2:
                 canvas.text(left + (step + 0.5) * width, y + 18, fed, "small", fill=ink)
     for step in life.preempted:
-        again = min((other for other in life.fed if other >= step), default=step)
+        now = launched if life.finished_by is None else life.finished_by
+        again = min((other for other in life.fed if other >= step), default=now)
         if again > step:
             canvas.path(f"M{left + step * width + 12:g} {y + _BOX / 2:g}H{left + again * width:g}", "line dashed")
         canvas.text(left + step * width + 1, y + 19, "×", "text strong", "start")
@@ -161,11 +166,11 @@ def _words(uid: int, life: _Life) -> str:
 
 
 def _caption(lives: dict[int, _Life], step: int) -> str:
-    """What happens in a step: ``step 5: r1 preempted; r0 r3 decode; r4 prefills 8``."""
+    """What happens in a step: ``step 5: r1 preempted; r0 r3 decode; r4 prefills 8 on top of 2``."""
     preempted = [f"r{uid}" for uid, life in lives.items() if step in life.preempted]
     decoding = [f"r{uid}" for uid, life in lives.items() if step in life.decoded]
     prefills = [
-        f"r{uid} prefills {life.fed[step]}"
+        f"r{uid} prefills {life.fed[step]}" + f" on top of {life.cached[step]}" * (life.cached[step] > 0)
         for uid, life in lives.items()
         if step in life.fed and step not in life.decoded
     ]

@@ -117,7 +117,7 @@ def test_one_that_never_ends(tmp_path: Path) -> None:
     report = submit_policy(tmp_path, in_use="while True: pass", time_limit=12)
     assert report.verdict == "time-limit"
     assert report.points == 0
-    assert time.monotonic() - start < 12 + 5
+    assert time.monotonic() - start < 12 + 30
 
 
 def test_one_that_never_ends_to_be_imported(tmp_path: Path) -> None:

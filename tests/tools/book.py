@@ -34,8 +34,8 @@ Because.
 """
 
 
-def listing(code: str) -> str:
-    return f"`minisgl/part.py`, line 7\n\n```python\n{code}\n```"
+def listing(code: str, line: int = 2) -> str:
+    return f"`minisgl/part.py`, line {line}\n\n```python\n{code}\n```"
 
 
 def make(root: Path) -> None:
@@ -55,8 +55,10 @@ def make(root: Path) -> None:
     save(root, notebook)
 
 
-def shown(code: str) -> Any:
-    return nbformat.v4.new_output("execute_result", {"text/markdown": listing(code)}, execution_count=2)
+def shown(code: str, line: int = 2) -> Any:
+    """What a cell leaves that ends in a listing."""
+    forms = dict.fromkeys(("text/markdown", "text/plain"), listing(code, line))
+    return nbformat.v4.new_output("execute_result", forms, execution_count=2)
 
 
 def load(root: Path) -> Any:

@@ -36,6 +36,7 @@ def test_a_type_variable_before_a_line_break_is_no_drive(book: Path) -> None:
         (nbformat.v4.new_output("stream", name="stdout", text="<f at 0x7f7554aa2520>\n"), "an address"),
         (shown("def f(self):\n    return 2"), "source that the package no longer has"),
         (shown("def g(self):\n    return 1"), "source that the package no longer has"),
+        (shown("def f(self):\n    return 1", line=7), "at line 7 of minisgl/part.py, where it is at 2"),
     ],
 )
 def test_outputs_that_must_not_be_kept(book: Path, output: Any, problem: str) -> None:
@@ -43,6 +44,36 @@ def test_outputs_that_must_not_be_kept(book: Path, output: Any, problem: str) ->
     code_cells(notebook)[0].outputs = [output]
     save(book, notebook)
     assert any(problem in line for line in check(book))
+
+
+# -- listings ----------------------------------------------------------------------------------------------------------
+
+PART = "class Part:\n    def f(self):\n        return 1\n"
+
+
+def test_pairing_moves_listings_to_where_their_code_is(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_cells(load(book))[1].outputs
+    (book / "minisgl" / "part.py").write_text(f"import this\n\n\n{PART}")
+    assert "at line 2 of minisgl/part.py, where it is at 5" in check(book)[0]
+    monkeypatch.chdir(book)
+    assert main(["pair"]) == 0
+    assert code_cells(load(book))[1].outputs == [shown("def f(self):\n    return 1", line=5)] != before
+    assert check(book) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [(PART.replace("1", "2"), "the package no longer has"), (f"import this\n{PART}\n{PART}", "where it is at 3 and 7")],
+)
+def test_a_listing_whose_code_is_not_there_or_there_twice_must_be_run_again(
+    book: Path, monkeypatch: pytest.MonkeyPatch, part: str, problem: str
+) -> None:
+    before = load(book)
+    (book / "minisgl" / "part.py").write_text(part)
+    monkeypatch.chdir(book)
+    assert main(["pair"]) == 0
+    assert load(book) == before
+    assert problem in check(book)[0]
 
 
 # -- results that were kept --------------------------------------------------------------------------------------------

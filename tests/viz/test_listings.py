@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 from minisgl.attention.triton_tiles import softmax_step
 from minisgl.core import Registry, RunningTable
+from minisgl.course.table import load_table
 from minisgl.viz import chapter_map, show, table
 
 
@@ -45,26 +48,18 @@ def test_table_aligns_numbers_and_escapes_what_would_end_a_cell() -> None:
     assert made._repr_markdown_() == repr(made) == made.text
 
 
-def test_chapter_map_reads_the_first_lines_of_docstrings(tmp_path: Path) -> None:
-    package = tmp_path / "pack"
-    (package / "late").mkdir(parents=True)
-    (package / "late" / "__init__.py").write_text('"""Chapters 8, 9 and 10: later things, e.g. these."""')
-    (package / "early.py").write_text(
-        '"""Chapter 2, second half: one thing. Chapter 3: another.\n\nChapter 5: not this."""'
-    )
-    for chapter in range(11, 20):
-        (package / f"m{30 - chapter}.py").write_text(f'"""Chapter {chapter}: thing."""')
-    (package / "none.py").write_text('"""Of no chapter."""')
-    (package / "empty.py").write_text("")
-    assert chapter_map(package).text.splitlines()[2:] == [
-        "| 2 | one thing | `pack.early` |",
-        "| 3 | another | `pack.early` |",
-        "| 8, 9 and 10 | later things, e.g. these | `pack.late` |",
-        *(f"| {chapter} | thing | `pack.m{30 - chapter}` |" for chapter in range(11, 20)),
-    ]
+def test_chapter_map_has_a_row_a_concept_in_the_order_of_the_chapters() -> None:
+    header, _, *rows = repr(chapter_map()).splitlines()
+    assert header == "| chapter | concept | module | test |"
+    numbers = [int(re.split("[|, ]+", row)[1]) for row in rows]
+    assert numbers == sorted(numbers)
+    assert len(rows) == len(set(rows)) == sum(len(each.concepts) for each in load_table().chapters.values())
+    modules = "`minisgl.kvcache.sizing`, `minisgl.engine.budget`"
+    test = "`tests/kvcache/test_sizing.py::test_pages_from_peak`"
+    assert f"| 4, 11 | KV pages by peak memory | {modules} | {test} |" in rows
 
 
-def test_chapter_map_knows_this_package() -> None:
-    text = chapter_map().text
-    for module in ("core", "models", "engine", "kvcache.radix", "scheduler"):
-        assert f"`minisgl.{module}`" in text
+def test_chapter_map_says_the_same_in_a_notebook() -> None:
+    drawn = ElementTree.fromstring(chapter_map()._repr_html_().replace("<wbr>", "").replace("<br>", ", "))
+    written = [re.split(r" *\| *", row)[1:-1] for row in repr(chapter_map()).replace("`", "").splitlines()]
+    assert [["".join(cell.itertext()) for cell in row] for row in drawn.iter("tr")] == [written[0], *written[2:]]

@@ -72,6 +72,12 @@ def test_page_map_shows_the_rows_and_how_full_their_pages_are(memory: KVMemory) 
     assert f"Request r2 reads pages {row}." in repr(page_map(memory))
 
 
+def test_a_row_of_one_page_is_in_the_singular() -> None:
+    memory = KVMemory(4, RunningTable(1, 32), RadixCache(2))
+    start(memory, 7, [1])
+    assert "Page table, request r7: 1 position in 1 page" in texts(page_map(memory))
+
+
 def test_page_map_has_a_box_a_page(memory: KVMemory) -> None:
     drawn = boxes(page_map(memory))
     assert len(drawn) == 20 + len(memory.row(1)) + len(memory.row(2))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.viz import Picture, memory_budget, player
+from minisgl.viz import Picture, Snapshots, memory_budget, player
 from tests.viz.drawing import assert_sound, texts
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -94,3 +94,32 @@ def test_one_frame() -> None:
 def test_as_many_captions_as_frames(count: int, captions: list[str] | None) -> None:
     with pytest.raises(ValueError, match="give one each"):
         player(frames(count), captions)
+
+
+@pytest.mark.needs("ipywidgets")
+def test_a_still_stands_for_all_frames_where_nothing_steps() -> None:
+    shown = frames(3)
+    made = player(shown, ["a", "b", ""], still=shown[2])
+    bundle = made._repr_mimebundle_()
+    assert bundle["image/svg+xml"] == shown[2].svg
+    assert bundle["text/plain"] == f"1 of 3: a\n2 of 3: b\n3 of 3\n{shown[2].text}"
+    assert len(made.widget.children[1].children) == 1 + len(shown)
+
+
+def test_snapshots_keep_what_a_live_object_was() -> None:
+    parts = {"weights": 10}
+    snapshots = Snapshots(lambda: memory_budget(parts, 100))
+    loaded = snapshots.take("loaded")
+    parts["KV"] = 60
+    assert snapshots.take("KV allocated") == memory_budget(parts, 100) != loaded
+    made = snapshots.player()
+    assert made.headings == ["1 of 2: loaded", "2 of 2: KV allocated"]
+    assert made.frames == [loaded, memory_budget(parts, 100)]
+    snapshots.take("later")
+    assert len(snapshots.player().frames) == 3
+    assert len(made.frames) == 2, "what has been shown does not change"
+
+
+def test_no_snapshots() -> None:
+    with pytest.raises(ValueError, match="0 frames"):
+        Snapshots(lambda: memory_budget({}, 1)).player()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def instant(name: str, at: float, **args: Any) -> Event:
 
 
 @pytest.fixture
-def schedule() -> Trace:
+def schedule() -> FakeTrace:
     """Request 0 runs to its end; 1 is prefilled in two chunks, preempted, and computed again; 2 never ends."""
     return FakeTrace(
         launch(0, 0, r0=(5, 0), r1=(3, 2)),
@@ -88,8 +89,8 @@ def test_a_schedule_in_words(schedule: Trace) -> None:
 def test_a_schedule_step_by_step(schedule: Trace) -> None:
     made = schedule_player(schedule)
     assert made.headings == [
-        "1 of 6: step 0: r0 prefills 5; r1 prefills 3",
-        "2 of 6: step 1: r1 prefills 4",
+        "1 of 6: step 0: r0 prefills 5; r1 prefills 3 on top of 2",
+        "2 of 6: step 1: r1 prefills 4 on top of 5",
         "3 of 6: step 2: r0 r1 decode",
         "4 of 6: step 3: r1 preempted; r0 decode; r0 ends with stop",
         "5 of 6: step 4: r2 prefills 7",
@@ -98,10 +99,27 @@ def test_a_schedule_step_by_step(schedule: Trace) -> None:
     assert [len(boxes(frame)) for frame in made.frames] == [2, 3, 5, 5, 6, 7]
     assert [texts(frame).count("not finished") for frame in made.frames] == [3, 3, 3, 2, 2, 1]
     assert [texts(frame).count("×") for frame in made.frames] == [0, 0, 0, 1, 1, 1]
-    assert made.frames[-1] == schedule_timeline(schedule)
+    assert made.frames[-1] == made.static == schedule_timeline(schedule), "the last frame is all that a page needs"
     assert {frame.height for frame in made.frames} == {made.frames[0].height}
     for frame in made.frames:
         assert_sound(frame)
+
+
+def waits(picture: Picture, step_width: float = 44.0) -> list[tuple[float, float]]:
+    """(first step, end) of each dashed line; it leaves room for the × before it."""
+    return [
+        ((float(x) - 12 - 66) / step_width, (float(end) - 66) / step_width)
+        for x, end in re.findall(r'd="M([\d.]+) [\d.]+H([\d.]+)" class="viz-line viz-dashed"', picture.svg)
+    ]
+
+
+def test_whoever_is_preempted_is_seen_to_wait_until_it_goes_on_or_ends(schedule: FakeTrace) -> None:
+    frames = schedule_player(schedule).frames
+    assert [waits(frame) for frame in frames] == [[], [], [], [(3, 4)], [(3, 5)], [(3, 5)]]
+    left = schedule.given[:-2]
+    assert waits(schedule_timeline(FakeTrace(*left))) == [(3, 5)], "it has not gone on yet"
+    aborted = instant("finish", 3.7, uid=1, reason="abort")
+    assert waits(schedule_timeline(FakeTrace(*left, aborted))) == [(3, 4)]
 
 
 def test_a_long_schedule_is_stepped_through_in_strides() -> None:

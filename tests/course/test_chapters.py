@@ -1,0 +1,62 @@
+"""Chapters and the course's table agree: what is taught is in the package and in a test, and readers hear of tasks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from minisgl.course.sources import Sources, repository
+from minisgl.course.table import Concept, load_table
+
+ROOT = repository()
+TABLE = load_table()
+CONCEPTS = [concept for chapter in TABLE.chapters.values() for concept in chapter.concepts]
+HOW_MANY = 29
+"""Whoever leaves one out, or finds another, changes this number as well."""
+
+
+def test_the_book_has_all_its_concepts() -> None:
+    assert len({concept.title for concept in CONCEPTS}) == len(CONCEPTS) == HOW_MANY
+    assert all(chapter.concepts for chapter in TABLE.chapters.values()), "no chapter teaches nothing"
+
+
+@pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.title)
+def test_modules_and_chapters_of_a_concept_are_there(concept: Concept) -> None:
+    for module in concept.modules:
+        importlib.import_module(module)
+    assert list(concept.chapters) == sorted(set(concept.chapters))
+    for chapter in concept.chapters:
+        assert list((ROOT / "chapters").glob(f"{chapter:02d}-*.md")), f"there is no chapter {chapter}"
+
+
+@pytest.mark.slow
+def test_the_tests_of_concepts_are_collected() -> None:
+    """By a pytest of its own, as it does without a GPU."""
+    named = sorted({concept.test for concept in CONCEPTS})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *named]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    collected = done.stdout.splitlines()
+    for test in named:
+        assert any(re.match(rf"{re.escape(test)}(\[|::|$)", line) for line in collected), f"there is nothing in {test}"
+
+
+def test_docstrings_name_the_chapter_of_their_module() -> None:
+    sources = Sources(ROOT, TABLE)
+    matches = {name: re.match(r'"""Chapters? (\d+)', sources.read(path)) for name, path in sources.modules.items()}
+    named = {name: int(match[1]) for name, match in matches.items() if match}
+    assert len(named) > 10
+    assert named == {name: sources.chapter_of_module(name) for name in named}
+
+
+def test_chapters_with_tasks_name_the_command_that_gives_them() -> None:
+    """Where their exercises are, each with its own number."""
+    for chapter in (each for each in TABLE.chapters.values() if each.tasks):
+        (path,) = (ROOT / "chapters").glob(f"{chapter.number:02d}-*.md")
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        exercises = text.partition(" ## Exercises ")[2].partition(" ## ")[0]
+        assert set(re.findall(r"python -m minisgl\.course start (\d+) ", exercises)) == {str(chapter.number)}, path.name
