@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+from torch._inductor.exc import InductorError
 
 from minisgl.bench.gpu_timing import buffers_needed, launches, microseconds
-from minisgl.bench.kernels import run_kernels
+from minisgl.bench.kernels import _fails, run_kernels
 from minisgl.errors import ConfigError
 
 
@@ -14,6 +17,20 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"kernels: .* need a CUDA device"):
         run_kernels((1,), repeat=1)
+
+
+def test_what_torch_compile_has_no_code_for_fails_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch._inductor.scheduler")
+
+    def compiled(count: int) -> None:
+        log.critical("cannot compile %d", count)
+        raise InductorError(ValueError("no code"), None)
+
+    assert _fails(compiled, (3,))
+    assert not caplog.records
+    assert not _fails(abs, (3,))
+    log.critical("heard again")
+    assert [record.message for record in caplog.records] == ["heard again"]
 
 
 @pytest.mark.gpu
