@@ -112,7 +112,8 @@ def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
         tables = [MeasuredTable(each.title, each.columns, each.rows) for each in report.tables]
         return Measured(name, origin, True, tables, report.traces)
     record = _read(name)
-    return _of(record, name, f"{_too_few(gpus)} here: ", f"{'one' if gpus == 1 else gpus} {_chip(record)}")
+    chips = f"one {_chip(record)}" if gpus == 1 else f"{gpus} {_chip(record)}s"
+    return _of(record, name, f"{_too_few(gpus)} here: ", chips)
 
 
 def kept(name: str) -> Measured:

@@ -92,7 +92,7 @@ def test_too_few_gpus_are_none(record: dict[str, Any], monkeypatch: pytest.Monke
     shown = measured("toy", never, gpus=4)
     assert not shown.live
     assert shown.origin == (
-        "Fewer than 4 CUDA devices here: `python -m minisgl.bench toy` measured this on 4 NVIDIA H200 on 2026-11-21, "
+        "Fewer than 4 CUDA devices here: `python -m minisgl.bench toy` measured this on 4 NVIDIA H200s on 2026-11-21, "
         "at commit 0123456."
     )
     assert measured("toy", lambda: Report("toy", {}, TABLES, []), gpus=2).live
