@@ -33,6 +33,9 @@ class PublishPlane:
     Args:
         num_ranks: that listen.
         check: raises once there is no use in waiting for them.
+
+    Raises:
+        OSError: the system has no socket left.
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:
@@ -41,12 +44,16 @@ class PublishPlane:
         self._sent = 0
         self._directory = Path(tempfile.mkdtemp(prefix="minisgl-"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # hear of every subscription, not of the first one alone
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(f"ipc://{self._directory}/steps")
+        try:
+            self._socket = self._context.socket(zmq.XPUB)
+            self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+            self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # hear of every subscription, not of the first one alone
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(f"ipc://{self._directory}/steps")
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, str(error)) from error
 
     def endpoint(self, rank: int) -> Endpoint:
         """See `ControlPlane.endpoint`."""

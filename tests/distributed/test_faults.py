@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from minisgl import LLM, EngineDead, ModelLoadError
 from minisgl.distributed import RemoteEngine, remote_engine
@@ -203,20 +204,27 @@ def only(available: int) -> Callable[[], tuple[int, int]]:
     return counted
 
 
-@pytest.mark.parametrize("lacking", ["first pipe", "last pipe", "socket", "process"])
+@pytest.mark.parametrize("lacking", ["first pipe", "last pipe", "socket", "ZeroMQ's socket", "process"])
 def test_a_start_that_the_system_refuses_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     def no_store() -> None:
         raise RuntimeError("no socket left")
 
+    def no_bind(socket: zmq.Socket[bytes], address: str) -> None:
+        raise zmq.ZMQError(errno.EMFILE, "no socket left")
+
+    control_plane = "shared-memory"
     if lacking == "socket":
         monkeypatch.setattr(remote_engine, "open_store", no_store)
+    elif lacking == "ZeroMQ's socket":
+        monkeypatch.setattr(zmq.Socket, "bind", no_bind)
+        control_plane = "zmq"
     elif lacking == "process":
         monkeypatch.setattr(subprocess, "Popen", NoProcessForRank1)
     else:  # an alarm, a bell for each rank, and each rank's way back
         monkeypatch.setattr(os, "pipe", only(0 if lacking == "first pipe" else 4))
     advice = "if there are too many open files or processes, close some or raise the limits"
     with pytest.raises(EngineDead, match=f"the ranks could not be started: .*no {lacking.split()[-1]} left; {advice}"):
-        start(path)
+        start(path, control_plane=control_plane)
 
 
 def test_two_engines_live_side_by_side_and_end_apart(path: Path) -> None:
