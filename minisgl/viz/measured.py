@@ -130,16 +130,15 @@ def kept(name: str) -> Measured:
     return _of(record, name, "Kept: ", f"{_chip(record)} ({cores} cores, load average {load} before)")
 
 
-def has_cuda(instead: str, gpus: int = 1) -> bool:
-    """Whether a cell can run what only CUDA devices can. Where there are too few, print that, and what it does instead.
+def has_cuda(instead: str) -> bool:
+    """Whether a cell can run what only a CUDA device can. Where there is none, print that, and what it does instead.
 
     Args:
         instead: half a sentence, such as ``"nothing is captured"``.
-        gpus: CUDA devices that it takes.
     """
-    if not _enough(gpus):
-        print(f"{_too_few(gpus)} here: {instead}.")
-    return _enough(gpus)
+    if not _enough(1):
+        print(f"{_too_few(1)} here: {instead}.")
+    return _enough(1)
 
 
 def _enough(gpus: int) -> bool:

@@ -95,12 +95,9 @@ def test_where_cuda_is_missing_one_line_says_so(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert not has_cuda("nothing is captured")
+    assert capsys.readouterr().out == "No CUDA device here: nothing is captured.\n"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert not has_cuda("the ranks are CPU processes", gpus=2)
-    assert capsys.readouterr().out == (
-        "No CUDA device here: nothing is captured.\nFewer than 2 CUDA devices here: the ranks are CPU processes.\n"
-    )
     assert has_cuda("nothing is captured")
     assert capsys.readouterr().out == ""
 
