@@ -17,6 +17,7 @@ import xxhash
 
 from minisgl.attention import auto_backend
 from minisgl.core.batch import StepResult
+from minisgl.core.heap import freeze_heap
 from minisgl.distributed.communicator import choose_communicator, peers_of
 from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
 from minisgl.distributed.messages import Failed, Ready, Setup, Stepped, decode_batch
@@ -37,6 +38,7 @@ def main() -> int:
     try:
         steps = CONTROL_PLANES.get(setup.config.control_plane).receiver(setup.endpoint)
         engine = start(setup)
+        freeze_heap()
         send_report(setup.reports, ready(engine))
         Rank(engine, steps, setup).run()
     except EOFError:

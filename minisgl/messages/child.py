@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
+from minisgl.core.heap import freeze_heap
 from minisgl.messages.failure import Failure
 from minisgl.messages.logs import configure_logs
 from minisgl.messages.options import ChildOptions
@@ -57,8 +58,8 @@ Options = TypeVar("Options", bound=ChildOptions)
 def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Ready], None]]]:
     """Live as a child: gives the options, and the function that reports to the parent.
 
-    The process ends with the block: with exit code 0 after SIGTERM, and with 1 after an error, which is reported and
-    logged.
+    With its report of `Ready` the child's heap is frozen. The process ends with the block: with exit code 0 after
+    SIGTERM, and with 1 after an error, which is reported and logged.
     """
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no report
@@ -69,6 +70,8 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
     _end_with_parent(commands, options)
 
     def report(what: Report) -> None:
+        if isinstance(what, Ready):
+            freeze_heap()
         reports.write(msgspec.json.encode(what) + b"\n")
         reports.flush()
 

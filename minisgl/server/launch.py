@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import math
 import signal
@@ -18,6 +19,7 @@ from types import FrameType
 import uvicorn
 
 from minisgl.core.config import EngineConfig
+from minisgl.core.heap import freeze_heap
 from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
@@ -104,7 +106,11 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     warn_of_strangers(listener, config)
     with _engine(engine_config, config) as engine:
         running = Server(engine, config)
-        running.run([listener])
+        freeze_heap()
+        try:
+            running.run([listener])
+        finally:
+            gc.unfreeze()
         return running.exit_code
 
 

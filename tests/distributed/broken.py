@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from functools import partial
@@ -33,6 +34,15 @@ class FailsOnRank1(TorchAttention):
         self.calls += 1
         if self.calls > 10 and dist.get_rank() == 1:
             raise ArithmeticError("the abacus is broken")
+        return super().attend(q, spec)
+
+
+class CountsWhatIsFrozen(TorchAttention):
+    """Attention that says how many objects of a rank are frozen, as soon as any are."""
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        if frozen := gc.get_freeze_count():
+            raise ArithmeticError(f"{frozen} objects are frozen")
         return super().attend(q, spec)
 
 

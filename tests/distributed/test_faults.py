@@ -167,6 +167,12 @@ def test_an_error_of_one_rank_is_told(path: Path, capfd: pytest.CaptureFixture[s
     assert "[rank 1] ArithmeticError: the abacus is broken" in capfd.readouterr().err
 
 
+def test_ranks_freeze_their_heap_when_they_have_started(path: Path) -> None:
+    llm = start(path, attention_backend=f"{broken.__name__}:CountsWhatIsFrozen")
+    with pytest.raises(EngineDead, match=r"ArithmeticError: \d{5,} objects are frozen"):
+        llm.generate(PROMPTS, GREEDY)
+
+
 def test_ranks_that_disagree_are_found_out(path: Path) -> None:
     llm = start(path, all_reduce=f"{broken.__name__}:WrongOnRank1")
     with pytest.raises(EngineDead, match="ranks 0 and 1 disagree on the tokens of step 0"):

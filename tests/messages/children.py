@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -33,8 +34,11 @@ def main() -> None:
         report(Ready({"answer": 42}))
         while True:
             time.sleep(0.1)
-            if options.behaviour == "breaks":
-                raise ZeroDivisionError("by nothing")
+            match options.behaviour:
+                case "breaks":
+                    raise ZeroDivisionError("by nothing")
+                case "counts":
+                    raise ArithmeticError(f"{gc.get_freeze_count()} objects are frozen")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from minisgl.messages.child import Failed
 from minisgl.messages.processes import ChildProcess, end, explain, wait_until_ready
 from tests.messages.children import Behaviour
 
-BEHAVIOURS = ["works", "fails", "dies", "hangs", "stubborn", "breaks"]
+BEHAVIOURS = ["works", "fails", "dies", "hangs", "stubborn", "breaks", "counts"]
 LONG = 120.0
 
 
@@ -83,6 +84,10 @@ def test_a_child_that_is_killed_is_named_with_its_signal(children: dict[str, Chi
 def test_a_child_that_breaks_later_has_last_words(children: dict[str, ChildProcess]) -> None:
     assert children["breaks"].ready.result(LONG)
     assert "the breaks process died: ZeroDivisionError: by nothing" in str(children["breaks"].exited.result(LONG))
+
+
+def test_a_child_that_is_ready_has_a_frozen_heap(children: dict[str, ChildProcess]) -> None:
+    assert re.search(r"\d{4,} objects are frozen", str(children["counts"].exited.result(LONG)))
 
 
 def test_a_child_that_hangs_at_its_start_is_an_error(children: dict[str, ChildProcess]) -> None:

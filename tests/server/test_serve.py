@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -103,14 +104,17 @@ def test_processes_keep_the_key_to_themselves_log_and_write_their_trace(checkpoi
 def test_both_signals_end_the_server_cleanly(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
     log = tmp_path / "log"
 
-    def stop() -> None:
+    def stop() -> int:
         client_of(log).close()
+        frozen = gc.get_freeze_count()
         os.kill(os.getpid(), number)
+        return frozen
 
     with standard_error_in(log):
         result = in_background(stop)
         assert main([*flags(checkpoint), "--in-process"]) == 0
-    assert result() is None
+    assert result() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.usefixtures("handlers")
