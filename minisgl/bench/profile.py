@@ -78,7 +78,7 @@ def _kernels(title: str, llm: LLM, workload: str) -> Table:
     """Kernels of the device, or PyTorch's operators on a CPU, by the time that they take themselves."""
     on_cuda = llm.engine.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
+    with profile(activities=[activity], acc_events=True) as profiler:
         run_workload(llm, WORKLOADS[workload], seed=2)
         if on_cuda:
             torch.cuda.synchronize()

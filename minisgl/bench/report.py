@@ -62,7 +62,7 @@ class Target:
     @property
     def verdict(self) -> str:
         """``met``, or by which share of the limit it was missed."""
-        return "met" if self.met else f"missed by {abs(self.value - self.limit) / self.limit:.0%}"
+        return "met" if self.met else f"missed by {abs(self.value - self.limit) / self.limit:.1%}"
 
     @property
     def aim(self) -> str:

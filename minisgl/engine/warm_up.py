@@ -42,11 +42,13 @@ def warm_up(parts: EngineParts, max_prefill_tokens: int) -> None:
 
 
 def _prefill_steps(parts: EngineParts, max_prefill_tokens: int) -> Iterator[Batch]:
-    """As many tokens as a step may have, then a few; then a few behind tokens that are cached."""
+    """As many tokens as a step may have: in long rows, then in as many rows as may be. Then a few, and a few behind
+    tokens that are cached."""
     num_slots, longest = parts.state.tokens.shape[0], parts.state.tokens.shape[1] - 1
     most = largest_prefill(max_prefill_tokens, num_slots - 1, longest)
-    yield _prefill(parts, most, cached=0)
     few = min(16, sum(most), longest - longest // 2)
+    yield _prefill(parts, most, cached=0)
+    yield _prefill(parts, [few] * min(num_slots - 1, sum(most) // few), cached=0)
     yield _prefill(parts, [few], cached=0)
     yield _prefill(parts, [few], cached=longest // 2)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minisgl.kernels.threshold import Thresholds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _winners_of_parts_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -80,7 +80,7 @@ def _winners_of_parts_kernel(
     tl.store(token_ptr + target, winner, mask=row_exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _winners_kernel(
     score_ptr: tl.tensor,
     token_ptr: tl.tensor,

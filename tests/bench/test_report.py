@@ -16,9 +16,9 @@ from minisgl.bench.report import Report, Table, Target
     ("value", "limit", "at_least", "verdict"),
     [
         (1.5, 1.5, True, "met"),
-        (1.2, 1.5, True, "missed by 20%"),
+        (1.2, 1.5, True, "missed by 20.0%"),
         (0.2, 0.2, False, "met"),
-        (0.25, 0.2, False, "missed by 25%"),
+        (0.25, 0.2, False, "missed by 25.0%"),
     ],
 )
 def test_a_target_is_met_or_missed_by_a_share_of_its_limit(
@@ -39,7 +39,7 @@ def test_the_file_says_what_ran_where_and_how_it_went(tmp_path: Path) -> None:
     assert record["samples"] == {"seconds": [1.0, 2.0]}
     assert record["tables"] == [{"title": "sizes", "columns": ["name", "bytes"], "rows": [["page", 4096.0]]}]
     assert record["targets"] == [
-        {"name": "bytes", "value": 3.0, "aim": "at least 4.00", "met": False, "verdict": "missed by 25%"}
+        {"name": "bytes", "value": 3.0, "aim": "at least 4.00", "met": False, "verdict": "missed by 25.0%"}
     ]
     assert {"cpu", "cores", "threads", "memory_bytes", "system", "load_average_before"} <= set(record["hardware"])
     assert {"python", "torch", "transformers", "numpy"} <= set(record["versions"])
@@ -53,5 +53,5 @@ def test_the_screen_shows_tables_and_verdicts_in_eighty_columns() -> None:
     text = console.export_text()
     assert "12,346" in text
     assert "1.23" in text
-    assert "missed by 25%" in text
+    assert "missed by 25.0%" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -34,6 +34,8 @@ def test_the_largest_step_is_run_and_a_few_tokens_behind_cached_ones(
     assert max(batch.num_tokens for batch in batches) == min(max_prefill_tokens, 3 * 39)
     assert max(batch.seq_lens.max() for batch in batches) <= 39
     assert any((batch.seq_lens > batch.q_lens).all() for batch in batches)
+    short = max(batch.num_rows for batch in batches if batch.q_lens.max() <= 16)
+    assert short == min(3, max(1, max_prefill_tokens // 16))
     assert all(batch.num_decode == 0 for batch in batches)
 
 
