@@ -48,6 +48,11 @@ def test_table_aligns_numbers_and_escapes_what_would_end_a_cell() -> None:
     assert made._repr_markdown_() == repr(made) == made.text
 
 
+def test_columns_of_numbers_that_others_wrote_are_aligned_too() -> None:
+    rows = [(1, "2,621", "–", "76%", "1e-06", "–", "5 µs"), (2, "−3", "18.5", "", "2.5", "", "6 µs")]
+    assert table(list("abcdefg"), rows).text.splitlines()[1] == "| ---: | ---: | ---: | ---: | ---: | --- | --- |"
+
+
 def test_chapter_map_has_a_row_a_concept_in_the_order_of_the_chapters() -> None:
     header, _, *rows = repr(chapter_map()).splitlines()
     assert header == "| chapter | concept | module | test |"
