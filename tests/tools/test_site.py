@@ -27,6 +27,13 @@ SCROLLED = """
 [...document.querySelectorAll('main pre > code, main .output')]
 .filter(it => it.scrollWidth > it.clientWidth + 1).map(it => it.innerText.slice(0, 100))
 """
+# Markdown that its place, such as a line of HTML, has left as it was written.
+UNRENDERED = """
+[...document.querySelectorAll('main :is(p, summary, li, td, th, h1, h2, h3, figcaption)')]
+.map(it => it.cloneNode(true))
+.map(it => (it.querySelectorAll('code, pre').forEach(code => code.remove()), it.textContent))
+.filter(it => it.includes('`') || it.includes('](')).map(it => it.slice(0, 100))
+"""
 CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
 
 
@@ -55,6 +62,7 @@ def test_every_page_opens_without_an_error_or_a_missing_picture(site: Path, page
         page.open(path.as_uri())
         page.wait_for("document.querySelector('main h1')")
         assert page.evaluate(MISSING_PICTURES) == [], path.name
+        assert page.evaluate(UNRENDERED) == [], path.name
         assert page.problems == [], path.name
     assert page.evaluate("document.querySelectorAll('main figure svg').length") > 20, "print.html holds all chapters"
 
