@@ -1,3 +1,3 @@
 """Plugins of the whole test run, notebooks included."""
 
-pytest_plugins = ["tests.skip_budget", "tests.default_model"]
+pytest_plugins = ["tests.skip_budget", "tests.default_model", "tests.notebook_kernels"]
