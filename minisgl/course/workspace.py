@@ -14,7 +14,9 @@ from minisgl.course.table import Chapter, Task
 Files = Mapping[str, str]
 """Text by path, relative to a folder."""
 
-_ALWAYS = ("conftest.py", "LICENSE", "tests/skip_budget.py", "tests/default_model.py", "tests/skip-budget.txt")
+_PLUGINS = ("tests/skip_budget.py", "tests/default_model.py", "tests/notebook_kernels.py")
+"""Those that ``conftest.py`` names."""
+_ALWAYS = ("conftest.py", "LICENSE", *_PLUGINS, "tests/skip-budget.txt")
 
 
 def package(sources: Sources, chapter: int, unwritten: int) -> Files:

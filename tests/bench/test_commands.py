@@ -40,7 +40,8 @@ def small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     path = tmp_path / "result.json"
-    main([*arguments, "--threads", "1", "--output", str(path)])
+    with patch.dict("os.environ", COLUMNS="200"):  # no cell is wrapped, however long the verdict beside it
+        main([*arguments, "--threads", "1", "--output", str(path)])
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
 
