@@ -105,7 +105,8 @@ class Browser:
             return False
 
     def click(self, selector: str) -> None:
-        """Press and release the mouse in the middle of the first element that a CSS selector finds."""
+        """Press and release the mouse in the middle of the first element of a CSS selector, once there is one."""
+        self.wait_for(f"document.querySelector({json.dumps(selector)})")
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         x, y = (self.evaluate(f"{box}.{start} + {box}.{size} / 2") for start, size in (("x", "width"), ("y", "height")))
         for kind in ("mousePressed", "mouseReleased"):
