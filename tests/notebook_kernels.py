@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import gettempdir
 from uuid import uuid4
 
-import pytest
-
 
 def pytest_configure() -> None:
     """Where there is no Jupyter there are no kernels."""
@@ -21,15 +19,15 @@ def pytest_configure() -> None:
     import jupyter_client
     from traitlets import default
 
-    class LocalKernelManager(jupyter_client.AsyncKernelManager):  # type: ignore[misc, name-defined]
+    class LocalKernelManager(jupyter_client.AsyncKernelManager):
         @default("transport")
         def _local(self) -> str:
             return "ipc"
 
         @default("ip")
         def _path(self) -> str:
-            """Absolute, since kernel and client have working directories of their own."""
-            return str(Path(gettempdir(), f"kernel-{uuid4().hex}"))
+            """Absolute, since kernel and client have working directories of their own; short, as sockets' paths are."""
+            return str(Path(gettempdir(), f"kernel-{uuid4().hex[:12]}"))
 
     # nbclient looks the class up by this name whenever it is given none.
-    pytest.MonkeyPatch().setattr(jupyter_client, "AsyncKernelManager", LocalKernelManager)
+    jupyter_client.AsyncKernelManager = LocalKernelManager

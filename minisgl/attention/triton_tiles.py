@@ -150,9 +150,7 @@ def attend_keys(
     """
     for start in tile_range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        k, v = load_tile(
-            keys, values, page_row, head, positions, end, MASKED, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D
-        )  # fmt: skip
+        k, v = load_tile(keys, values, page_row, head, positions, end, MASKED, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D)
         visible = positions[None, :] < seen[:, None]
         if WINDOW > 0:
             visible &= positions[None, :] >= seen[:, None] - WINDOW

@@ -146,6 +146,12 @@ class Sources:
             queue += [helper for helper in helpers if helper is not None]
         return found
 
+    def plugins(self) -> list[str]:
+        """Paths of the pytest plugins that ``conftest.py`` names, with the files that they need."""
+        named = [node.value for node in ast.parse(self.read("conftest.py")).body if isinstance(node, ast.Assign)]
+        files = [f"{name.replace('.', '/')}.py" for value in named for name in ast.literal_eval(value)]
+        return [path for file in files for path in self.needed_by(file)]
+
     def _above(self, path: str) -> Iterator[str]:
         for folder in Path(path).parents:
             if folder != Path("."):

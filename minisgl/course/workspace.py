@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from minisgl.course.errors import CourseError
-from minisgl.course.sources import PACKAGE, TESTS, Sources
+from minisgl.course.sources import PACKAGE, Sources
 from minisgl.course.stubs import with_stubs, without_later_imports
 from minisgl.course.table import Chapter, Task
 
 Files = Mapping[str, str]
 """Text by path, relative to a folder."""
-
-_PLUGINS = ("tests/skip_budget.py", "tests/default_model.py", "tests/notebook_kernels.py")
-"""Those that ``conftest.py`` names."""
-_ALWAYS = ("conftest.py", "LICENSE", *_PLUGINS, "tests/skip-budget.txt")
 
 
 def package(sources: Sources, chapter: int, unwritten: int) -> Files:
@@ -46,7 +42,7 @@ def package_with_stubs(sources: Sources, chapter: int, tasks: list[Task]) -> Fil
 
 def suite_until(sources: Sources, chapter: int) -> Files:
     """The tests of chapters 1 to ``chapter``, with the files that they need."""
-    paths = {path for path in _ALWAYS if path.endswith(".py") or path.startswith(TESTS)}
+    paths = {"conftest.py", "tests/skip-budget.txt", *sources.plugins()}
     for path in sources.test_files():
         number = sources.chapter_of_test(path)
         if number is not None and number <= chapter:
@@ -104,7 +100,7 @@ def _is_there(sources: Sources, chapter: int) -> Callable[[str], bool]:
 
 
 def _surroundings(sources: Sources, chapter: int) -> Files:
-    paths = [path for path in _ALWAYS if not path.startswith(TESTS)]
+    paths = ["LICENSE"]
     for folder, suffix in (("chapters", "md"), ("notebooks", "ipynb")):
         found = sorted((sources.root / folder).glob(f"{chapter:02d}-*.{suffix}"))
         paths += [path.relative_to(sources.root).as_posix() for path in found]

@@ -37,8 +37,12 @@ def decoder_slices(config: ModelConfig, ranks: int, layer: int = 0) -> list[Slic
         raise ConfigError(
             f"decoder_slices: {ranks} ranks must be at least 1, and layer {layer} one of the {config.num_layers} layers"
         )
-    return [*_ends(config, ranks, first=True), *_attention(config, ranks), *_mlp(config, ranks, layer),
-            *_ends(config, ranks, first=False)]  # fmt: skip
+    return [
+        *_ends(config, ranks, first=True),
+        *_attention(config, ranks),
+        *_mlp(config, ranks, layer),
+        *_ends(config, ranks, first=False),
+    ]
 
 
 def _ends(config: ModelConfig, ranks: int, first: bool) -> Iterator[SlicedMatrix]:

@@ -40,7 +40,7 @@ def test_steps_give_the_logits_of_the_plain_decoder(tmp_path: Path, variant: Var
         for runner in (plain, fast):
             runner.step({0: prompt})
         assert SingleTokenDecoder.supports(model)
-        fast.model = SingleTokenDecoder(model, fast.cache)  # type: ignore[assignment]
+        fast.model = SingleTokenDecoder(model, fast.cache)
         step = {0: np.array([7], dtype=np.int32)}
         return [(fast.step(step)[0], plain.step(step)[0]) for _ in range(2)]
 

@@ -40,7 +40,7 @@ def test_steps_give_the_logits_of_the_plain_decoder(
     for runner in runners:
         runner.step(dict(enumerate(prompts)))
     plain, fast = runners
-    fast.model = SingleTokenDecoder(model, fast.cache)  # type: ignore[assignment]
+    fast.model = SingleTokenDecoder(model, fast.cache)
     assert SingleTokenDecoder.supports(model)
     for slot in (0, 1, 2, 0):
         step = {slot: np.array([7 + slot], dtype=np.int32)}
@@ -93,6 +93,6 @@ def test_every_kernel_of_a_step_may_start_early(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(module, "launch_early", noted)
     model, config = load(tmp_path, VARIANTS[-1])
     runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=8, page_size=8)
-    runner.model = SingleTokenDecoder(model, runner.cache)  # type: ignore[assignment]
+    runner.model = SingleTokenDecoder(model, runner.cache)
     runner.step({0: np.array([7], dtype=np.int32)})
     assert rows == [1] * (6 * config.num_layers + 1)

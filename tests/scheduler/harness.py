@@ -85,7 +85,7 @@ class Harness:
             params=SamplingParams(max_tokens=max_tokens),
             max_len=len(prompt) + max_tokens,
             stop_ids=stop_ids,
-            **fields,  # type: ignore[arg-type]
+            **fields,
         )
         self._next_uid += 1
         self.scheduler.add(request)

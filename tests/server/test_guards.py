@@ -140,4 +140,4 @@ def test_a_server_for_everybody_without_a_key_is_warned_of(
 )
 def test_options_are_checked(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
-        ServerConfig(**{field: value})  # type: ignore[arg-type]
+        ServerConfig(**{field: value})

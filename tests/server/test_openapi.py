@@ -68,10 +68,21 @@ def test_nothing_of_fastapis_own_is_left(server: RunningServer) -> None:
 
 
 LIMITED = [
-    (kind, name) for kind in (ChatRequest, CompletionRequest)
-    for name in ("temperature", "top_p", "min_p", "top_k", "n", "presence_penalty", "repetition_penalty", "seed",
-                 "min_tokens", "max_tokens")
-]  # fmt: skip
+    (kind, name)
+    for kind in (ChatRequest, CompletionRequest)
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "n",
+        "presence_penalty",
+        "repetition_penalty",
+        "seed",
+        "min_tokens",
+        "max_tokens",
+    )
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), LIMITED)
@@ -104,9 +115,23 @@ def test_a_default_is_taken_as_it_is_or_not_at_all(field: str, given_value: obje
 
 
 def test_defaults_that_clients_send_are_taken(server: RunningServer) -> None:
-    chat = {"n": 1, "store": False, "service_tier": "auto", "parallel_tool_calls": True, "modalities": ["text"],
-            "top_logprobs": 0, "logprobs": False, "stop": None, "response_format": {"type": "text"}, "tools": None,
-            "metadata": None, "seed": None, "user": "x", "logit_bias": {}, "presence_penalty": 0}  # fmt: skip
+    chat = {
+        "n": 1,
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "top_logprobs": 0,
+        "logprobs": False,
+        "stop": None,
+        "response_format": {"type": "text"},
+        "tools": None,
+        "metadata": None,
+        "seed": None,
+        "user": "x",
+        "logit_bias": {},
+        "presence_penalty": 0,
+    }
     assert server.chat(max_tokens=1, extra_body=chat).choices
     text = {"best_of": 1, "echo": False, "suffix": None, "n": 1, "logprobs": None}
     assert server.complete(max_tokens=1, extra_body=text).choices

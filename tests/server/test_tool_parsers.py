@@ -26,15 +26,24 @@ CASES: list[tuple[ToolSyntax, str, list[str | ToolCall]]] = [
     (Q, '<tool_call>{"name": "f"}</tool', [F]),
     (Q, '<tool_call>{"name": "f", "argum', ['<tool_call>{"name": "f", "argum']),
     (Q, '<tool_call>{"name": "unknown"}</tool_call>', ['<tool_call>{"name": "unknown"}</tool_call>']),
-    (Q, '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
-     ['<tool_call>{"name": "f", "arguments": 3}</tool_call>']),
-    (Q, '<tool_call>{name: f}</tool_call> x', ["<tool_call>{name: f}</tool_call> x"]),
-    (Q, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
-     ['<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>']),
+    (
+        Q,
+        '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+        ['<tool_call>{"name": "f", "arguments": 3}</tool_call>'],
+    ),
+    (Q, "<tool_call>{name: f}</tool_call> x", ["<tool_call>{name: f}</tool_call> x"]),
+    (
+        Q,
+        '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+        ['<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'],
+    ),
     (Q, "a < b <tool_cal> c", ["a < b <tool_cal> c"]),
     (Q, '<tool_call> oops <tool_call>{"name": "f"}</tool_call>', ["<tool_call> oops", F]),
-    (Q, f'<tool_call>{json.dumps({"name": "f", "arguments": TRICKY})}</tool_call>',
-     [ToolCall("f", json.dumps(TRICKY, ensure_ascii=False))]),
+    (
+        Q,
+        f"<tool_call>{json.dumps({'name': 'f', 'arguments': TRICKY})}</tool_call>",
+        [ToolCall("f", json.dumps(TRICKY, ensure_ascii=False))],
+    ),
     (L, '{"name": "f", "parameters": {}}', [F]),
     (L, '\n{ "name" : "f", "parameters": {}}\n', [F]),
     (L, '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', [F]),
@@ -45,7 +54,7 @@ CASES: list[tuple[ToolSyntax, str, list[str | ToolCall]]] = [
     (L, '<|python_tag|>print("hello")', ['<|python_tag|>print("hello")']),
     (FORCED, '{"name": "f", "arguments": {"x": 1}}', [ToolCall("f", '{"x": 1}')]),
     (FORCED, '{"name": "f", "argum', ['{"name": "f", "argum']),
-]  # fmt: skip
+]
 
 
 def read(syntax: ToolSyntax, pieces: list[str]) -> list[str | ToolCall]:
@@ -73,9 +82,27 @@ def test_what_is_found_does_not_depend_on_where_the_stream_is_cut(
 @settings(max_examples=300, derandomize=True)
 @given(
     st.sampled_from([Q, L, FORCED]),
-    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": {', "}", '"', "\\", ";",
-                              "<|python_tag|>", " ", "\n", "text", "{", '{"name":"f","parameters":{}}'])),
-)  # fmt: skip
+    st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "f"',
+                ', "arguments": {',
+                "}",
+                '"',
+                "\\",
+                ";",
+                "<|python_tag|>",
+                " ",
+                "\n",
+                "text",
+                "{",
+                '{"name":"f","parameters":{}}',
+            ]
+        )
+    ),
+)
 def test_text_that_is_no_call_is_never_lost(syntax: ToolSyntax, pieces: list[str]) -> None:
     whole = read(syntax, ["".join(pieces)])
     assert read(syntax, pieces) == whole

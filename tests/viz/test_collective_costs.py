@@ -30,8 +30,14 @@ def test_only_the_fastest_count() -> None:
 
 
 def test_several_between_two_measured_sizes_come_in_order() -> None:
-    costs = [("a", 1, 1.0), ("a", 10**6, 10.0**6), ("b", 1, 10.0), ("b", 10**6, 10.0**3), ("c", 1, 80.0),
-             ("c", 10**6, 80.0)]  # fmt: skip
+    costs = [
+        ("a", 1, 1.0),
+        ("a", 10**6, 10.0**6),
+        ("b", 1, 10.0),
+        ("b", 10**6, 10.0**3),
+        ("c", 1, 80.0),
+        ("c", 10**6, 80.0),
+    ]
     found = break_evens(costs)
     assert [(each.below, each.above) for each in found] == [("a", "b"), ("b", "c")]
     assert found[0].nbytes == pytest.approx(10**1.5)

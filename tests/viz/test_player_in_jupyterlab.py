@@ -84,7 +84,6 @@ def test_a_listing_is_highlighted_and_the_player_steps_and_plays(tmp_path: Path)
     nbformat.write(notebook, lab / "x.ipynb")
     with jupyterlab(lab) as url, browser(tmp_path / "chromium") as page:
         page.open(f"{url}lab/tree/x.ipynb")
-        page.wait_for("document.querySelector('.jp-Cell .cm-content')")
         page.click(".jp-Cell .cm-content")
         page.wait_for("document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')")
         page.click("[data-jp-item-name=run] jp-button")

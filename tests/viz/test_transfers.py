@@ -76,7 +76,7 @@ def test_a_schedule_that_adds_twice_shows_it() -> None:
 
 @pytest.mark.parametrize("kinds", [("take", "add"), ("add", "take"), ("take", "take")])
 def test_nobody_can_take_two_things_at_once(kinds: tuple[str, str]) -> None:
-    transfers = [Transfer(0, source, 2, 1, 8, kind) for source, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    transfers = [Transfer(0, source, 2, 1, 8, kind) for source, kind in enumerate(kinds)]
     with pytest.raises(ConfigError, match="rank 2 takes chunk 1"):
         list(partial_sums(transfers))
 

@@ -131,9 +131,14 @@ def test_eight_ranks_of_large_matrices_stay_on_the_card(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(path)
     assert config.moe is not None
     large = replace(
-        config, hidden_size=16384, num_heads=128, num_kv_heads=2, head_dim=128, vocab_size=262144,
+        config,
+        hidden_size=16384,
+        num_heads=128,
+        num_kv_heads=2,
+        head_dim=128,
+        vocab_size=262144,
         moe=replace(config.moe, num_experts=512, intermediate_size=2048),
-    )  # fmt: skip
+    )
     picture = weight_slices(decoder_slices(large, 8))
     assert_sound(picture)
     assert "each head on 4 ranks" in texts(picture)
@@ -151,7 +156,7 @@ def test_eight_ranks_of_large_matrices_stay_on_the_card(tmp_path: Path) -> None:
 def test_what_cannot_be_shared_is_named(tmp_path: Path, changes: dict[str, int], ranks: int, named: str) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     with pytest.raises(ConfigError, match=named):
-        decoder_slices(replace(ModelConfig.from_dir(path), **changes), ranks)  # type: ignore[arg-type]
+        decoder_slices(replace(ModelConfig.from_dir(path), **changes), ranks)
 
 
 def test_a_layer_that_is_not_there(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_whole_answer_is_one_piece() -> None:
 
 
 def outcome(script: object, **fields: object) -> Record:
-    (record,) = ask(script, planned(**fields))  # type: ignore[arg-type]
+    (record,) = ask(script, planned(**fields))
     return record
 
 

@@ -43,7 +43,7 @@ def watch(growth: float, **fields: object) -> Watch:
     times = [0.5 * index for index in range(121)]
     resident = [{"serve": int(1_000_000 + growth * max(now, 30.0))} for now in times]
     defaults = {"before": {"serve": 7}, "after": {"serve": 7}, "times": times, "resident": resident}
-    return Watch(tree, **{**defaults, **fields})  # type: ignore[arg-type]
+    return Watch(tree, **{**defaults, **fields})
 
 
 def verdicts(seen: Watch) -> dict[str, bool]:

@@ -211,7 +211,7 @@ class KeyWall:
 
 def test_the_page_asks_for_the_key_and_keeps_it_in_memory(checkpoint: Path, chromium: Browser) -> None:
     server = RunningServer(checkpoint)
-    server.server.config.app = KeyWall(server.server.config.app)  # type: ignore[arg-type]
+    server.server.config.app = KeyWall(server.server.config.app)
     with server:
         chromium.open(f"{server.url}/ui")
         for key in ("a wrong one", "open sesame"):

@@ -136,7 +136,7 @@ def test_a_stop_ends_the_stream(checkpoint: Path) -> None:
 class Nothing(Tokenizer):
     """The tokenizer of a checkpoint that has none."""
 
-    available = False  # type: ignore[assignment]
+    available = False
 
     def __init__(self) -> None:
         pass
