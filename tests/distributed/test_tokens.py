@@ -77,7 +77,7 @@ def test_dummy_weights_are_those_of_one_rank(tmp_path: Path) -> None:
         assert tokens(outputs) == expected
         assert llm.attention_backend.name == "torch"
         with pytest.raises(ConfigError, match="the 2 engines are in processes of their own"):
-            llm.engine.kv_cache.store  # noqa: B018
+            _ = llm.engine.kv_cache.store
         with llm.trace() as trace:
             llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
         assert {event.track for event in trace.events} == {"host", "requests"}
