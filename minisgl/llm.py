@@ -8,15 +8,15 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from minisgl.attention import AutoChoice, auto_backend
+from minisgl.attention import AttentionChoice, attention_choice
 from minisgl.core.config import EngineConfig
+from minisgl.core.registry import resolve
 from minisgl.core.request import FinishReason
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
@@ -24,14 +24,12 @@ from minisgl.distributed import RemoteEngine, build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead, InvalidRequest, check_type
 from minisgl.generation import Generation
-from minisgl.kvcache import block_hash as block_hash
-from minisgl.kvcache import radix as radix
-from minisgl.kvcache.eviction import choose_cache
+from minisgl.kvcache.eviction import select_prefix_cache
 from minisgl.kvcache.page_store import PAGE_STORES
 from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
 from minisgl.preparing import Preparer, Prompt
-from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
+from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler, StepOutput
 from minisgl.scheduler.overlap import OverlapLoop
 from minisgl.scheduler.tracing import recorded
 from minisgl.tokenizer import Tokenizer
@@ -58,9 +56,9 @@ class LLM:
 
     def __init__(self, model: str | Path = "default", **options: Any) -> None:
         config = EngineConfig.from_options(str(model), options)
-        policy = Policy.parse(config.policy)
-        make_cache = choose_cache(config.prefix_cache)
-        make_store = PAGE_STORES.get(config.page_store)
+        policies = Policies.named(config.queue_policy, config.batch_policy, config.admission_policy)
+        make_cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)
+        make_store = resolve("page_store", config.page_store, PAGE_STORES)
         one_rank = config.tensor_parallel_size == 1
         if not one_rank and config.page_store != "none":
             raise ConfigError(
@@ -72,7 +70,7 @@ class LLM:
         self.tokenizer = Tokenizer(path)
         self.executor: Engine | RemoteEngine = build_engine(config, path) if one_rank else RemoteEngine(config, path)
         """Computes the steps, here or in the ranks' processes."""
-        logger.info("attention backend %s: %s", *astuple(self.attention_backend))
+        logger.info("attention backend %s: %s", self.attention_backend.name, self.attention_backend.reason)
         self.model_config = self.executor.model_config
         self.max_seq_len = self.executor.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
@@ -87,7 +85,7 @@ class LLM:
             max_stop_ids=table.max_stop_ids,
         )
         limits = (config.max_prefill_tokens, config.max_queued_requests)
-        self.scheduler = Scheduler(table, memory, policy, *limits, self._preparer.grammars.masks)
+        self.scheduler = Scheduler(table, memory, policies, *limits, self._preparer.grammars.masks)
         overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
         self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.executor)
         self._generations: dict[int, Generation] = {}
@@ -253,13 +251,11 @@ class LLM:
         return output
 
     @property
-    def attention_backend(self) -> AutoChoice:
-        """Name of the attention backend, and why it is this one."""
+    def attention_backend(self) -> AttentionChoice:
+        """The attention backends of prefill and decode, often the same, and why it is these."""
         if isinstance(self.executor, RemoteEngine):
             return self.executor.attention
-        if self.config.attention_backend == "auto":
-            return auto_backend(self.executor.kv_cache)
-        return AutoChoice(self.config.attention_backend, "it was asked for")
+        return attention_choice(self.config, self.executor.kv_cache)
 
     @contextmanager
     def trace(self, limit: int | None = None) -> Iterator[Trace]:

@@ -35,7 +35,9 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
     """
     is_hopper = torch.cuda.get_device_capability(kv_cache.k.device) == (9, 0)
     if version == "fa3" and not is_hopper:
-        raise ConfigError("attention_backend: 'flashinfer-fa3' needs a Hopper GPU; choose 'flashinfer-fa2'")
+        raise ConfigError(
+            "prefill_attention, decode_attention: 'flashinfer-fa3' needs a Hopper GPU; choose 'flashinfer-fa2'"
+        )
     workspace = Workspace(kv_cache.k.device)
 
     def choose_version(batch: Batch) -> str:

@@ -43,8 +43,8 @@ class LayerKind:
         """The kind of a layer."""
         if spec.scale < _LEAST_SCALE:
             raise ConfigError(
-                f"attention_backend: FlashInfer needs layers with a scale of at least {_LEAST_SCALE}, the model has "
-                f"{spec.scale}; choose 'triton' or 'torch'"
+                "prefill_attention, decode_attention: FlashInfer needs layers with a scale of at least "
+                f"{_LEAST_SCALE}, the model has {spec.scale}; choose 'triton' or 'torch'"
             )
         return cls(spec.num_heads, -1 if spec.sliding_window is None else spec.sliding_window - 1)
 

@@ -1,16 +1,18 @@
-"""Attention backends by name."""
+"""Which attention backends an engine uses, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from minisgl.attention.flashinfer_support import flashinfer_obstacle
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.triton_support import TRITON_DTYPES
 from minisgl.core.attention import AttentionBackend
-from minisgl.core.registry import Registry
+from minisgl.core.config import EngineConfig
+from minisgl.core.registry import Table, resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
@@ -18,98 +20,103 @@ from minisgl.kvcache.torch_attention import TorchAttention
 
 AttentionFactory = Callable[[KVCache], AttentionBackend]
 
-ATTENTION_BACKENDS: Registry[AttentionFactory] = Registry("attention_backend")
-ATTENTION_BACKENDS.register("torch")(TorchAttention)
+
+def _flashinfer(kv_cache: KVCache, version: str | None = None) -> AttentionBackend:
+    """Build FlashInfer with a version of FlashAttention for prefill, ``"fa2"`` or ``"fa3"``; None: the faster one."""
+    obstacle = flashinfer_obstacle(kv_cache)
+    if obstacle is not None:
+        raise ConfigError(
+            f"prefill_attention, decode_attention: FlashInfer cannot be used: {obstacle}; choose 'triton' or 'torch'"
+        )
+    from minisgl.attention.flashinfer_attention import flashinfer_attention
+
+    return flashinfer_attention(kv_cache, version)
 
 
-@ATTENTION_BACKENDS.register("triton")
-def _triton(kv_cache: KVCache) -> AttentionBackend:
-    from minisgl.attention.triton_attention import TritonAttention
-
-    return TritonAttention(kv_cache)
-
-
-@ATTENTION_BACKENDS.register("cascade")
-def _cascade(kv_cache: KVCache) -> AttentionBackend:
-    from minisgl.attention.cascade import CascadeAttention
-
-    return CascadeAttention(kv_cache)
-
-
-def _flashinfer(name: str, version: str | None) -> None:
-    """Register FlashInfer, which is imported when it is used."""
-
-    @ATTENTION_BACKENDS.register(name)
-    def make(kv_cache: KVCache) -> AttentionBackend:
-        obstacle = flashinfer_obstacle(kv_cache)
-        if obstacle is not None:
-            raise ConfigError(f"attention_backend: {name!r} cannot be used: {obstacle}; choose 'triton' or 'torch'")
-        from minisgl.attention.flashinfer_attention import flashinfer_attention
-
-        return flashinfer_attention(kv_cache, version)
-
-
-_flashinfer("flashinfer", None)
-_flashinfer("flashinfer-fa2", "fa2")
-_flashinfer("flashinfer-fa3", "fa3")
+ATTENTION_BACKENDS: Table[AttentionFactory] = {
+    "torch": TorchAttention,
+    "triton": "minisgl.attention.triton_attention:TritonAttention",
+    "cascade": "minisgl.attention.cascade:CascadeAttention",
+    "flashinfer": _flashinfer,
+    "flashinfer-fa2": partial(_flashinfer, version="fa2"),
+    "flashinfer-fa3": partial(_flashinfer, version="fa3"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class AutoChoice:
-    """What ``attention_backend="auto"`` stands for.
+class AttentionChoice:
+    """The backends that an engine uses.
 
     Args:
-        name: of the backend.
-        reason: why, for people to read.
+        prefill, decode: their names; equal if one backend attends for all rows.
+        reason: why these, for people to read.
     """
 
-    name: str
+    prefill: str
+    decode: str
     reason: str
 
+    @property
+    def name(self) -> str:
+        """One name, or two as ``"flashinfer + cascade"``."""
+        return self.prefill if self.prefill == self.decode else f"{self.prefill} + {self.decode}"
 
-def auto_backend(kv_cache: KVCache) -> AutoChoice:
-    """What was measured to be fastest, on an H200, of what can attend over ``kv_cache``.
+
+def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
+    """Name what was measured to be fastest, on an H200, of what can attend over ``kv_cache``, and say why.
 
     FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels. That saves less than a hundredth of
-    a mixed workload's time and costs a minute of compiling at its first use; ask for it as ``flashinfer,cascade``.
+    a mixed workload's time and costs a minute of compiling at its first use; ask for it with
+    ``prefill_attention="flashinfer"``.
     """
     if kv_cache.k.device.type == "cpu":
-        return AutoChoice("torch", "it is the fastest on a CPU")
+        return "torch", "it is the fastest on a CPU"
     if find_spec("triton") is None:
-        return AutoChoice("torch", "the faster backends need Triton, which is not installed")
+        return "torch", "the faster backends need Triton, which is not installed"
     if kv_cache.dtype not in TRITON_DTYPES:
         name = str(kv_cache.dtype).removeprefix("torch.")
-        return AutoChoice("torch", f"it is the only one that computes in {name}")
-    return AutoChoice("cascade", "it decodes fastest, reads shared prefixes once, and has nothing to compile for long")
+        return "torch", f"it is the only one that computes in {name}"
+    return "cascade", "it decodes fastest, reads shared prefixes once, and has nothing to compile for long"
 
 
-def choose_backend(name: str) -> AttentionFactory:
-    """The backend called ``name``.
+def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice:
+    """Name the backends that ``config`` stands for over ``kv_cache``."""
+    names = config.prefill_attention, config.decode_attention
+    fastest, reason = auto_backend(kv_cache)
+    prefill, decode = (fastest if name == "auto" else name for name in names)
+    if "auto" not in names:
+        reason = "it was asked for" if prefill == decode else "they were asked for"
+    elif prefill != decode:
+        phase, other = ("prefill", "decode") if names[0] == "auto" else ("decode", "prefill")
+        reason = f"{other} was asked for; of {phase}: {reason}"
+    return AttentionChoice(prefill, decode, reason)
+
+
+def select_backend(prefill: str, decode: str) -> AttentionFactory:
+    """Return what builds the backend for ``prefill_attention`` and ``decode_attention``: one if they come to the same
+    name, else a `HybridAttention` of two.
 
     Args:
-        name: registered; or ``"auto"``, which is what `auto_backend` says; or two names ``"prefill,decode"``.
+        prefill, decode: a name in `ATTENTION_BACKENDS`, ``"module:Class"``, or ``"auto"``, for `auto_backend`.
 
     Raises:
-        ConfigError: no such backend, or more than two.
+        ConfigError: a name is unknown. What is built raises it where the two cannot share a KV cache.
     """
-    names = [part.strip() for part in name.split(",")]
-    if len(names) > 2:
-        raise ConfigError(f"attention_backend: give one name, or two as 'prefill,decode', got {name!r}")
-    factories = [_choose_one(part) for part in names]
-    return factories[0] if len(factories) == 1 else _hybrid(name, *factories)
+    for option, name in (("prefill_attention", prefill), ("decode_attention", decode)):
+        if name != "auto":
+            resolve(option, name, ATTENTION_BACKENDS)
+    return partial(_build, prefill, decode)
 
 
-def _choose_one(name: str) -> AttentionFactory:
-    if name == "auto":
-        return lambda kv_cache: choose_backend(auto_backend(kv_cache).name)(kv_cache)
-    return ATTENTION_BACKENDS.get(name)
-
-
-def _hybrid(name: str, make_prefill: AttentionFactory, make_decode: AttentionFactory) -> AttentionFactory:
-    def make(kv_cache: KVCache) -> AttentionBackend:
-        prefill, decode = make_prefill(kv_cache), make_decode(kv_cache)
-        if not isinstance(prefill, PagedAttention) or not isinstance(decode, PagedAttention):
-            raise ConfigError(f"attention_backend: {name!r}: both backends of a hybrid have to be a PagedAttention")
-        return HybridAttention(kv_cache, prefill, decode)
-
-    return make
+def _build(prefill: str, decode: str, kv_cache: KVCache) -> AttentionBackend:
+    names = [auto_backend(kv_cache)[0] if name == "auto" else name for name in (prefill, decode)]
+    first = resolve("prefill_attention", names[0], ATTENTION_BACKENDS)(kv_cache)
+    if names[0] == names[1]:
+        return first
+    second = resolve("decode_attention", names[1], ATTENTION_BACKENDS)(kv_cache)
+    if not isinstance(first, PagedAttention) or not isinstance(second, PagedAttention):
+        raise ConfigError(
+            f"prefill_attention, decode_attention: {names[0]!r} and {names[1]!r} differ, so both have to be a "
+            "PagedAttention; give the same name twice to use one backend"
+        )
+    return HybridAttention(kv_cache, first, second)

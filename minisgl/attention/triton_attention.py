@@ -39,8 +39,8 @@ class TritonAttention(PagedAttention):
         device, dtype = kv_cache.k.device, kv_cache.dtype
         if dtype not in TRITON_DTYPES:
             raise ConfigError(
-                f"attention_backend: the Triton kernels compute float16, bfloat16 and float32, the model is "
-                f"{str(dtype).removeprefix('torch.')}; choose 'torch'"
+                "prefill_attention, decode_attention: the Triton kernels compute float16, bfloat16 and float32, the "
+                f"model is {str(dtype).removeprefix('torch.')}; choose 'torch'"
             )
         if device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -48,8 +48,9 @@ class TritonAttention(PagedAttention):
             self._num_sms = _INTERPRETED_SMS
         else:
             raise ConfigError(
-                f"attention_backend: the Triton kernels need a CUDA device, the KV cache is on {device.type!r}; choose "
-                "'torch', or set TRITON_INTERPRET=1 before Triton is imported to run them slowly on the CPU"
+                "prefill_attention, decode_attention: the Triton kernels need a CUDA device, the KV cache is on "
+                f"{device.type!r}; choose 'torch', or set TRITON_INTERPRET=1 before Triton is imported to run them "
+                "slowly on the CPU"
             )
         self._batch: Batch
         self._query_tiles: dict[int, QueryTiles] = {}

@@ -12,11 +12,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS, choose_backend
+from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.attention.registry import AttentionFactory
 from minisgl.bench.gpu_timing import Call, buffers_needed, copy_bandwidth, eager_microseconds, microseconds
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.core import AttentionSpec, Batch, DeviceBatch, build_batch
+from minisgl.core.registry import resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.page_table import PageTable
@@ -105,7 +106,7 @@ def run_attention(backends: Sequence[str], repeat: int) -> Report:
         for model, heads in _HEADS.items():
             rows: dict[bool, list[list[Cell]]] = {True: [], False: []}
             for step in steps():
-                micros = [measure(step, heads, choose_backend(name), repeat) for name in names]
+                micros = [measure(step, heads, resolve("backends", name, ATTENTION_BACKENDS), repeat) for name in names]
                 if step.decodes:
                     floor = step.kv_tokens * token_bytes() / bandwidth * 1e6
                     rows[True].append([step.name, floor, *micros, f"{floor / min(micros):.0%}"])
@@ -137,9 +138,9 @@ def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The backends that can be built here, and why the others cannot."""
     names: list[str] = []
     left_out: dict[str, str] = {}
-    for name in backends or ATTENTION_BACKENDS.names():
+    for name in backends or ATTENTION_BACKENDS:
         try:
-            choose_backend(name)(KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, _DEVICE))
+            resolve("backends", name, ATTENTION_BACKENDS)(KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, _DEVICE))
         except ConfigError as error:
             left_out[name] = str(error)
         else:

@@ -6,12 +6,13 @@ from functools import partial
 
 import torch
 
-from minisgl.attention import choose_backend
+from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.attention.flashinfer_support import flashinfer_obstacle
 from minisgl.attention.registry import AttentionFactory
 from minisgl.bench.attention import DTYPE, HEAD_DIM, KV_HEADS, PAGE_SIZE, Step, measure, steps, token_bytes
 from minisgl.bench.gpu_timing import copy_bandwidth
 from minisgl.bench.report import Cell, Report, Table
+from minisgl.core.registry import resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 
@@ -49,7 +50,7 @@ def run_attention_steps(repeat: int) -> Report:
     factories = versions()
     obstacle = flashinfer_obstacle(KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, torch.device("cuda")))
     if obstacle is None:
-        factories["FlashInfer"] = choose_backend("flashinfer")
+        factories["FlashInfer"] = resolve("backends", "flashinfer", ATTENTION_BACKENDS)
     decode = [step for step in steps() if step.decodes and step.shared == 0]
     with torch.inference_mode():
         bandwidth = copy_bandwidth()

@@ -17,20 +17,21 @@ from minisgl.bench.shapes import model_dir
 from minisgl.bench.workloads import WORKLOADS, run_workload
 
 ALL_OFF: dict[str, Any] = {
-    "attention_backend": "triton",
+    "prefill_attention": "triton",
+    "decode_attention": "triton",
     "enforce_eager": True,
-    "fusions": "none",
+    "fusions": (),
     "sampler": "default",
     "overlap": False,
 }
 LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("paged attention kernels, all else plain PyTorch", {}),
     ("+ CUDA graphs", {"enforce_eager": False}),
-    ("+ fused norm, rope and activation", {"fusions": "norm,rope,activation"}),
+    ("+ fused norm, rope and activation", {"fusions": ("norm", "rope", "activation")}),
     ("+ fused sampler", {"sampler": "triton"}),
-    ("+ single-token decoder", {"fusions": "norm,rope,activation,single-token"}),
+    ("+ single-token decoder", {"fusions": ("norm", "rope", "activation", "single-token")}),
     ("+ overlap", {"overlap": True}),
-    ("+ shared prefixes read once", {"attention_backend": "cascade"}),
+    ("+ shared prefixes read once", {"prefill_attention": "cascade", "decode_attention": "cascade"}),
 )
 """Each line adds its options to those of the lines above."""
 REFERENCE = Path("benchmarks", "reference", "h200.json")

@@ -21,6 +21,7 @@ import numpy as np
 
 from minisgl.bench.report import Cell, Table
 from minisgl.core.batch import Admission, Batch, build_batch
+from minisgl.core.registry import resolve
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.distributed import CONTROL_PLANES
 from minisgl.distributed.messages import Endpoint, Stepped, decode_batch, encode_batch
@@ -54,7 +55,7 @@ def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """
     rows: list[list[Cell]] = []
     for size in ranks:
-        for plane in CONTROL_PLANES.names():
+        for plane in CONTROL_PLANES:
             for kind, batch in (("decode", decode_batch_of(256)), ("prefill", prefill_batch_of(8, 1024))):
                 taken = sorted(_times(plane, size, batch, steps))
                 cells = (statistics.median(taken), taken[int(0.95 * len(taken))])
@@ -66,7 +67,7 @@ def measure_planes(ranks: Sequence[int], steps: int) -> Table:
 def _times(plane: str, size: int, batch: Batch, steps: int) -> list[float]:
     """Microseconds of each step, without the first few."""
     with ExitStack() as stack:
-        driver = CONTROL_PLANES.get(plane)(size, lambda: None)
+        driver = resolve("control_plane", plane, CONTROL_PLANES)(size, lambda: None)
         stack.callback(driver.close)
         readers = [_listen(plane, driver.endpoint(rank), stack) for rank in range(size)]
         driver.connect(_TIMEOUT)
@@ -139,7 +140,7 @@ def _batch(rows: int, fed: int, cached: int, **changes: object) -> Batch:
 def listen() -> None:
     """A rank without a model: say at what time it could have launched each step."""
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=Listening)
-    steps = CONTROL_PLANES.get(told.plane).receiver(told.endpoint)
+    steps = resolve("control_plane", told.plane, CONTROL_PLANES).receiver(told.endpoint)
     send_report(told.reports, Stepped(-1, b"", None, 0))
     number = 0
     while (message := steps.receive()) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.attention import choose_backend
+from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.bench.attention import DTYPE, HEAD_DIM, KV_HEADS, PAGE_SIZE, Step, measure, steps, token_bytes
 from minisgl.bench.gpu_timing import copy_bandwidth
 from minisgl.bench.offline import make_engine
@@ -21,6 +21,7 @@ from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.shapes import model_dir
 from minisgl.bench.workloads import WORKLOADS, run_workload
 from minisgl.core import AttentionBackend, ForwardContext, build_batch, forward_context
+from minisgl.core.registry import resolve
 from minisgl.engine import Engine
 from minisgl.engine.inputs import batch_arrays, device_batch
 from minisgl.engine.staging import to_device
@@ -176,7 +177,7 @@ def _titled(step: Step) -> str:
 
 
 def _wide(kv_cache: KVCache) -> AttentionBackend:
-    return choose_backend("triton")(kv_cache)
+    return resolve("backends", "triton", ATTENTION_BACKENDS)(kv_cache)
 
 
 def _over_eight_bits(kv_cache: KVCache) -> AttentionBackend:

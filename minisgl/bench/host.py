@@ -13,7 +13,7 @@ from minisgl.core import Batch, Request, RunningTable, SamplingParams
 from minisgl.core.batch import PendingStep, StepResult
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.radix import RadixCache
-from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler
+from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler
 
 _KINDS = ("unwatched", "watched")
 """Watched requests report every token, as streams and stop strings need; of the others only the end is reported."""
@@ -139,7 +139,7 @@ def _loop(max_running: int, max_seq_len: int, page_size: int) -> EngineLoop:
     table = RunningTable(max_running, max_seq_len)
     num_pages = 2 * max_running * -(-max_seq_len // page_size)
     memory = KVMemory(num_pages, table, RadixCache(page_size))
-    return EngineLoop(Scheduler(table, memory, Policy.parse("")), NullExecutor())
+    return EngineLoop(Scheduler(table, memory, Policies()), NullExecutor())
 
 
 def _request(uid: int, prompt: Int32Array, output_len: int, watched: bool) -> Request:

@@ -20,9 +20,9 @@ from minisgl.bench.workloads import WORKLOADS, warm_up
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
-from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.kvcache.eviction import select_prefix_cache
 from minisgl.llm import LLM
-from minisgl.scheduler import KVMemory, Policy, Scheduler
+from minisgl.scheduler import KVMemory, Policies, Scheduler
 
 _REPEATS = 5
 
@@ -152,9 +152,11 @@ def _compete(llm: LLM, way: Way, work: Sequence[tuple[list[int], SamplingParams]
 def _renew(llm: LLM, way: Way) -> None:
     """Give the engine a scheduler with an empty memory and other policies."""
     table = RunningTable(llm.config.max_running_requests, llm.max_seq_len)
-    cache = PREFIX_CACHES.get(way.prefix_cache)(llm.config.page_size)
+    cache = select_prefix_cache(way.prefix_cache)(llm.config.page_size)
     memory = KVMemory(llm.engine.num_pages, table, cache)
-    llm.scheduler = Scheduler(table, memory, Policy.parse(way.admission), llm.config.max_prefill_tokens)
+    llm.scheduler = Scheduler(
+        table, memory, Policies.named(admission_policy=way.admission), llm.config.max_prefill_tokens
+    )
     llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
 
 

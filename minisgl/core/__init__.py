@@ -6,7 +6,7 @@ from minisgl.core.communicator import ALONE, Communicator, Place, SingleRank
 from minisgl.core.config import EngineConfig
 from minisgl.core.constraint import MaskMaker, TokenConstraint
 from minisgl.core.context import ForwardContext, forward_context, get_forward_context
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table, resolve
 from minisgl.core.request import FinishReason, Request, RequestState
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
@@ -23,14 +23,15 @@ __all__ = [
     "ForwardContext",
     "MaskMaker",
     "Place",
-    "Registry",
     "Request",
     "RequestState",
     "RunningTable",
     "SamplingParams",
     "SingleRank",
+    "Table",
     "TokenConstraint",
     "build_batch",
     "forward_context",
     "get_forward_context",
+    "resolve",
 ]

@@ -9,15 +9,19 @@ from minisgl.errors import ConfigError
 
 _MAX_RUNNING = 65536
 _LONGEST_WAIT = 1e6
-_NAMES = (
+_STRINGS = (
     "model",
     "device",
+    "architecture",
     "prefix_cache",
+    "eviction_policy",
     "page_store",
-    "attention_backend",
-    "policy",
+    "prefill_attention",
+    "decode_attention",
+    "queue_policy",
+    "batch_policy",
+    "admission_policy",
     "sampler",
-    "fusions",
     "control_plane",
     "all_reduce",
 )
@@ -27,63 +31,77 @@ _NAMES = (
 class EngineConfig:
     """All options of `minisgl.LLM` and of the server.
 
+    An option that selects an implementation takes a name or ``"module:Class"``, a class of your own that fulfils the
+    protocol. ``tests/contracts`` tests whether it does.
+
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory, or a Hugging Face hub id.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` …; ``"auto"`` takes CUDA where it is present.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is the checkpoint's own on
-            CUDA and float32 on the CPU.
-        kv_dtype: what keys and values are kept in: ``"auto"`` is the model's dtype; ``"fp8"`` is eight bits (e4m3), so
-            that memory holds twice the tokens of bfloat16 and decoding reads half as much, for a loss of precision.
-        max_seq_len: most tokens a request may have, prompt and output; None takes the model's own limit.
-        max_running_requests: most requests that run at the same time (rows of a decode batch).
-        max_queued_requests: most requests that wait; one more is refused with `QueueFull`.
-        max_prefill_tokens: most prompt tokens that one step feeds; a longer prompt is prefilled in chunks. Decode rows
-            of a mixed step come on top.
-        page_size: tokens a KV page, a power of two from 1 to 256.
-        num_pages: KV pages to allocate; None sizes the pool from memory.
-        memory_ratio: share of memory to use, in (0, 1]; None is 0.9 on CUDA and 0.25 on the CPU, where other programs
-            live too. What it is a share of depends on ``memory_formula``.
-        memory_formula: ``"free"`` takes ``memory_ratio`` of the memory that was free before the model was loaded, less
-            the model (mini-sglang's way); ``"peak"`` takes ``memory_ratio`` of the whole memory, less what is used
-            at the peak of a warm-up run with the largest legal prefill (vLLM's way).
-        prefix_cache: ``"radix"``, ``"block-hash"``, ``"none"``, or another registered name. The radix tree takes a
-            second name, of an eviction policy: ``"radix,lru"`` is its default.
-        page_store: where pages go that the prefix cache gives up: ``"none"``, or a registered name.
-        attention_backend: ``"torch"``, ``"triton"``, ``"cascade"``, ``"flashinfer"`` or another registered name; two
-            names ``"prefill,decode"`` share the work; ``"auto"`` takes what is fastest on the device, and
-            `minisgl.LLM.attention_backend` says which and why.
-        policy: names of an order (``fcfs``, ``lpm``), a composition (``prefill-first``, ``mixed``, ``static``) and an
-            admission (``optimistic``, ``reserve``), in any order, separated by commas; the first of each is its
-            default.
-        sampler: ``"default"`` (plain PyTorch), ``"triton"`` (one fused kernel) or another registered name; ``"auto"``
-            chooses by device.
-        fusions: fused kernels to use: ``"auto"`` is all on CUDA and none on the CPU; ``"none"``; or some of ``norm``
-            (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store), ``activation`` (SiLU·mul),
-            ``experts`` (a mixture's experts as grouped products; without it CUDA graphs cannot hold a mixture) and
-            ``single-token`` (all of a decode step with one token), separated by commas.
+        architecture: name of the model's class in transformers, or ``"module:Class"``; ``"auto"`` is the name in
+            ``config.json``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` …; ``"auto"`` is CUDA where there is a GPU, else the CPU.
+        dtype: of weights and activations: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is
+            the checkpoint's dtype on CUDA and float32 on the CPU.
+        kv_dtype: of keys and values: ``"auto"`` is the model's dtype; ``"fp8"`` (e4m3) holds twice the tokens of
+            bfloat16 in the same memory and halves what decoding reads, at a loss of precision.
+        max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
+        max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
+        max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
+        max_prefill_tokens: most prompt tokens of one step; a longer prompt is prefilled in chunks. The decode rows of
+            a mixed step are not counted.
+        page_size: tokens in a KV page, a power of two from 1 to 256.
+        num_pages: KV pages to allocate; None is as many as ``memory_ratio`` allows.
+        memory_ratio: share of the memory to use, above 0 and at most 1; None is 0.9 on CUDA and 0.25 on the CPU, which
+            other programs use too.
+        memory_formula: what ``memory_ratio`` is a share of. ``"free"``: of the memory that was free before the model
+            was loaded, and the model is subtracted (as in mini-sglang). ``"peak"``: of all memory, and the peak use of
+            a warm-up with the largest legal prefill is subtracted (as in vLLM).
+        prefix_cache: how computed prefixes are found again: ``"radix"``, ``"block-hash"`` or ``"none"``.
+        eviction_policy: which cached pages are evicted first; ``"lru"`` is the least recently used. Any other needs a
+            prefix cache that takes a policy, as ``"radix"`` does.
+        page_store: where evicted pages are copied to; ``"none"`` drops them.
+        prefill_attention: attention backend for the prefill rows of a step: ``"torch"``, ``"triton"``, ``"cascade"``,
+            ``"flashinfer"``, ``"flashinfer-fa2"`` or ``"flashinfer-fa3"``; ``"auto"`` is the fastest on the device.
+            `minisgl.LLM.attention_backend` says which backends are used and why.
+        decode_attention: the same for the decode rows. If both options come to the same name, one backend attends for
+            all rows.
+        queue_policy: which waiting request is considered first: ``"fcfs"`` (order of arrival) or ``"lpm"`` (longest
+            cached prefix).
+        batch_policy: what a step is made of: ``"prefill-first"`` (prefill or decode), ``"mixed"`` (both) or
+            ``"static"`` (no new request before all running ones are finished).
+        admission_policy: whether a request may start: ``"optimistic"`` (its tokens fit now; running requests may be
+            preempted later) or ``"reserve"`` (all running requests fit to their end).
+        sampler: ``"default"`` (plain PyTorch) or ``"triton"`` (one fused kernel); ``"auto"`` is ``"triton"`` on CUDA.
+        fusions: names of the fused kernels to use: ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding
+            + KV store), ``activation`` (SiLU·mul), ``experts`` (a mixture's experts as grouped products, without which
+            CUDA graphs cannot hold a mixture) and ``single-token`` (all of a decode step with one token). None is all
+            of them on CUDA and none on the CPU.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
-        max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger ones run eagerly. None
+        max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger steps run eagerly. None
             is ``max_running_requests``, up to 512.
         graph_batches: numbers of rows to capture; a step is padded to the next one. None chooses them up to
             ``max_graph_batch``.
         overlap: schedule and launch the next step while the device computes this one; False waits for each step. None
-            is on where the device works asynchronously: CUDA. The tokens are the same.
+            is True on CUDA, which works asynchronously, and False on the CPU. The tokens are the same.
         tensor_parallel_size: ranks that share the model, each on a GPU of its own, or as a process on the CPU.
-        control_plane: how ranks are told of the next step: ``"shared-memory"``, ``"zmq"``, or another registered name.
-        all_reduce: how ranks add up what they have computed: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
-            ``"ring"`` (sends and receives, between CPU ranks), ``"peer-memory"`` (between GPUs, kernels of our own for
-            all but the largest tensors, which NCCL takes) or another registered name; ``"auto"`` is ``"peer-memory"``
-            where GPUs reach one another's memory, and else ``"torch"``.
-        distributed_timeout: seconds that a rank waits for another one in a collective, and the driver, ten more, for
-            the ranks to complete a step, before the engine ends; so more than the longest step takes.
-        verify_ranks: compare after every step what each rank was told and what it sampled, to find bugs.
-        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs no more than
+        control_plane: how the driver sends steps to the ranks: ``"shared-memory"`` or ``"zmq"``.
+        all_reduce: how ranks add up partial results: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
+            ``"ring"`` (sends and receives, between CPU ranks) or ``"peer-memory"`` (between GPUs; our own kernels, and
+            NCCL for the largest tensors). ``"auto"`` is ``"peer-memory"`` where GPUs can access one another's memory,
+            else ``"torch"``.
+        distributed_timeout: seconds that a rank waits for another in a collective before the engine ends; the driver
+            waits ten more for a step. It must exceed the longest step.
+        verify_ranks: compare after every step what each rank received and sampled, to find bugs.
+        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs only
             ``config.json``.
-        seed: seed of dummy weights, and of requests that bring none of their own.
-        request_timeout: seconds after which an unfinished request is ended with an error; None is never.
+        seed: of dummy weights, and of requests without a seed of their own; from 0 to 2**63 - 1.
+        request_timeout: seconds after which an unfinished request ends with an error; None is never.
+
+    Raises:
+        ConfigError: a value is out of range or of the wrong type.
     """
 
     model: str = "default"
+    architecture: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -96,11 +114,15 @@ class EngineConfig:
     memory_ratio: float | None = None
     memory_formula: str = "free"
     prefix_cache: str = "radix"
+    eviction_policy: str = "lru"
     page_store: str = "none"
-    attention_backend: str = "auto"
-    policy: str = "fcfs,prefill-first,optimistic"
+    prefill_attention: str = "auto"
+    decode_attention: str = "auto"
+    queue_policy: str = "fcfs"
+    batch_policy: str = "prefill-first"
+    admission_policy: str = "optimistic"
     sampler: str = "auto"
-    fusions: str = "auto"
+    fusions: tuple[str, ...] | None = None
     enforce_eager: bool = False
     max_graph_batch: int | None = None
     graph_batches: tuple[int, ...] | None = None
@@ -124,11 +146,12 @@ class EngineConfig:
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
         if self.max_running_requests > _MAX_RUNNING:
             raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
-        for name in _NAMES:
+        for name in _STRINGS:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
+        self._check_fusions()
         self._check_graph_batches()
         for name in ("enforce_eager", "verify_ranks"):
             if not isinstance(getattr(self, name), bool):
@@ -157,6 +180,13 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(f"{name}: unknown option; known options are {', '.join(sorted(known))}")
         return cls(model=model, **options)
+
+    def _check_fusions(self) -> None:
+        names = self.fusions
+        if names is None:
+            return
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"fusions: must be a tuple of names, such as ('norm', 'rope'), or None, got {names!r}")
 
     def _check_graph_batches(self) -> None:
         if self.graph_batches is None:

@@ -1,65 +1,54 @@
-"""Named implementations of a protocol: how a chapter, a student or an installed package plugs a part in."""
+"""Look up an implementation that an option names: in the table of its protocol, or by its import path."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from minisgl.errors import ConfigError
 
 T = TypeVar("T")
 
+Table = Mapping[str, T | str]
+"""Name → implementation (a class or another factory), or → ``"module:Class"``, which is imported when it is chosen.
 
-class Registry(Generic[T]):
-    """Maps a name to an implementation (a class or a factory).
+Each protocol has one such table, written in one place. An import path keeps the table below the modules that it names,
+and Triton or FlashInfer out of a process that does not use them."""
 
-    A name is looked up in three places, in this order: what `register` added, the entry points of installed
-    packages (group ``minisgl.<kind>``), and ``"module:Attribute"`` paths, which need no registration at all.
+
+def resolve(field: str, name: str, table: Table[T]) -> T:
+    """Load the implementation that ``name`` selects.
 
     Args:
-        kind: what is registered, in the singular with underscores, e.g. ``"prefix_cache"``.
+        field: the option that gave the name, for error messages.
+        name: a key of ``table``, or the ``"module:Class"`` of an implementation from outside.
+        table: of the protocol.
+
+    Raises:
+        ConfigError: the name is unknown, or its module or class cannot be imported.
     """
+    if name in table:
+        found = table[name]
+    elif ":" in name:
+        found = name
+    else:
+        known = ", ".join(sorted(table))
+        raise ConfigError(f"{field}: unknown name {name!r}; choose from {known}, or give module:Class of your own")
+    implementation: T = import_path(field, found) if isinstance(found, str) else found
+    return implementation
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._items: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds an implementation under ``name``; a second one of the same name is an error."""
+def import_path(field: str, path: str) -> Any:
+    """Import what ``path`` (``"module:Class"``) names.
 
-        def add(item: T) -> T:
-            if name in self._items:
-                raise ConfigError(f"{self.kind} {name!r} is registered already; choose another name")
-            self._items[name] = item
-            return item
-
-        return add
-
-    def names(self) -> list[str]:
-        """Registered names and entry points, sorted."""
-        return sorted({*self._items, *entry_points(group=f"minisgl.{self.kind}").names})
-
-    def get(self, name: str) -> T:
-        """The implementation called ``name``, or at the path ``"module:Attribute"``.
-
-        Raises:
-            ConfigError: no such name; the message lists the known ones.
-        """
-        if name in self._items:
-            return self._items[name]
-        for entry in entry_points(group=f"minisgl.{self.kind}", name=name):
-            item: T = entry.load()
-            return item
-        if ":" in name:
-            return self._import(name)
-        raise ConfigError(f"unknown {self.kind} {name!r}; choose from {', '.join(self.names())} or give module:Class")
-
-    def _import(self, path: str) -> T:
-        module, _, attribute = path.partition(":")
-        try:
-            item: T = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"cannot import {self.kind} {path!r}: {error}") from error
-        return item
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it.
+    """
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        raise ConfigError(f"{field}: must have the form module:Class, got {path!r}")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{field}: cannot import {path!r}: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import import_path
 
 MESSAGE_LENGTH = 2000
 """Characters that are kept of a failure's message."""
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     recorder = Recorder(Path(file))
     sys.path.insert(0, os.getcwd())
     try:
-        Registry[object]("submission").get(submission)
+        import_path("submission", submission)
     except SystemExit as error:
         recorder.write("exit", id=f"the import of {submission} ({type(error).__name__}: {error.code})")
     except BaseException as error:

@@ -1,8 +1,5 @@
 """Chapter 13: one model on several devices, one process a device."""
 
-from minisgl.distributed import publish as publish
-from minisgl.distributed import ring as ring
-from minisgl.distributed import shared_memory as shared_memory
 from minisgl.distributed.communicator import COMMUNICATORS, TorchCommunicator
 from minisgl.distributed.control_plane import CONTROL_PLANES, ControlPlane, StepReceiver
 from minisgl.distributed.rank_engine import build_engine

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minisgl.core.communicator import Communicator
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table, resolve
 from minisgl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,14 +22,10 @@ _PEER_MEMORY_BYTES = 24 << 20
 """Of the largest tensor that is added up over peer memory: 2,048 tokens of Qwen3-32B. At 84 MB, what is won over NCCL
 is 4 to 7 % (`benchmarks/results/all-reduce.json`), and four times as much memory is shared."""
 
-COMMUNICATORS: Registry[Callable[[dist.ProcessGroup, torch.device], Communicator]] = Registry("communicator")
-"""By the name that ``all_reduce`` has in the options: built over the ranks' process group, on the rank's device."""
-
 # The older name of the two warns in versions that have the newer one.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-@COMMUNICATORS.register("torch")
 class TorchCommunicator:
     """The collectives of torch.distributed. On CUDA they are ordered with the current stream's other work, wait for
     nothing on the host, and can be recorded in graphs.
@@ -64,11 +60,18 @@ class TorchCommunicator:
         return stacked.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
 
 
+COMMUNICATORS: Table[Callable[[dist.ProcessGroup, torch.device], Communicator]] = {
+    "torch": TorchCommunicator,
+    "ring": "minisgl.distributed.ring:RingCommunicator",
+}
+"""For the option ``all_reduce``: what builds each over the ranks' process group, on the rank's device."""
+
+
 def choose_communicator(
     name: str, device: torch.device, timeout: float
 ) -> Callable[[dist.ProcessGroup, torch.device], Communicator]:
-    """The communicator called ``name``: registered, or ``"peer-memory"``, or ``"auto"``, which is the latter between
-    GPUs that reach one another's memory, and else ``"torch"``.
+    """The communicator called ``name``: one of `COMMUNICATORS`, or ``"peer-memory"``, or ``"auto"``, which is
+    ``"peer-memory"`` between GPUs that reach one another's memory, and else ``"torch"``.
 
     Args:
         name: of the options.
@@ -82,7 +85,7 @@ def choose_communicator(
     if name == "auto":
         return partial(_fastest, timeout) if has_kernels else TorchCommunicator
     if name != "peer-memory":
-        return COMMUNICATORS.get(name)
+        return resolve("all_reduce", name, COMMUNICATORS)
     if not has_kernels:
         raise ConfigError("all_reduce: 'peer-memory' needs CUDA devices and Triton; use 'torch'")
     return partial(_over_peer_memory, timeout)

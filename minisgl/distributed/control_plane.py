@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table
 from minisgl.distributed.messages import Endpoint
 
 SPIN_SECONDS = 50e-6
@@ -74,7 +74,7 @@ class ControlPlane(Protocol):
 
 
 class PlaneFactory(Protocol):
-    """What is registered: a class."""
+    """The class of a `ControlPlane`, which also makes the ranks' ends."""
 
     def __call__(self, num_ranks: int, check: Callable[[], None]) -> ControlPlane: ...
 
@@ -84,7 +84,10 @@ class PlaneFactory(Protocol):
         ...
 
 
-CONTROL_PLANES: Registry[PlaneFactory] = Registry("control_plane")
+CONTROL_PLANES: Table[PlaneFactory] = {
+    "shared-memory": "minisgl.distributed.shared_memory:SharedMemoryPlane",
+    "zmq": "minisgl.distributed.publish:PublishPlane",
+}
 
 
 def arrives(arrived: Callable[[], bool], sleep: Callable[[float | None], object], timeout: float | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl.attention import AttentionChoice
 from minisgl.core.batch import Admission, Batch
 from minisgl.core.config import EngineConfig
 from minisgl.core.request import Int32Array, TokenLogprobs
@@ -57,7 +58,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         num_pages: KV pages, the same on all ranks.
         page_bytes, model_bytes, runner_bytes: on this rank, as in `minisgl.engine.Engine`.
         max_seq_len: longest sequence.
-        attention: name of the attention backend, and why it is this one.
+        attention: the attention backends, and why it is these.
     """
 
     num_pages: int
@@ -65,7 +66,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     model_bytes: int
     runner_bytes: int
     max_seq_len: int
-    attention: tuple[str, str]
+    attention: AttentionChoice
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

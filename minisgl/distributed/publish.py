@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.distributed.control_plane import CONTROL_PLANES, arrives, wait_until
+from minisgl.distributed.control_plane import arrives, wait_until
 from minisgl.distributed.messages import Endpoint
 from minisgl.errors import EngineDead
 
@@ -19,7 +19,6 @@ _NUMBER = struct.Struct("<q")
 """Before each message: its number, from 0."""
 
 
-@CONTROL_PLANES.register("zmq")
 class PublishPlane:
     """One publisher, whose messages ZeroMQ sends on to every subscriber.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minisgl.attention import choose_backend
+from minisgl.attention import select_backend
 from minisgl.core.communicator import ALONE, Communicator
 from minisgl.core.config import EngineConfig
 from minisgl.distributed.communicator import peers_of
@@ -35,13 +35,13 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
     """
     device = rank_device(config, communicator.rank)
     config = replace(config, device=str(device), sampler=choose_sampler(config.sampler, device))
-    make_attention = choose_backend(config.attention_backend)
+    make_attention = select_backend(config.prefill_attention, config.decode_attention)
     fusions = choose_fusions(config.fusions, device)
     with current(device):
         return Engine(
             config,
             path,
-            ModelConfig.from_dir(path),
+            ModelConfig.from_dir(path, config.architecture),
             make_attention,
             partial(_fuse, fusions, communicator),
             choose_runners(config, device, fusions),

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minisgl.attention import AutoChoice
 from minisgl.core.batch import Batch, StepResult
 from minisgl.core.config import EngineConfig
+from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator
 from minisgl.distributed.control_plane import CONTROL_PLANES
 from minisgl.distributed.messages import Failed, Ready, Report, Setup, Stepped, encode_batch
@@ -68,10 +68,10 @@ class RemoteEngine:
 
     def __init__(self, config: EngineConfig, path: Path) -> None:
         self.config = config
-        self.model_config = ModelConfig.from_dir(path)
+        self.model_config = ModelConfig.from_dir(path, config.architecture)
         self.device = torch.device(rank_device(config, 0).type)
         choose_communicator(config.all_reduce, self.device, config.distributed_timeout)
-        make_plane = CONTROL_PLANES.get(config.control_plane)
+        make_plane = resolve("control_plane", config.control_plane, CONTROL_PLANES)
         self._launched = 0
         with ExitStack() as stack, ExitStack() as lent:
             with _refusals_told():
@@ -92,7 +92,7 @@ class RemoteEngine:
         self.num_pages = ready.num_pages
         self.page_bytes, self.model_bytes, self.runner_bytes = ready.page_bytes, ready.model_bytes, ready.runner_bytes
         self.max_seq_len = ready.max_seq_len
-        self.attention = AutoChoice(*ready.attention)
+        self.attention = ready.attention
 
     def launch(self, batch: Batch) -> RemoteStep:
         """Tell all ranks to run a step. Does not wait for any of them.

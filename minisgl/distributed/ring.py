@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from minisgl.distributed.communicator import COMMUNICATORS
 from minisgl.errors import ConfigError
 
 
-@COMMUNICATORS.register("ring")
 class RingCommunicator:
     """All ranks in a circle, each sending to the next one and receiving from the one before (Patarasuk and Yuan 2009).
 

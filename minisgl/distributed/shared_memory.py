@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.distributed.control_plane import CONTROL_PLANES, arrives, wait_until
+from minisgl.distributed.control_plane import arrives, wait_until
 from minisgl.distributed.messages import Endpoint
 
 CAPACITY = 1 << 20
@@ -55,7 +55,6 @@ class _Ring:
         return bytes(self.memory[start : start + first]) + bytes(self.memory[: size - first])
 
 
-@CONTROL_PLANES.register("shared-memory")
 class SharedMemoryPlane:
     """A ring in memory without a name, and a pipe to each rank.
 

@@ -15,9 +15,10 @@ import msgspec
 import torch
 import xxhash
 
-from minisgl.attention import auto_backend
+from minisgl.attention import attention_choice
 from minisgl.core.batch import StepResult
 from minisgl.core.heap import freeze_heap
+from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator, peers_of
 from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
 from minisgl.distributed.messages import Failed, Ready, Setup, Stepped, decode_batch
@@ -36,7 +37,7 @@ def main() -> int:
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
     die_with(setup.driver)
     try:
-        steps = CONTROL_PLANES.get(setup.config.control_plane).receiver(setup.endpoint)
+        steps = resolve("control_plane", setup.config.control_plane, CONTROL_PLANES).receiver(setup.endpoint)
         engine = start(setup)
         freeze_heap()
         send_report(setup.reports, ready(engine))
@@ -82,17 +83,13 @@ def start(setup: Setup) -> Engine:
 
 def ready(engine: Engine) -> Ready:
     """What the driver has to know of the engine."""
-    attention = (engine.config.attention_backend, "it was asked for")
-    if engine.config.attention_backend == "auto":
-        choice = auto_backend(engine.kv_cache)
-        attention = (choice.name, choice.reason)
     return Ready(
         num_pages=engine.num_pages,
         page_bytes=engine.page_bytes,
         model_bytes=engine.model_bytes,
         runner_bytes=engine.runner_bytes,
         max_seq_len=engine.max_seq_len,
-        attention=attention,
+        attention=attention_choice(engine.config, engine.kv_cache),
     )
 
 

@@ -16,6 +16,7 @@ from minisgl.core.attention import AttentionBackend
 from minisgl.core.batch import Batch, StepResult
 from minisgl.core.communicator import ALONE, Communicator
 from minisgl.core.config import EngineConfig
+from minisgl.core.registry import resolve
 from minisgl.engine.budget import check_num_pages, pages_that_fit
 from minisgl.engine.device_state import DeviceState
 from minisgl.engine.logprobs import Logprobs, token_logprobs
@@ -107,7 +108,7 @@ class Engine:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.kv_dtype = resolve_kv_dtype(config.kv_dtype, self.dtype, self.device)
         self.max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
-        make_sampler = SAMPLERS.get(config.sampler)
+        make_sampler = resolve("sampler", config.sampler, SAMPLERS)
         if self.device.type == "cuda":  # what is gone may linger in a cycle, its memory in PyTorch's cache
             gc.collect()
             torch.cuda.empty_cache()

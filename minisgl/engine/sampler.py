@@ -1,4 +1,4 @@
-"""From logits to tokens: the protocol, the registry, and the sampler that the engine uses unless told otherwise."""
+"""From logits to tokens: the protocol, its table, and the sampler that the engine uses unless told otherwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table
 from minisgl.engine.logits_processors import (
     add_bias,
     constrain,
@@ -56,10 +56,6 @@ class Sampler(Protocol):
         ...
 
 
-SAMPLERS: Registry[Callable[[], Sampler]] = Registry("sampler")
-
-
-@SAMPLERS.register("default")
 class DefaultSampler:
     """Every stage in plain PyTorch, in this order:
 
@@ -112,3 +108,6 @@ class DefaultSampler:
         if inputs.min_p is not None:
             weights = keep_min_p(weights, inputs.min_p)
         return weights
+
+
+SAMPLERS: Table[Callable[[], Sampler]] = {"default": DefaultSampler, "triton": "minisgl.kernels.sampler:FusedSampler"}

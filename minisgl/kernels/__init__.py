@@ -4,15 +4,6 @@ Each has a plain PyTorch twin, the code that it replaces, and is tested against 
 that hold kernels and by nothing else, so that this package can be imported where there is no Triton.
 """
 
-from minisgl.engine.sampler import SAMPLERS, Sampler
 from minisgl.kernels.choice import FUSIONS, LAYER_FUSIONS, apply_fusions, choose_fusions, choose_sampler, has_triton
 
 __all__ = ["FUSIONS", "LAYER_FUSIONS", "apply_fusions", "choose_fusions", "choose_sampler", "has_triton"]
-
-if has_triton():
-
-    @SAMPLERS.register("triton")
-    def _fused_sampler() -> Sampler:
-        from minisgl.kernels.sampler import FusedSampler
-
-        return FusedSampler()

@@ -21,27 +21,24 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def choose_fusions(names: str, device: torch.device) -> tuple[str, ...]:
-    """The fusions called ``names``.
+def choose_fusions(names: Collection[str] | None, device: torch.device) -> tuple[str, ...]:
+    """Return the fusions called ``names``, each once.
 
     Args:
-        names: ``"auto"``, which is all of them where there are CUDA and Triton and none elsewhere; ``"none"``; or names
-            from `FUSIONS`, separated by commas.
+        names: from `FUSIONS`; None is all of them where there are CUDA and Triton, and none elsewhere.
         device: of the engine.
 
     Raises:
         ConfigError: an unknown name, or Triton is missing.
     """
-    if names == "auto":
+    if names is None:
         return FUSIONS if device.type == "cuda" and has_triton() else ()
-    if names == "none":
-        return ()
-    chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+    chosen = tuple(dict.fromkeys(names))
     for name in chosen:
         if name not in FUSIONS:
-            raise ConfigError(f"fusions: {name!r} is none of auto, none, {', '.join(FUSIONS)}")
-    if not has_triton():
-        raise ConfigError("fusions: Triton is not installed; install it (pip install triton) or use fusions='none'")
+            raise ConfigError(f"fusions: unknown name {name!r}; choose from {', '.join(FUSIONS)}")
+    if chosen and not has_triton():
+        raise ConfigError("fusions: Triton is not installed; install it (pip install triton) or use fusions=()")
     return chosen
 
 

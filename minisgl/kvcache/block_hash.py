@@ -11,7 +11,7 @@ import xxhash
 
 from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
-from minisgl.kvcache.prefix import PREFIX_CACHES, Insert, Match
+from minisgl.kvcache.prefix import Insert, Match
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +33,6 @@ class Block:
     ref_count: int = 0
 
 
-@PREFIX_CACHES.register("block-hash")
 class BlockHashCache:
     """Prefix cache as a hash table: a block is found by the hash of its parent's hash and its own tokens.
 

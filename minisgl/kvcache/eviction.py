@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table, resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.prefix import PREFIX_CACHES, PrefixCache
 
@@ -38,10 +38,6 @@ class EvictionPolicy(Protocol):
         ...
 
 
-EVICTION_POLICIES: Registry[Callable[[], EvictionPolicy]] = Registry("eviction_policy")
-
-
-@EVICTION_POLICIES.register("lru")
 class LeastRecentlyUsed:
     """What has not been used for the longest time goes first."""
 
@@ -52,17 +48,22 @@ class LeastRecentlyUsed:
         pass
 
 
-def choose_cache(spec: str) -> Callable[[int], PrefixCache]:
-    """What builds the prefix cache that ``spec`` names: ``"radix"``, or ``"radix,lru"`` with an eviction policy.
+EVICTION_POLICIES: Table[Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
+
+
+def select_prefix_cache(prefix_cache: str, eviction_policy: str = "lru") -> Callable[[int], PrefixCache]:
+    """Return what builds the prefix cache that these options name, from a page size.
 
     Raises:
-        ConfigError: an unknown name, or a cache that takes no policy.
+        ConfigError: a name is unknown, or the cache takes no eviction policy and another than ``"lru"`` is given.
     """
-    name, _, policy = (part.strip() for part in spec.partition(","))
-    make_cache: Callable[..., PrefixCache] = PREFIX_CACHES.get(name)
-    if not policy:
-        return make_cache
-    make_policy = EVICTION_POLICIES.get(policy)
-    if "eviction" not in inspect.signature(make_cache).parameters:
-        raise ConfigError(f"prefix_cache: {name!r} takes no eviction policy; leave out {policy!r}, or use 'radix'")
-    return lambda page_size: make_cache(page_size, eviction=make_policy())
+    make_cache: Callable[..., PrefixCache] = resolve("prefix_cache", prefix_cache, PREFIX_CACHES)
+    make_policy = resolve("eviction_policy", eviction_policy, EVICTION_POLICIES)
+    if "eviction" in inspect.signature(make_cache).parameters:
+        return lambda page_size: make_cache(page_size, eviction=make_policy())
+    if eviction_policy != "lru":
+        raise ConfigError(
+            f"eviction_policy: prefix_cache {prefix_cache!r} takes none, got {eviction_policy!r}; use prefix_cache "
+            "'radix'"
+        )
+    return make_cache

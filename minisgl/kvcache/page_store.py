@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.kv_cache import KVCache
 
@@ -40,10 +40,6 @@ class PageStore(Protocol):
         ...
 
 
-PAGE_STORES: Registry[Callable[[KVCache], PageStore]] = Registry("page_store")
-
-
-@PAGE_STORES.register("none")
 class NoPageStore:
     """Keeps nothing: what is evicted is computed again."""
 
@@ -55,3 +51,6 @@ class NoPageStore:
 
     def restore(self, names: Sequence[bytes], pages: Int32Array) -> int:
         return 0
+
+
+PAGE_STORES: Table[Callable[[KVCache], PageStore]] = {"none": NoPageStore}

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table
 from minisgl.core.request import Int32Array
 
 Handle = Any
@@ -101,10 +101,6 @@ class PrefixCache(Protocol):
         ...
 
 
-PREFIX_CACHES: Registry[Callable[[int], PrefixCache]] = Registry("prefix_cache")
-
-
-@PREFIX_CACHES.register("none")
 class NoPrefixCache:
     """Caches nothing: every prompt is computed from its first token."""
 
@@ -134,3 +130,11 @@ class NoPrefixCache:
 
     def check(self) -> None:
         pass
+
+
+PREFIX_CACHES: Table[Callable[[int], PrefixCache]] = {
+    "radix": "minisgl.kvcache.radix:RadixCache",
+    "block-hash": "minisgl.kvcache.block_hash:BlockHashCache",
+    "none": NoPrefixCache,
+}
+"""What builds each from the page size."""

@@ -12,7 +12,7 @@ import numpy as np
 from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
 from minisgl.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed, Rank
-from minisgl.kvcache.prefix import PREFIX_CACHES, Insert, Match
+from minisgl.kvcache.prefix import Insert, Match
 
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
@@ -46,7 +46,6 @@ class Node:
     queued: bool = False
 
 
-@PREFIX_CACHES.register("radix")
 class RadixCache:
     """Prefix cache as a radix tree: edges are runs of whole pages, and a handle is the `Node` where a prefix ends.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RopeSettings:
     """The ``rope_parameters`` of a config.
 
     Args:
-        rope_type: a name in `ROPE_TYPES`.
+        rope_type: a name in `ROPE_TYPES`, or ``"module:function"``.
         theta: base of the geometric sequence of wavelengths.
         scaling: what else the type reads, under the names that configs use (``factor``, ``beta_fast`` …).
     """
@@ -31,22 +31,16 @@ class RopeSettings:
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
-ROPE_TYPES: Registry[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] = Registry("rope_type")
-
-
-@ROPE_TYPES.register("default")
 def default_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """RoPE as published (Su et al. 2021)."""
     return 1.0 / _wavelengths(rope, head_dim), 1.0
 
 
-@ROPE_TYPES.register("linear")
 def linear_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """Position interpolation (Chen et al. 2023): all positions are divided by ``factor``."""
     return 1.0 / _wavelengths(rope, head_dim) / rope.scaling["factor"], 1.0
 
 
-@ROPE_TYPES.register("llama3")
 def llama3_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between blended."""
     low, high = rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
@@ -56,7 +50,6 @@ def llama3_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor,
     return (1.0 - keep) * inv_freq / rope.scaling["factor"] + keep * inv_freq, 1.0
 
 
-@ROPE_TYPES.register("yarn")
 def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023): dimensions that turn often in the original context are kept, those that turn less than
     once are interpolated, with a linear ramp over the dimensions between; attention is sharpened by a factor."""
@@ -96,3 +89,11 @@ def _wavelengths(rope: RopeSettings, head_dim: int) -> torch.Tensor:
     """Positions a radian for each pair of dimensions, float32[head_dim / 2]."""
     exponents: torch.Tensor = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return torch.pow(rope.theta, exponents)
+
+
+ROPE_TYPES: Table[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] = {
+    "default": default_frequencies,
+    "linear": linear_frequencies,
+    "llama3": llama3_frequencies,
+    "yarn": yarn_frequencies,
+}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from minisgl.core.registry import resolve
 from minisgl.layers.rope_types import ROPE_TYPES, RopeSettings
 
 
@@ -40,7 +41,7 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, max_positions: int, rope: RopeSettings) -> None:
         super().__init__()
         with torch.device("cpu"):
-            inv_freq, attention_factor = ROPE_TYPES.get(rope.rope_type)(rope, head_dim)
+            inv_freq, attention_factor = resolve("rope_type", rope.rope_type, ROPE_TYPES)(rope, head_dim)
             angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
             table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.register_buffer("table", table, persistent=False)

@@ -1,11 +1,9 @@
 """Chapter 2, second half: one decoder and a table of differences. Chapter 3: its weights."""
 
-from minisgl.models import architectures as architectures
-from minisgl.models.config import ModelConfig, MoEConfig
+from minisgl.models.config import MODELS, Architecture, ModelConfig, MoEConfig
 from minisgl.models.decoder import CausalLM, Decoder, DecoderLayer, attention_spec
 from minisgl.models.layout import block_weights
 from minisgl.models.loader import load_model
-from minisgl.models.registry import MODELS, Architecture
 
 __all__ = [
     "MODELS",

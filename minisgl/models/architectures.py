@@ -9,10 +9,8 @@ from transformers import PretrainedConfig
 from minisgl.errors import ModelLoadError
 from minisgl.models.config import MoEConfig
 from minisgl.models.decoder import CausalLM
-from minisgl.models.registry import MODELS
 
 
-@MODELS.register("LlamaForCausalLM")
 class Llama(CausalLM):
     """Llama 2 and 3 (Touvron et al. 2023), SmolLM2: the plain decoder, with optional biases."""
 
@@ -21,7 +19,6 @@ class Llama(CausalLM):
         return {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
 
 
-@MODELS.register("MistralForCausalLM")
 class Mistral(CausalLM):
     """Mistral (Jiang et al. 2023): one sliding window for all layers, where the config has one."""
 
@@ -30,7 +27,6 @@ class Mistral(CausalLM):
         return {"sliding_windows": (hf.sliding_window,) * hf.num_hidden_layers}
 
 
-@MODELS.register("Qwen2ForCausalLM")
 class Qwen2(CausalLM):
     """Qwen2 and 2.5: biases on q, k and v; some layers may have a sliding window."""
 
@@ -39,7 +35,6 @@ class Qwen2(CausalLM):
         return {"qkv_bias": True, "sliding_windows": _windows(hf)}
 
 
-@MODELS.register("Qwen3ForCausalLM")
 class Qwen3(CausalLM):
     """Qwen3: QK-norm; some layers may have a sliding window."""
 
@@ -49,7 +44,6 @@ class Qwen3(CausalLM):
         return {"qk_norm": True, "sliding_windows": _windows(hf), **biases}
 
 
-@MODELS.register("Qwen3MoeForCausalLM")
 class Qwen3Moe(CausalLM):
     """Qwen3-MoE: Qwen3 with experts in some or all layers; a sliding window, where there is one, in all."""
 

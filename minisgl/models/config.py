@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
+from minisgl.core import ALONE, Communicator
+from minisgl.core.registry import Table, resolve
 from minisgl.errors import ModelLoadError
 from minisgl.layers import ROPE_TYPES, RopeSettings
-from minisgl.models.registry import MODELS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,7 +44,7 @@ class ModelConfig:
     """Sizes and options of a decoder.
 
     Args:
-        architecture: its name in `MODELS`.
+        architecture: a name in `MODELS`, or ``"module:Class"``.
         hidden_size: width of the residual stream.
         num_layers: decoder layers.
         num_heads, num_kv_heads, head_dim: of attention; ``num_heads × head_dim`` need not be ``hidden_size``.
@@ -94,23 +96,37 @@ class ModelConfig:
             raise ModelLoadError(f"{len(self.sliding_windows)} layer_types given for {self.num_layers} layers")
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> ModelConfig:
+    def from_dir(cls, path: str | Path, architecture: str = "auto") -> ModelConfig:
         """Read ``config.json`` of a model directory.
 
         transformers knows the many spellings of one field that checkpoints of different ages use, so it reads the
         file; what is supported is decided here.
 
+        Args:
+            path: the directory.
+            architecture: a name in `MODELS` or ``"module:Class"``; ``"auto"`` is the one that the file names.
+
         Raises:
+            ConfigError: ``architecture`` is unknown.
             ModelLoadError: no or no valid ``config.json``, an architecture that is not in `MODELS`, a rope type that is
                 not in `ROPE_TYPES`, or an option that the decoder does not have.
         """
         file = Path(path) / "config.json"
-        architecture = _architecture(file)
+        named = _architecture(file)
+        if architecture == "auto":
+            # A checkpoint may choose from the table alone: an import path in it could run any code.
+            if named not in MODELS:
+                raise ModelLoadError(
+                    f"{file}: architecture {named!r} is not supported; choose one of {', '.join(MODELS)}, or give the "
+                    "option architecture='module:Class' with a class of your own"
+                )
+            architecture = named
         try:
             hf = AutoConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers has no base class for what a config can raise
             raise ModelLoadError(f"{file}: not a valid config: {error}") from error
-        hidden_act = MODELS.get(architecture).hidden_act
+        model = resolve("architecture", architecture, MODELS)
+        hidden_act = model.hidden_act
         if getattr(hf, "hidden_act", hidden_act) != hidden_act:
             raise ModelLoadError(f"{file}: hidden_act {hf.hidden_act!r} is not supported, only {hidden_act!r}")
         rope = _rope_settings(file, hf)
@@ -130,11 +146,37 @@ class ModelConfig:
             "tie_word_embeddings": hf.tie_word_embeddings,
             "dtype": hf.dtype or torch.float32,
         }
-        return cls(**(fields | MODELS.get(architecture).differences(hf)))
+        return cls(**(fields | model.differences(hf)))
+
+
+class Architecture(Protocol):
+    """Builds models of one architecture: normally a subclass of `minisgl.models.CausalLM`."""
+
+    hidden_act: str
+    """The non-linearity of the MLPs, as ``config.json`` calls it. A checkpoint with another is refused."""
+
+    def __call__(self, config: ModelConfig, communicator: Communicator = ALONE) -> nn.Module:
+        """Build this rank's share of the model; under ``torch.device("meta")`` its parameters take no memory."""
+        ...
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        """Fields of `ModelConfig` in which this architecture departs from the plain decoder."""
+        ...
+
+
+MODELS: Table[Architecture] = {
+    "LlamaForCausalLM": "minisgl.models.architectures:Llama",
+    "MistralForCausalLM": "minisgl.models.architectures:Mistral",
+    "Qwen2ForCausalLM": "minisgl.models.architectures:Qwen2",
+    "Qwen3ForCausalLM": "minisgl.models.architectures:Qwen3",
+    "Qwen3MoeForCausalLM": "minisgl.models.architectures:Qwen3Moe",
+}
+"""By the names that ``config.json`` uses."""
 
 
 def _architecture(file: Path) -> str:
-    """The first architecture that the config names, if it is one of ours."""
+    """The first architecture that the config names."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -145,21 +187,14 @@ def _architecture(file: Path) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelLoadError(f"{file}: 'architectures' must be a list with the name of the model's class")
     name: str = names[0]
-    if name not in MODELS.names():
-        raise ModelLoadError(
-            f"{file}: architecture {name!r} is not supported; choose one of {', '.join(MODELS.names())}, or register a "
-            "class for it in minisgl.models.MODELS"
-        )
     return name
 
 
 def _rope_settings(file: Path, hf: PretrainedConfig) -> RopeSettings:
     parameters = dict(hf.rope_parameters)
     rope_type = parameters.pop("rope_type", None)
-    if rope_type not in ROPE_TYPES.names():
-        raise ModelLoadError(
-            f"{file}: rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES.names())}"
-        )
+    if rope_type not in ROPE_TYPES:
+        raise ModelLoadError(f"{file}: rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}")
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{file}: partial_rotary_factor is not supported, only whole heads are rotated")
     parameters.pop("type", None)

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from torch import nn
 
 from minisgl.core import ALONE, Communicator
+from minisgl.core.registry import resolve
 from minisgl.errors import ModelLoadError
 from minisgl.layers import Cut, CutWeights, PackedWeights, RMSNorm
 from minisgl.models.checkpoint import TensorHeader, read_headers
-from minisgl.models.config import ModelConfig
-from minisgl.models.registry import MODELS
+from minisgl.models.config import MODELS, ModelConfig
 
 _DUMMY_STD = 0.02
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -96,7 +96,7 @@ def load_model(
             unsupported dtype; all such tensors are named in the one error. Nothing has been allocated then.
     """
     with torch.device("meta"):
-        model = MODELS.get(config.architecture)(config, communicator)
+        model = resolve("architecture", config.architecture, MODELS)(config, communicator)
     targets = checkpoint_targets(model)
     if load_format == "dummy":
         _materialize(model, dtype, device)

@@ -2,18 +2,18 @@
 
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.policy import ADMISSIONS, COMPOSITIONS, ORDERS, Policy
+from minisgl.scheduler.policy import ADMISSION_POLICIES, BATCH_POLICIES, QUEUE_POLICIES, Policies
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.step import StepOutput, TokenEvent
 
 __all__ = [
-    "ADMISSIONS",
-    "COMPOSITIONS",
-    "ORDERS",
+    "ADMISSION_POLICIES",
+    "BATCH_POLICIES",
+    "QUEUE_POLICIES",
     "EngineLoop",
     "KVMemory",
-    "Policy",
+    "Policies",
     "Scheduler",
     "StepOutput",
     "TokenEvent",

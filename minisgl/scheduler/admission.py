@@ -11,7 +11,7 @@ from minisgl.core.batch import Admission
 from minisgl.core.request import Request
 from minisgl.core.table import RunningTable
 from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.policy import Demand, Policy
+from minisgl.scheduler.policy import MemoryDemand, Policies
 from minisgl.scheduler.queue import WaitingQueue
 
 WINDOW = 1024
@@ -19,23 +19,23 @@ WINDOW = 1024
 
 
 class Admitter:
-    """Moves requests from the queue to the running table, as far as the policy and the memory allow.
+    """Moves requests from the queue to the running table, as far as the policies and the memory allow.
 
     Args:
-        table, memory, waiting, policy: of the scheduler.
+        table, memory, waiting, policies: of the scheduler.
     """
 
-    def __init__(self, table: RunningTable, memory: KVMemory, waiting: WaitingQueue, policy: Policy) -> None:
+    def __init__(self, table: RunningTable, memory: KVMemory, waiting: WaitingQueue, policies: Policies) -> None:
         self.table = table
         self.memory = memory
         self.waiting = waiting
-        self.policy = policy
-        self._account = policy.account
+        self.policies = policies
+        self._usage = policies.usage_listener
 
     def candidates(self) -> list[Request]:
-        """Requests to look at, in this order: the preempted by arrival, then the new ones by the order policy."""
+        """Requests to look at, in this order: the preempted by arrival, then the new ones by the queue policy."""
         new = list(islice(self.waiting.new.values(), WINDOW))
-        return [*self.waiting.preempted.values(), *self.policy.order.arrange(new, self._cached_len)]
+        return [*self.waiting.preempted.values(), *self.policies.queue.order(new, self._cached_len)]
 
     def try_admit(self, request: Request) -> Admission | None:
         """Give the request a slot and pages for all the tokens that it has, or leave everything as it was.
@@ -46,7 +46,7 @@ class Admitter:
         tokens = request.tokens()
         lease = self.memory.lease(tokens)
         demand = self._demand(request, len(tokens), len(lease.match.pages))
-        if demand.now > demand.available or not self.policy.admission.admits(demand):
+        if demand.now > demand.available or not self.policies.admission.can_admit(demand):
             self.memory.drop(lease)
             return None
         self.waiting.remove(request)
@@ -55,7 +55,8 @@ class Admitter:
         if request.times.admitted == 0.0:
             request.times.admitted = time.perf_counter()
             request.cached_tokens = int(self.table.kv_len[slot])
-            self._account.on_admit(request)
+            if self._usage is not None:
+                self._usage.on_admit(request)
         return Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
 
     def never_fits(self, request: Request) -> bool:
@@ -66,12 +67,12 @@ class Admitter:
     def _cached_len(self, request: Request) -> int:
         return len(self.memory.cache.match(request.tokens()).pages) * self.memory.page_size
 
-    def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> Demand:
+    def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> MemoryDemand:
         table, memory = self.table, self.memory
         slots = table.slots
         # The last token of a request is sampled but never fed, so its KV needs no room.
         final_pages = -(-(table.max_len[slots] - 1) // memory.page_size)
-        return Demand(
+        return MemoryDemand(
             now=memory.pages_for(num_tokens) - cached_pages,
             at_most=memory.pages_for(request.max_len - 1) - cached_pages,
             available=memory.available,

@@ -1,93 +1,84 @@
-"""The three decisions of a scheduler, each a small object that can be exchanged.
+"""The three decisions of a scheduler, each behind a protocol of its own.
 
-*Order*: which waiting request is looked at first. *Composition*: what a step is made of. *Admission*: whether a
+`QueuePolicy`: which waiting request comes first. `BatchPolicy`: what a step is made of. `AdmissionPolicy`: whether a
 request may start, given the memory that is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, runtime_checkable
 
-from minisgl.core.registry import Registry
+from minisgl.core.registry import Table, resolve
 from minisgl.core.request import Request
 from minisgl.errors import ConfigError
 
 MAX_BYPASS = 64
 """How often later requests may be admitted before an earlier one; after that, all wait for it."""
 
-# -- order ---------------------------------------------------------------------------------------------------------
+P = TypeVar("P")
+
+# -- the queue -----------------------------------------------------------------------------------------------------
 
 
-class Order(Protocol):
-    """Decides in which order waiting requests are considered."""
+class QueuePolicy(Protocol):
+    """Orders the waiting requests."""
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
-        """A permutation of ``waiting``, which is in order of arrival. ``cached_len`` tells the tokens of a request
-        that the prefix cache has now."""
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+        """Return a permutation of ``waiting``, and change nothing.
+
+        Args:
+            waiting: requests in order of arrival.
+            cached_len: tokens of a request that the prefix cache holds now.
+        """
         ...
 
 
 @runtime_checkable
-class Account(Protocol):
-    """What an `Order` may have besides, if it depends on whom the engine has served, and how much.
-
-    The scheduler tells it; `Order.arrange` changes nothing.
-    """
+class UsageListener(Protocol):
+    """Methods of a `QueuePolicy` that depends on how much each user has been served. The scheduler calls them."""
 
     def on_admit(self, request: Request) -> None:
-        """A request has got its slot for the first time; its prompt, less its ``cached_tokens``, will be computed."""
+        """Called when a request gets its slot for the first time; its prompt beyond ``cached_tokens`` will be
+        computed."""
         ...
 
     def on_finish(self, request: Request) -> None:
-        """A request has ended, for whatever reason, with all of its ``output``; it may never have been admitted."""
+        """Called when a request has ended, for any reason, with all of its ``output``; it may never have started."""
         ...
 
 
-class NoAccount:
-    """Keeps no books."""
-
-    def on_admit(self, request: Request) -> None:
-        pass
-
-    def on_finish(self, request: Request) -> None:
-        pass
-
-
-ORDERS: Registry[Callable[[], Order]] = Registry("order_policy")
-
-
-@ORDERS.register("fcfs")
 class FirstComeFirstServed:
     """Order of arrival."""
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         return waiting
 
 
-@ORDERS.register("lpm")
 class LongestPrefixMatch:
     """Longest cached prefix first, so that it is used before it is evicted (SGLang, Zheng et al. 2024).
 
     A request that was bypassed too often goes before all, or a stream of longer prefixes would starve it. Matching
-    every waiting request at every step does not scale, so a queue over ``limit`` is taken as it comes.
+    every waiting request at every step does not scale, so a queue over ``limit`` keeps its order of arrival.
     """
 
     limit = 128
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         if len(waiting) > self.limit:
             return waiting
         return sorted(waiting, key=lambda request: (request.bypassed < MAX_BYPASS, -cached_len(request)))
 
 
-# -- composition ---------------------------------------------------------------------------------------------------
+QUEUE_POLICIES: Table[Callable[[], QueuePolicy]] = {"fcfs": FirstComeFirstServed, "lpm": LongestPrefixMatch}
+
+# -- the batch -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a composition may look at.
+class SchedulerLoad:
+    """What a `BatchPolicy` may look at.
 
     Args:
         decoding, prefilling, waiting: requests in these states.
@@ -103,7 +94,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """What the next step is made of.
 
     Args:
@@ -115,16 +106,14 @@ class Plan:
     decode: bool
 
 
-class Composition(Protocol):
+class BatchPolicy(Protocol):
     """Decides what a step is made of."""
 
-    def plan(self, load: Load) -> Plan: ...
+    def plan(self, load: SchedulerLoad) -> StepPlan:
+        """Plan the next step; with nothing to decode, the plan must prefill."""
+        ...
 
 
-COMPOSITIONS: Registry[Callable[[], Composition]] = Registry("composition_policy")
-
-
-@COMPOSITIONS.register("prefill-first")
 class PrefillFirst:
     """Steps are prefill or decode, and prefill goes first: it fills the decode batch, which is where throughput is.
 
@@ -134,34 +123,34 @@ class PrefillFirst:
 
     patience = 8
 
-    def plan(self, load: Load) -> Plan:
+    def plan(self, load: SchedulerLoad) -> StepPlan:
         if load.decoding and load.prefill_steps >= self.patience:
-            return Plan(prefill_tokens=0, decode=True)
-        return Plan(prefill_tokens=load.max_prefill_tokens, decode=False)
+            return StepPlan(prefill_tokens=0, decode=True)
+        return StepPlan(prefill_tokens=load.max_prefill_tokens, decode=False)
 
 
-@COMPOSITIONS.register("mixed")
 class Mixed:
     """Every step has all decode rows, and prefill chunks beside them (Sarathi-Serve, Agrawal et al. 2024)."""
 
-    def plan(self, load: Load) -> Plan:
-        return Plan(prefill_tokens=load.max_prefill_tokens, decode=True)
+    def plan(self, load: SchedulerLoad) -> StepPlan:
+        return StepPlan(prefill_tokens=load.max_prefill_tokens, decode=True)
 
 
-@COMPOSITIONS.register("static")
 class Static:
     """The strawman: a batch is filled, runs until its last request is done, and only then is the next one filled."""
 
-    def plan(self, load: Load) -> Plan:
+    def plan(self, load: SchedulerLoad) -> StepPlan:
         still_filling = not load.decoding or load.prefill_steps > 0
-        return Plan(prefill_tokens=load.max_prefill_tokens if still_filling else 0, decode=False)
+        return StepPlan(prefill_tokens=load.max_prefill_tokens if still_filling else 0, decode=False)
 
+
+BATCH_POLICIES: Table[Callable[[], BatchPolicy]] = {"prefill-first": PrefillFirst, "mixed": Mixed, "static": Static}
 
 # -- admission -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """Memory, in pages, when a request asks to start.
 
     Args:
@@ -179,77 +168,65 @@ class Demand:
     running: int
 
 
-class Admission(Protocol):
-    """Decides whether a request may start. It must say yes to one that fits an otherwise idle engine."""
+class AdmissionPolicy(Protocol):
+    """Decides whether a request may start."""
 
-    def admits(self, demand: Demand) -> bool: ...
+    def can_admit(self, demand: MemoryDemand) -> bool:
+        """Return whether the request may start; it must be True for one that fits an otherwise idle engine."""
+        ...
 
 
-ADMISSIONS: Registry[Callable[[], Admission]] = Registry("admission_policy")
-
-
-@ADMISSIONS.register("optimistic")
 class Optimistic:
-    """Start whatever fits now, with one page of room for each running request; preempt if that was too bold (vLLM)."""
+    """Start a request that fits now, with one page to spare for each running one; preempt if that fails (vLLM)."""
 
-    def admits(self, demand: Demand) -> bool:
+    def can_admit(self, demand: MemoryDemand) -> bool:
         return demand.now + demand.running <= demand.available
 
 
-@ADMISSIONS.register("reserve")
 class Reserve:
     """Start only what is sure to finish: nothing is ever preempted, and memory is left unused by short answers."""
 
-    def admits(self, demand: Demand) -> bool:
+    def can_admit(self, demand: MemoryDemand) -> bool:
         return demand.at_most + demand.promised <= demand.available
 
+
+ADMISSION_POLICIES: Table[Callable[[], AdmissionPolicy]] = {"optimistic": Optimistic, "reserve": Reserve}
 
 # -- all three -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """One of each."""
+class Policies:
+    """One policy of each kind; those that are not given are the defaults of `EngineConfig`."""
 
-    order: Order
-    composition: Composition
-    admission: Admission
+    queue: QueuePolicy = field(default_factory=FirstComeFirstServed)
+    batch: BatchPolicy = field(default_factory=PrefillFirst)
+    admission: AdmissionPolicy = field(default_factory=Optimistic)
 
     @property
-    def account(self) -> Account:
-        """The order, if it keeps books."""
-        order: object = self.order
-        return order if isinstance(order, Account) else NoAccount()
+    def usage_listener(self) -> UsageListener | None:
+        """The queue policy, if it listens."""
+        queue: object = self.queue
+        return queue if isinstance(queue, UsageListener) else None
 
     @classmethod
-    def parse(cls, spec: str) -> Policy:
-        """Build from names separated by commas, e.g. ``"lpm,mixed"``; kinds that are not named take their default.
-
-        A name that is not registered is a path ``module:Class``; its kind is told by the method that it has.
+    def named(
+        cls, queue_policy: str = "fcfs", batch_policy: str = "prefill-first", admission_policy: str = "optimistic"
+    ) -> Policies:
+        """Build from the options of the same names, each a name of its table or ``"module:Class"``.
 
         Raises:
-            ConfigError: a name is unknown, or two of one kind are given.
+            ConfigError: a name is unknown, or its class lacks the method of the protocol.
         """
-        parts: dict[str, Any] = {}
-        for name in filter(None, (name.strip() for name in spec.split(","))):
-            kind, part = _make(name)
-            if kind in parts:
-                raise ConfigError(f"policy: {spec!r} names two policies for the {kind}; give one of each kind")
-            parts[kind] = part
-        parts = {"order": FirstComeFirstServed(), "composition": PrefillFirst(), "admission": Optimistic(), **parts}
-        return cls(**parts)
+        return cls(
+            _build("queue_policy", queue_policy, QUEUE_POLICIES, "order"),
+            _build("batch_policy", batch_policy, BATCH_POLICIES, "plan"),
+            _build("admission_policy", admission_policy, ADMISSION_POLICIES, "can_admit"),
+        )
 
 
-_KINDS: dict[str, tuple[Registry[Any], str]] = {
-    "order": (ORDERS, "arrange"),
-    "composition": (COMPOSITIONS, "plan"),
-    "admission": (ADMISSIONS, "admits"),
-}
-
-
-def _make(name: str) -> tuple[str, Any]:
-    for kind, (registry, method) in _KINDS.items():
-        if name in registry.names() or (":" in name and hasattr(registry.get(name), method)):
-            return kind, registry.get(name)()
-    known = "; ".join(f"{kind}: {', '.join(registry.names())}" for kind, (registry, _) in _KINDS.items())
-    raise ConfigError(f"policy: unknown name {name!r}; choose from {known}")
+def _build(option: str, name: str, table: Table[Callable[[], P]], method: str) -> P:
+    make = resolve(option, name, table)
+    if not hasattr(make, method):
+        raise ConfigError(f"{option}: {name!r} has no method {method!r}; is it a policy of another kind?")
+    return make()

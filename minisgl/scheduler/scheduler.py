@@ -19,7 +19,7 @@ from minisgl.errors import InvariantError
 from minisgl.scheduler.admission import Admitter
 from minisgl.scheduler.constraints import Constraints
 from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.policy import MAX_BYPASS, Load, Policy
+from minisgl.scheduler.policy import MAX_BYPASS, Policies, SchedulerLoad
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.step import StepOutput, StepRows, TokenEvent
 
@@ -37,7 +37,7 @@ class Scheduler:
     Args:
         table: the running requests.
         memory: their pages.
-        policy: order, composition and admission.
+        policies: order the queue, compose steps and admit requests.
         max_prefill_tokens: most prompt tokens a step.
         max_queued_requests: limit of the queue.
         make_masks: for requests with constraints; without it there may be none.
@@ -47,18 +47,18 @@ class Scheduler:
         self,
         table: RunningTable,
         memory: KVMemory,
-        policy: Policy,
+        policies: Policies,
         max_prefill_tokens: int = 8192,
         max_queued_requests: int = 65536,
         make_masks: MaskMaker | None = None,
     ) -> None:
         self.table = table
         self.memory = memory
-        self.policy = policy
+        self.policies = policies
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting = WaitingQueue(max_queued_requests)
-        self._admitter = Admitter(table, memory, self.waiting, policy)
-        self._account = policy.account
+        self._admitter = Admitter(table, memory, self.waiting, policies)
+        self._usage = policies.usage_listener
         self._constraints = Constraints(table, make_masks)
         self.requests: dict[int, Request] = {}
         """All unfinished requests by uid."""
@@ -99,7 +99,8 @@ class Scheduler:
         request.error = error
         request.times.finished = time.perf_counter()
         self._output.finished.append(request)
-        self._account.on_finish(request)
+        if self._usage is not None:
+            self._usage.on_finish(request)
         if request.slot >= 0 and not preempted_in_flight:
             self._leave(request.slot)
 
@@ -119,7 +120,7 @@ class Scheduler:
         """Compose the next step, or return None if nothing can run."""
         self._expire()
         load = self._load()
-        plan = self.policy.composition.plan(load)
+        plan = self.policies.batch.plan(load)
         rows = StepRows()
         if plan.decode:
             self._add_decodes(rows)
@@ -139,10 +140,10 @@ class Scheduler:
         self._output.constrained_rows += len(batch.mask_rows)
         return batch
 
-    def _load(self) -> Load:
+    def _load(self) -> SchedulerLoad:
         slots = self.table.slots
         prefilling = int(self.table.prefilling[slots].sum())
-        return Load(
+        return SchedulerLoad(
             decoding=len(slots) - prefilling,
             prefilling=prefilling,
             waiting=len(self.waiting),
