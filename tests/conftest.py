@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from minisgl.core import Registry
+from minisgl.core.registry import import_path
 from minisgl.errors import ConfigError
 
 # Before anything imports Triton, which decides then: without a GPU its kernels are interpreted, on the CPU.
@@ -37,15 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "not_for(name, ...): leave these registered implementations out of the test")
+    config.addinivalue_line("markers", "not_for(name, ...): leave these implementations out of the test")
     config.addinivalue_line("markers", "interpreted: run it in Triton's interpreter too, which is slow")
     path = config.getoption("--impl")
     if path is None:
         return
     sys.path.insert(0, str(config.invocation_params.dir))
     try:
-        implementation: object = Registry("implementation").get(path)
+        implementation: object = import_path("--impl", path)
     except ConfigError as error:
-        raise pytest.UsageError(f"--impl: {error}") from error
+        raise pytest.UsageError(str(error)) from error
     if not isinstance(implementation, type):
         raise pytest.UsageError(f"--impl: {path} is not a class")

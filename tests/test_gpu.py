@@ -15,6 +15,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.core.batch import Batch
+from minisgl.core.registry import resolve
 from minisgl.engine import PendingStep
 from minisgl.engine.runner import EagerRunner
 from minisgl.graphs import GraphRunner
@@ -30,16 +31,17 @@ pytestmark = pytest.mark.gpu
 
 BACKENDS = ["torch", "triton", "cascade", "triton,torch", "torch,cascade"]
 PLAIN: dict[str, Any] = {
-    "attention_backend": "torch",
+    "prefill_attention": "torch",
+    "decode_attention": "torch",
     "enforce_eager": True,
-    "fusions": "none",
+    "fusions": (),
     "sampler": "default",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "graphs of three sizes": {"graph_batches": (1, 5, 40)},
-    "graphs without fused kernels": {"fusions": "none", "sampler": "default"},
+    "graphs without fused kernels": {"fusions": (), "sampler": "default"},
 }
 
 
@@ -70,7 +72,13 @@ def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
     wide_oracle: Oracle, backend: str, options: dict[str, Any], overlap: bool, memory: str
 ) -> None:
     composition = "mixed" if overlap else "prefill-first"
-    settings = {"device": "cuda", "dtype": "float32", "attention_backend": backend, **options}
+    settings = {
+        "device": "cuda",
+        "dtype": "float32",
+        "prefill_attention": backend,
+        "decode_attention": backend,
+        **options,
+    }
     outputs = run(wide_oracle, "radix", 16, composition, memory, 64, overlap, **settings)
     assert_answers(wide_oracle, outputs, "radix", memory)
 
@@ -84,7 +92,7 @@ def test_logits_of_fused_layers_are_those_of_transformers(tmp_path: Path, archit
     model = load_model(path, config, torch.float32, torch.device("cuda"))
     apply_fusions(("norm", "rope", "activation"), model)
     runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=96, page_size=16)
-    runner.backend = ATTENTION_BACKENDS.get(backend)(runner.cache)
+    runner.backend = resolve("attention", backend, ATTENTION_BACKENDS)(runner.cache)
     (tokens,) = random_tokens(90)
     expected = hf_logits(reference, tokens)
     chunks = [tokens[:50], tokens[50:83], *np.split(tokens[83:], 7)]
@@ -106,7 +114,9 @@ def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backen
     shared = rng.integers(0, 200, 300).tolist()
     prompts = [shared + rng.integers(0, 200, 1 + i).tolist() for i in range(12)] + [[5], [1, 2, 3]]
     expected = LLM(path, **common, **PLAIN).generate(prompts, params)
-    outputs = LLM(path, **common, attention_backend=backend, enforce_eager=eager).generate(prompts, params)
+    outputs = LLM(path, **common, prefill_attention=backend, decode_attention=backend, enforce_eager=eager).generate(
+        prompts, params
+    )
     assert agreeing_until_a_tie(outputs, expected) > 100
 
 
@@ -137,7 +147,7 @@ def test_keys_and_values_of_eight_bits_give_the_tokens_of_the_reference(
     rng = np.random.default_rng(3)
     shared = rng.integers(0, 200, 300).tolist()
     prompts = [shared + rng.integers(0, 200, 1 + i).tolist() for i in range(12)] + [[5], [1, 2, 3]]
-    plain, fast = LLM(path, **common, **PLAIN), LLM(path, **common, attention_backend=backend)
+    plain, fast = LLM(path, **common, **PLAIN), LLM(path, **common, prefill_attention=backend, decode_attention=backend)
     assert fast.engine.kv_cache.k.dtype == torch.float8_e4m3fn
     assert isinstance(fast.engine.runner, GraphRunner) == (backend != "torch")
     expected, outputs = plain.generate(prompts, params), fast.generate(prompts, params)
@@ -149,10 +159,16 @@ def test_keys_and_values_of_eight_bits_give_the_tokens_of_the_reference(
 def test_graphs_hold_a_mixture_of_experts(tmp_path: Path) -> None:
     """Its experts as grouped products, against an engine whose plain experts keep it out of graphs."""
     path, _ = tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM", head_dim=32)
-    common: dict[str, Any] = {"device": "cuda", "dtype": "float32", "num_pages": 256, "attention_backend": "triton"}
+    common: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "num_pages": 256,
+        "prefill_attention": "triton",
+        "decode_attention": "triton",
+    }
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [[5], *(list(range(i, 3 * i)) for i in range(1, 14))]
-    fused, plain = LLM(path, **common), LLM(path, **common, fusions="none")
+    fused, plain = LLM(path, **common), LLM(path, **common, fusions=())
     assert type(fused.engine.runner) is GraphRunner
     assert type(plain.engine.runner) is EagerRunner
     ours, expected = ([output.token_ids for output in llm.generate(prompts, params)] for llm in (fused, plain))

@@ -228,7 +228,7 @@ def test_closing_a_stream_aborts_its_request(llm: LLM) -> None:
 
 def test_several_engines_side_by_side(path: Path, llm: LLM) -> None:
     expected = [llm.generate(text, GREEDY)[0].token_ids for text in TEXTS]
-    others = [make(path, prefix_cache="none", page_size=1), make(path, policy="mixed", max_prefill_tokens=2)]
+    others = [make(path, prefix_cache="none", page_size=1), make(path, batch_policy="mixed", max_prefill_tokens=2)]
     streams = [other.stream(text, GREEDY) for other in (*others, llm) for text in TEXTS]
     got: list[list[int]] = [[] for _ in streams]
     alive = list(range(len(streams)))
@@ -273,9 +273,9 @@ def test_a_request_stepped_by_hand_needs_no_generation(llm: LLM) -> None:
 
 
 def test_an_eviction_policy_is_chosen_with_the_cache(path: Path) -> None:
-    assert type(make(path, prefix_cache="radix,lru").scheduler.memory.cache) is RadixCache
-    with pytest.raises(ConfigError, match="unknown eviction_policy 'oldest'"):
-        make(path, prefix_cache="radix,oldest")
+    assert type(make(path, prefix_cache="radix", eviction_policy="lru").scheduler.memory.cache) is RadixCache
+    with pytest.raises(ConfigError, match="eviction_policy: unknown name 'oldest'"):
+        make(path, eviction_policy="oldest")
 
 
 def test_a_stream_checks_its_arguments_when_it_is_called(llm: LLM) -> None:

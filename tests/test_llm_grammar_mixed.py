@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from minisgl import LLM, SamplingParams
-from minisgl.engine.sampler import SAMPLERS, DefaultSampler
+from minisgl.engine.sampler import DefaultSampler
 from minisgl.graphs import GraphRunner
 from minisgl.graphs.recorder import RerunRecorder
 from tests.structured import CAT, DATE, PERSON, SCHEMA, make, tokens
@@ -51,7 +51,7 @@ TIGHT: dict[str, Any] = {"num_pages": 32, "max_prefill_tokens": 8, "max_running_
 def test_overlap_chunks_and_preemption_give_the_same_tokens(path: Path) -> None:
     """Every way to sample, with and without a grammar, in an engine that has too little of everything."""
     expected = None
-    for options in ({}, {**TIGHT, "overlap": False}, {**TIGHT, "overlap": True}, {**TIGHT, "policy": "mixed"}):
+    for options in ({}, {**TIGHT, "overlap": False}, {**TIGHT, "overlap": True}, {**TIGHT, "batch_policy": "mixed"}):
         llm = make(path, **options)
         outputs = llm.generate(PROMPTS, MIXED)
         assert_idle_and_clean(llm)
@@ -86,16 +86,18 @@ def test_a_step_replayed_from_a_graph_obeys_its_masks(path: Path, sampler: str) 
     assert tokens(replayed.generate(PROMPTS[:3], params)) == tokens(llm.generate(PROMPTS[:3], params))
 
 
+class Watching(DefaultSampler):
+    sampled: list[bool]
+
+    def _adjust(self, logits: Any, inputs: Any, history: Any) -> Any:
+        self.sampled.append(inputs.constraint is not None)
+        return super()._adjust(logits, inputs, history)
+
+
 def test_masks_are_made_for_the_steps_that_need_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled: list[bool] = []
-
-    class Watching(DefaultSampler):
-        def _adjust(self, logits: Any, inputs: Any, history: Any) -> Any:
-            sampled.append(inputs.constraint is not None)
-            return super()._adjust(logits, inputs, history)
-
-    monkeypatch.setitem(SAMPLERS._items, "watching", Watching)
-    llm = make(path, sampler="watching")
+    monkeypatch.setattr(Watching, "sampled", sampled)
+    llm = make(path, sampler=f"{__name__}:Watching")
     llm.generate(CAT, SamplingParams(temperature=0.0, max_tokens=5))
     assert sampled == [False] * 5
     sampled.clear()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl import LLM, ConfigError, SamplingParams
+from minisgl.attention import AttentionChoice
 from minisgl.graphs import GraphRunner
 from minisgl.graphs.fused_buffers import FusedDecodeBuffers
 from minisgl.graphs.recorder import RerunRecorder
@@ -23,10 +24,11 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=4, max_tokens=4),
     SamplingParams(temperature=0.0, max_tokens=6),
 ]
-PLAIN: dict[str, Any] = {"attention_backend": "torch", "fusions": "none", "sampler": "default"}
+PLAIN: dict[str, Any] = {"prefill_attention": "torch", "decode_attention": "torch", "fusions": (), "sampler": "default"}
 OURS: dict[str, Any] = {
-    "attention_backend": "cascade",
-    "fusions": "norm,rope,activation,single-token",
+    "prefill_attention": "cascade",
+    "decode_attention": "cascade",
+    "fusions": ("norm", "rope", "activation", "single-token"),
     "sampler": "triton",
     "overlap": True,
 }
@@ -85,19 +87,22 @@ def test_a_number_of_rows_has_its_decoder(
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"fusions": "norm,everything"}, "fusions: 'everything'"),
+        ({"fusions": ("norm", "everything")}, "fusions: unknown name 'everything'"),
         ({"fusions": 3}, "fusions"),
         ({"graph_batches": ()}, "graph_batches"),
         ({"graph_batches": (4, 0)}, "graph_batches"),
         ({"graph_batches": (4, 8), "max_graph_batch": 16}, "graph_batches: the largest is 8"),
         ({"max_graph_batch": 0}, "max_graph_batch"),
         ({"sampler": "quantum"}, "sampler"),
-        ({"attention_backend": "cascade,triton,torch"}, "attention_backend: give one name, or two"),
-        ({"attention_backend": "torch,warp"}, "attention_backend"),
+        ({"prefill_attention": "cascade,triton"}, "prefill_attention: unknown name 'cascade,triton'"),
+        ({"decode_attention": "warp"}, "decode_attention"),
         ({"overlap": "yes"}, "overlap"),
         ({"enforce_eager": 1}, "enforce_eager"),
-        ({"attention_backend": "triton", "dtype": "float64"}, "choose 'torch'"),
-        ({"attention_backend": "triton", "dtype": "float64", "kv_dtype": "fp8"}, "choose 'torch'"),
+        ({"prefill_attention": "triton", "decode_attention": "triton", "dtype": "float64"}, "choose 'torch'"),
+        (
+            {"prefill_attention": "triton", "decode_attention": "triton", "dtype": "float64", "kv_dtype": "fp8"},
+            "choose 'torch'",
+        ),
         ({"kv_dtype": "int4"}, "kv_dtype: must be one of auto, fp8, got 'int4'"),
     ],
 )
@@ -109,4 +114,5 @@ def test_an_option_that_cannot_work_is_named(path: Path, options: dict[str, Any]
 def test_the_engine_says_which_attention_backend_it_chose_and_why(path: Path) -> None:
     assert engine(path).attention_backend.name == "torch"
     assert "CPU" in engine(path).attention_backend.reason
-    assert engine(path, attention_backend="triton").attention_backend.reason == "it was asked for"
+    asked = engine(path, prefill_attention="triton", decode_attention="triton")
+    assert asked.attention_backend == AttentionChoice("triton", "triton", "it was asked for")

@@ -129,7 +129,7 @@ def run(
         dtype=dtype,
         prefix_cache=cache,
         page_size=page_size,
-        policy=composition,
+        batch_policy=composition,
         num_pages=SCARCE_PAGES[page_size] if memory == "scarce" else 16384 // page_size,
         max_prefill_tokens=chunk,
         overlap=overlap,

@@ -10,7 +10,8 @@ import pytest
 
 from assignments.bug_hunt.page_trie import PageTrie
 from assignments.bug_hunt.trace_engine import PAGE_SIZE, TURN_TOKENS, TURNS, launches, trace_conversation
-from minisgl.kvcache import block_hash as block_hash  # so that it is registered
+from minisgl.core.registry import resolve
+from minisgl.kvcache.block_hash import BlockHashCache
 from minisgl.kvcache.prefix import PREFIX_CACHES, PrefixCache
 from minisgl.kvcache.radix import RadixCache
 
@@ -19,7 +20,7 @@ CONTRACTS = {"make_cache": (PREFIX_CACHES, PrefixCache)}
 
 @pytest.fixture
 def make_cache(request: pytest.FixtureRequest) -> Callable[[int], PrefixCache]:
-    return PREFIX_CACHES.get(request.param)
+    return resolve("--impl", request.param, PREFIX_CACHES)
 
 
 class TestRepaired:
@@ -39,7 +40,7 @@ class TestRepaired:
 
 
 class TestReproduce:
-    @pytest.mark.parametrize("right", [RadixCache, PREFIX_CACHES.get("block-hash")])
+    @pytest.mark.parametrize("right", [RadixCache, BlockHashCache])
     def test_passes_for_a_right_cache(self, make_cache: Any, right: Callable[[int], PrefixCache]) -> None:
         make_cache.reproduce(right)
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from minisgl.bench.host import NullExecutor
 from minisgl.core import Request, RunningTable, SamplingParams
+from minisgl.core.registry import resolve
 from minisgl.kvcache.prefix import PREFIX_CACHES, PrefixCache
-from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler
+from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler
 from minisgl.scheduler.tracing import recorded
 from minisgl.trace import Trace
 
@@ -28,7 +29,7 @@ TURN_TOKENS = 21
 def trace_conversation(make_cache: Callable[[int], PrefixCache]) -> Trace:
     """A user sends a conversation that is `TURN_TOKENS` longer each time, and waits for two tokens of answer."""
     table = RunningTable(4, 512)
-    scheduler = Scheduler(table, KVMemory(256, table, make_cache(PAGE_SIZE)), Policy.parse(""))
+    scheduler = Scheduler(table, KVMemory(256, table, make_cache(PAGE_SIZE)), Policies())
     loop = EngineLoop(scheduler, NullExecutor())
     tokens = np.random.default_rng(0).integers(0, 1000, TURNS * TURN_TOKENS, dtype=np.int32)
     trace = Trace()
@@ -49,7 +50,7 @@ def launches(trace: Trace) -> list[dict[str, Any]]:
 def main() -> None:
     """Print a line a step, and write the trace."""
     path, file = sys.argv[1:]
-    trace = trace_conversation(PREFIX_CACHES.get(path))
+    trace = trace_conversation(resolve("prefix_cache", path, PREFIX_CACHES))
     for step in launches(trace):
         kind = "decode" if step["decode"] else "prefill"
         print(f"step {step['step']:2}: {kind:7} of request {step['uids']}: fed {step['fed']}, cached {step['cached']}")

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl import LLM, SamplingParams
+from minisgl.core.registry import resolve
 from minisgl.kvcache.page_store import PAGE_STORES, PageStore
 from tests.contracts.test_page_store import content, harness_over, ids, names, random_cache
 from tests.model_zoo import random_tokens, tiny_checkpoint
@@ -24,7 +25,7 @@ MakeStore = Callable[..., PageStore]
 
 @pytest.fixture
 def make_store(request: pytest.FixtureRequest) -> MakeStore:
-    return PAGE_STORES.get(request.param)
+    return resolve("--impl", request.param, PAGE_STORES)
 
 
 class TestStore:

@@ -10,14 +10,14 @@ from minisgl.core import Request
 class FairQueueing:
     """Whoever has been served least goes first."""
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
-        """See `minisgl.scheduler.policy.Order`."""
-        raise NotImplementedError("Assignment fair_queueing: FairQueueing.arrange")
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+        """See `minisgl.scheduler.policy.QueuePolicy`."""
+        raise NotImplementedError("Assignment fair_queueing: FairQueueing.order")
 
     def on_admit(self, request: Request) -> None:
-        """See `minisgl.scheduler.policy.Account`."""
+        """See `minisgl.scheduler.policy.UsageListener`."""
         raise NotImplementedError("Assignment fair_queueing: FairQueueing.on_admit")
 
     def on_finish(self, request: Request) -> None:
-        """See `minisgl.scheduler.policy.Account`."""
+        """See `minisgl.scheduler.policy.UsageListener`."""
         raise NotImplementedError("Assignment fair_queueing: FairQueueing.on_finish")

@@ -10,27 +10,31 @@ import numpy as np
 import pytest
 
 from minisgl.core import Request, SamplingParams
-from minisgl.scheduler.policy import ADMISSIONS, COMPOSITIONS, ORDERS, Order, Policy
+from minisgl.core.registry import resolve
+from minisgl.scheduler.policy import QUEUE_POLICIES, Policies, QueuePolicy
 from tests.contracts.counting import count_operations
 from tests.scheduler.harness import Harness
 
-CONTRACTS = {"make_order": (ORDERS, Order)}
+CONTRACTS = {"make_policy": (QUEUE_POLICIES, QueuePolicy)}
 
-MakeOrder = Callable[[], Order]
+MakePolicy = Callable[[], QueuePolicy]
 
 
 @pytest.fixture
-def make_order(request: pytest.FixtureRequest) -> MakeOrder:
-    return ORDERS.get(request.param)
+def make_policy(request: pytest.FixtureRequest) -> MakePolicy:
+    return resolve("--impl", request.param, QUEUE_POLICIES)
 
 
 class Engine:
     """An engine that runs few requests at a time, and a service that is measured in virtual tokens."""
 
-    def __init__(self, order: Order, max_running: int = 1, prefix_cache: str = "none") -> None:
-        policy = Policy(order, COMPOSITIONS.get("prefill-first")(), ADMISSIONS.get("optimistic")())
+    def __init__(self, policy: QueuePolicy, max_running: int = 1, prefix_cache: str = "none") -> None:
         self.harness = Harness(
-            policy=policy, max_running=max_running, num_pages=512, prefix_cache=prefix_cache, max_prefill_tokens=512
+            policies=Policies(queue=policy),
+            max_running=max_running,
+            num_pages=512,
+            prefix_cache=prefix_cache,
+            max_prefill_tokens=512,
         )
         self._rng = np.random.default_rng(0)
 
@@ -59,15 +63,15 @@ def names(requests: list[Request]) -> Counter[str]:
 
 
 class TestFairness:
-    def test_a_flood_does_not_keep_others_out(self, make_order: MakeOrder) -> None:
-        engine = Engine(make_order())
+    def test_a_flood_does_not_keep_others_out(self, make_policy: MakePolicy) -> None:
+        engine = Engine(make_policy())
         engine.ask("flood", 60)
         engine.serve(5)
         engine.ask("guest", 10)
         assert names(engine.serve(18))["guest"] in (8, 9, 10)
 
-    def test_requests_of_a_user_keep_their_order(self, make_order: MakeOrder) -> None:
-        engine = Engine(make_order())
+    def test_requests_of_a_user_keep_their_order(self, make_policy: MakePolicy) -> None:
+        engine = Engine(make_policy())
         for _ in range(10):
             engine.ask("a", prompt_len=9)
             engine.ask("b", prompt_len=2)
@@ -76,37 +80,37 @@ class TestFairness:
             uids = [request.uid for request in done if request.user == user]
             assert uids == sorted(uids)
 
-    def test_one_user_is_served_in_order_of_arrival(self, make_order: MakeOrder) -> None:
-        engine = Engine(make_order())
+    def test_one_user_is_served_in_order_of_arrival(self, make_policy: MakePolicy) -> None:
+        engine = Engine(make_policy())
         asked = engine.ask("", 12)
         assert engine.serve(12) == asked
 
     @pytest.mark.parametrize("max_running", [1, 4])
-    def test_long_prompts_pay_for_their_length(self, make_order: MakeOrder, max_running: int) -> None:
-        engine = Engine(make_order(), max_running)
+    def test_long_prompts_pay_for_their_length(self, make_policy: MakePolicy, max_running: int) -> None:
+        engine = Engine(make_policy(), max_running)
         engine.ask("long", 40, prompt_len=36)
         engine.ask("short", 100, prompt_len=6)
         shares = service(engine.serve(70))
         assert abs(shares["long"] - shares["short"]) <= 40 * (max_running + 1)
 
     @pytest.mark.parametrize("max_running", [1, 4])
-    def test_long_answers_pay_for_their_length(self, make_order: MakeOrder, max_running: int) -> None:
-        engine = Engine(make_order(), max_running)
+    def test_long_answers_pay_for_their_length(self, make_policy: MakePolicy, max_running: int) -> None:
+        engine = Engine(make_policy(), max_running)
         engine.ask("long", 40, max_tokens=18)
         engine.ask("short", 120, max_tokens=2)
         shares = service(engine.serve(70))
         assert abs(shares["long"] - shares["short"]) <= 40 * (max_running + 1)
 
-    def test_what_the_cache_has_is_free(self, make_order: MakeOrder) -> None:
-        engine = Engine(make_order(), prefix_cache="radix")
+    def test_what_the_cache_has_is_free(self, make_policy: MakePolicy) -> None:
+        engine = Engine(make_policy(), prefix_cache="radix")
         for _ in range(60):
             engine.harness.add([1, 2] * 16, max_tokens=2, user="same")
         engine.ask("new", 60, prompt_len=32)
         shares = service(engine.serve(60))
         assert abs(shares["same"] - shares["new"]) <= 80
 
-    def test_many_users(self, make_order: MakeOrder) -> None:
-        engine = Engine(make_order(), max_running=2)
+    def test_many_users(self, make_policy: MakePolicy) -> None:
+        engine = Engine(make_policy(), max_running=2)
         for number in range(6):
             engine.ask(f"user {number}", 60, prompt_len=3 + 5 * number, max_tokens=1 + number)
         shares = service(engine.serve(120))
@@ -115,18 +119,18 @@ class TestFairness:
 
 
 class TestReturn:
-    def test_time_away_earns_no_credit(self, make_order: MakeOrder) -> None:
+    def test_time_away_earns_no_credit(self, make_policy: MakePolicy) -> None:
         """Nobody may save up service, and then keep all others waiting."""
-        engine = Engine(make_order())
+        engine = Engine(make_policy())
         engine.ask("idle", 2)
         engine.ask("busy", 100)
         engine.serve(60)
         engine.ask("idle", 40)
         assert names(engine.serve(20))["busy"] in (9, 10, 11)
 
-    def test_service_in_an_idle_engine_is_no_debt(self, make_order: MakeOrder) -> None:
+    def test_service_in_an_idle_engine_is_no_debt(self, make_policy: MakePolicy) -> None:
         """What nobody else wanted is not held against the user who had it."""
-        engine = Engine(make_order())
+        engine = Engine(make_policy())
         engine.ask("early", 80)
         engine.serve(40)
         engine.ask("late", 40)
@@ -146,21 +150,21 @@ def waiting(count: int, users: int) -> list[Request]:
 class TestOperations:
     @pytest.mark.parametrize("users", [1, 20, 400])
     def test_arranging_four_times_the_queue_costs_little_more_than_four_times(
-        self, make_order: MakeOrder, users: int
+        self, make_policy: MakePolicy, users: int
     ) -> None:
         """Sorting would cost 5.2 times as much, a search for each request 16 times."""
-        order = make_order()
+        policy = make_policy()
         costs = [
-            count_operations(
-                partial(lambda queue: list(order.arrange(queue, lambda request: 0)), waiting(count, users))
-            )
+            count_operations(partial(lambda queue: list(policy.order(queue, lambda request: 0)), waiting(count, users)))
             for count in (100, 400)
         ]
         assert costs[1] <= 7 * costs[0], f"{costs[0]} instructions for 100 requests, {costs[1]} for 400"
 
-    def test_keeping_accounts_costs_the_same_however_many_users_there_are(self, make_order: MakeOrder) -> None:
-        order = make_order()
+    def test_keeping_accounts_costs_the_same_however_many_users_there_are(self, make_policy: MakePolicy) -> None:
+        policy = make_policy()
         costs = []
         for request in waiting(1000, 1000):
-            costs.append(count_operations(lambda request=request: (order.on_admit(request), order.on_finish(request))))
+            costs.append(
+                count_operations(lambda request=request: (policy.on_admit(request), policy.on_finish(request)))
+            )
         assert max(costs) < 300, f"{max(costs)} instructions for an admission and an end"

@@ -7,7 +7,7 @@ from torch import nn
 
 from minisgl.core import Communicator
 from minisgl.layers import Rotation
-from minisgl.models import MODELS, CausalLM, ModelConfig
+from minisgl.models import CausalLM, ModelConfig
 
 
 class GemmaLayer(nn.Module):
@@ -24,8 +24,7 @@ class GemmaLayer(nn.Module):
         raise NotImplementedError("Assignment gemma: GemmaLayer.forward")
 
 
-@MODELS.register("GemmaForCausalLM")
-class Gemma(CausalLM):
+class GemmaForCausalLM(CausalLM):
     """Gemma (Gemma Team 2024)."""
 
     layer = GemmaLayer

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from minisgl.core.registry import resolve
 from minisgl.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, LeastRecentlyUsed
 from minisgl.kvcache.radix import RadixCache
 
@@ -15,7 +16,7 @@ CONTRACTS = {"make_policy": (EVICTION_POLICIES, EvictionPolicy)}
 
 @pytest.fixture
 def make_policy(request: pytest.FixtureRequest) -> Callable[[], EvictionPolicy]:
-    return EVICTION_POLICIES.get(request.param)
+    return resolve("--impl", request.param, EVICTION_POLICIES)
 
 
 class Prompts:

@@ -20,7 +20,7 @@ class FairQueueing:
         self.served: defaultdict[str, int] = defaultdict(int)
         self.floor = 0
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         """Merge the users' queues; a request that is taken counts against its user for the rest of the list."""
         queues: defaultdict[str, deque[Request]] = defaultdict(deque)
         for request in waiting:

@@ -1,4 +1,4 @@
-"""Reference solution of ``gemma``. Importing it registers the architecture."""
+"""Reference solution of ``gemma``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from minisgl.core import ALONE, Communicator
 from minisgl.layers import Embedding, GatedMLP, RMSNorm
-from minisgl.models import MODELS, CausalLM, ModelConfig
+from minisgl.models import CausalLM, ModelConfig
 from minisgl.models.decoder import DecoderLayer
 
 
@@ -49,8 +49,7 @@ class GemmaLayer(DecoderLayer):
         self.mlp = GemmaMLP(config.hidden_size, config.intermediate_size)
 
 
-@MODELS.register("GemmaForCausalLM")
-class Gemma(CausalLM):
+class GemmaForCausalLM(CausalLM):
     """Gemma (Gemma Team 2024)."""
 
     layer = GemmaLayer

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl.core import SamplingParams
+from minisgl.core.registry import resolve
 from minisgl.engine.sampler import SAMPLERS, Sampler
 from tests.sampling import DEVICE, Row, fits, prepare, sample, sample_with_logprobs
 
@@ -22,7 +23,7 @@ MakeSampler = Callable[[float], Sampler]
 
 @pytest.fixture
 def make_sampler(request: pytest.FixtureRequest) -> MakeSampler:
-    return SAMPLERS.get(request.param)
+    return resolve("--impl", request.param, SAMPLERS)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ def add_options(
     """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
 
     Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``, an empty one as an
-    empty string; a flag without a value is true), help texts from the ``Args:`` section. A flag that is not given leaves
-    no attribute behind, so that `given_options` passes on what was given and nothing else.
+    empty string; a flag without a value is true), help texts from the ``Args:`` section. A flag that is not given
+    leaves no attribute behind, so that `given_options` passes on what was given and nothing else.
 
     Args:
         parser: to add to.

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minisgl.attention import choose_backend
+from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.attention.flashinfer_support import flashinfer_obstacle
 from minisgl.core import AttentionSpec
+from minisgl.core.registry import resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
@@ -130,9 +131,9 @@ def test_says_what_is_missing_and_what_to_choose(
     spec = object() if installed else None
     monkeypatch.setattr("minisgl.attention.flashinfer_support.find_spec", lambda name: spec)
     with pytest.raises(
-        ConfigError, match=f"'flashinfer-fa2' cannot be used: .*{message}.*; choose 'triton' or 'torch'"
+        ConfigError, match=f"decode_attention: FlashInfer cannot be used: .*{message}.*; choose 'triton' or 'torch'"
     ):
-        choose_backend("flashinfer-fa2")(cache)
+        resolve("attention", "flashinfer-fa2", ATTENTION_BACKENDS)(cache)
     monkeypatch.setattr("minisgl.attention.flashinfer_support.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert flashinfer_obstacle(cache_on(GPU)) is None
@@ -167,7 +168,7 @@ def test_is_imported_only_when_it_is_used() -> None:
 def test_a_cuda_graph_serves_other_lengths_slots_and_pages(heads: int, page_size: int) -> None:
     """One graph of four rows and two layers, replayed between eager steps of other shapes."""
     specs = layers(None, 7, heads=heads, head_dim=64)
-    make_backend = choose_backend("flashinfer")
+    make_backend = resolve("attention", "flashinfer", ATTENTION_BACKENDS)
     sequences = PagedSequences(make_backend, GPU, specs, [3000] + [900] * 6, page_size, torch.bfloat16)
     sequences.fill([2900, 3, 31, 600, 45, 0, 0])
     out_locs = torch.zeros(4, dtype=torch.int32, device=GPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS, choose_backend
+from minisgl.attention import select_backend
 from minisgl.attention.hybrid import HybridAttention, split_phases
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.errors import ConfigError
@@ -96,40 +96,49 @@ def test_a_step_is_divided_into_two_whole_steps() -> None:
 
 # -- by name -------------------------------------------------------------------------------------------------------
 
+PREFILL, WHOLE = f"{__name__}:OnlyPrefill", f"{__name__}:Whole"
 
-@pytest.mark.parametrize("name", ["torch,torch", "torch , auto", "torch,triton"])
-def test_two_names_make_a_hybrid(name: str) -> None:
+
+class Whole:
+    """Does not say how to attend without storing."""
+
+    capturable = False
+
+    def __init__(self, kv_cache: KVCache) -> None: ...
+
+
+@pytest.mark.parametrize("names", [("torch", "triton"), (PREFILL, "auto"), (PREFILL, "torch")])
+def test_two_names_make_a_hybrid(names: tuple[str, str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sequences = PagedSequences(choose_backend(name), device, LAYERS, [20, 9, 30])
+    sequences = PagedSequences(select_backend(*names), device, LAYERS, [20, 9, 30])
     assert isinstance(sequences.backend, HybridAttention)
     sequences.fill([12, 0, 4])
     sequences.run({0: 1, 1: 9, 2: 8})
     sequences.run({0: 1, 2: 1})
 
 
+@pytest.mark.parametrize("names", [("torch", "torch"), ("auto", "torch"), ("torch", "auto"), ("auto", "auto")])
+def test_names_that_come_to_the_same_make_one_backend(names: tuple[str, str]) -> None:
+    cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
+    assert type(select_backend(*names)(cache)) is TorchAttention
+    assert isinstance(select_backend(WHOLE, WHOLE)(cache), Whole)
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        ("torch,nonsense", "unknown attention_backend 'nonsense'; choose from .*torch"),
-        ("torch,", "unknown attention_backend ''"),
-        ("torch,torch,torch", "give one name, or two as 'prefill,decode', got 'torch,torch,torch'"),
+        (("torch", "nonsense"), "decode_attention: unknown name 'nonsense'; choose from .*torch"),
+        (("", "torch"), "prefill_attention: unknown name ''"),
+        (("torch,torch", "torch"), "prefill_attention: unknown name 'torch,torch'"),
+        (("no.such:Attention", "torch"), "prefill_attention: cannot import"),
     ],
 )
-def test_other_names_are_refused(name: str, message: str) -> None:
+def test_other_names_are_refused(names: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_backend(name)
+        select_backend(*names)
 
 
 def test_a_backend_that_cannot_attend_without_storing_does_not_fit() -> None:
-    class Whole:
-        capturable = False
-
-        def __init__(self, kv_cache: KVCache) -> None: ...
-
     cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
-    ATTENTION_BACKENDS.register("whole")(Whole)
-    try:
-        with pytest.raises(ConfigError, match="'torch,whole': both backends of a hybrid"):
-            choose_backend("torch,whole")(cache)
-    finally:
-        del ATTENTION_BACKENDS._items["whole"]
+    with pytest.raises(ConfigError, match="'torch' and '.*Whole' differ, so both have to be a PagedAttention"):
+        select_backend("torch", WHOLE)(cache)

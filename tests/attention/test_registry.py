@@ -1,4 +1,4 @@
-"""What ``attention_backend="auto"`` chooses, and what it says about it."""
+"""What the name ``"auto"`` stands for, and the reason that an engine gives for its backends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minisgl.attention import auto_backend, choose_backend
+from minisgl.attention import attention_choice, auto_backend, select_backend
+from minisgl.core import EngineConfig
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.torch_attention import TorchAttention
 from tests.steps import CPU
@@ -33,10 +34,29 @@ def test_auto_says_what_it_chose_and_why(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, triton: bool, name: str, reason: str
 ) -> None:
     monkeypatch.setattr("minisgl.attention.registry.find_spec", lambda package: object() if triton else None)
-    choice = auto_backend(cache_on(device, dtype))
-    assert choice.name == name
-    assert reason in choice.reason
+    found, because = auto_backend(cache_on(device, dtype))
+    assert found == name
+    assert reason in because
 
 
 def test_auto_on_a_cpu_is_torch() -> None:
-    assert isinstance(choose_backend("auto")(KVCache(1, 2, 8, 4, 16, torch.float32, CPU)), TorchAttention)
+    assert isinstance(select_backend("auto", "auto")(KVCache(1, 2, 8, 4, 16, torch.float32, CPU)), TorchAttention)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name", "reason"),
+    [
+        ("auto", "auto", "cascade", "it decodes fastest"),
+        ("triton", "triton", "triton", "it was asked for"),
+        ("flashinfer", "triton", "flashinfer + triton", "they were asked for"),
+        ("flashinfer", "auto", "flashinfer + cascade", "prefill was asked for; of decode: it decodes fastest"),
+        ("auto", "triton", "cascade + triton", "decode was asked for; of prefill: it decodes fastest"),
+        ("cascade", "auto", "cascade", "it decodes fastest"),
+    ],
+)
+def test_an_engine_names_its_backends_and_says_why(prefill: str, decode: str, name: str, reason: str) -> None:
+    config = EngineConfig(prefill_attention=prefill, decode_attention=decode)
+    choice = attention_choice(config, cache_on("cuda"))
+    assert choice.name == name
+    assert name in (choice.prefill, f"{choice.prefill} + {choice.decode}")
+    assert choice.reason.startswith(reason)

@@ -13,6 +13,7 @@ from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.attention.triton_prefill import query_tiles, tile_shape
 from minisgl.core import AttentionSpec, DeviceBatch
+from minisgl.core.registry import resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from tests.attention import PagedSequences, Step
@@ -29,7 +30,7 @@ def layers(*windows: int | None, group: int = 2, kv_heads: int = 2, head_dim: in
 @pytest.mark.parametrize("backend", ["triton", "cascade"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_all_dtypes(backend: str, dtype: torch.dtype) -> None:
-    make = ATTENTION_BACKENDS.get(backend)
+    make = resolve("attention", backend, ATTENTION_BACKENDS)
     sequences = PagedSequences(make, DEVICE, layers(None, 50), [20, 140, 300], 16, dtype)
     sequences.fill([5, 139, 290])
     sequences.run({1: 1, 2: 1, 0: 11})
@@ -107,8 +108,8 @@ def cache_of(dtype: torch.dtype) -> KVCache:
 @pytest.mark.parametrize("name", ["triton", "cascade"])
 def test_without_a_gpu_it_asks_for_the_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(ConfigError, match=r"attention_backend.*'cpu'.*'torch'.*TRITON_INTERPRET=1"):
-        ATTENTION_BACKENDS.get(name)(cache_of(torch.float32))
+    with pytest.raises(ConfigError, match=r"decode_attention.*'cpu'.*'torch'.*TRITON_INTERPRET=1"):
+        resolve("attention", name, ATTENTION_BACKENDS)(cache_of(torch.float32))
 
 
 def test_float64_is_left_to_the_reference() -> None:
@@ -128,7 +129,9 @@ def test_real_heads_in_bfloat16(backend: str, group: int, head_dim: int) -> None
     rng = np.random.default_rng(group)
     lengths = rng.integers(330, 1500, size=24).tolist()
     specs = layers(None, 257, group=group, kv_heads=2, head_dim=head_dim)
-    sequences = PagedSequences(ATTENTION_BACKENDS.get(backend), DEVICE, specs, lengths, 16, torch.bfloat16)
+    sequences = PagedSequences(
+        resolve("attention", backend, ATTENTION_BACKENDS), DEVICE, specs, lengths, 16, torch.bfloat16
+    )
     for row in range(1, 12):
         sequences.share(row, 0, 20)
     kv_lens = [320 if row % 2 else length - 5 for row, length in enumerate(lengths)]
@@ -156,7 +159,9 @@ def test_one_graph_serves_all_lengths_and_groups(backend: str) -> None:
     rng = np.random.default_rng(5)
     lengths = rng.integers(700, 3000, size=64).tolist()
     specs = layers(None, 300, None, group=2, kv_heads=8, head_dim=128)
-    sequences = PagedSequences(ATTENTION_BACKENDS.get(backend), DEVICE, specs, lengths, 16, torch.bfloat16)
+    sequences = PagedSequences(
+        resolve("attention", backend, ATTENTION_BACKENDS), DEVICE, specs, lengths, 16, torch.bfloat16
+    )
     if backend == "cascade":
         for row in range(1, 64):
             sequences.share(row, 0 if row < 40 else 40, 40)

@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...
     if DEVICE == "cpu":
         monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
         monkeypatch.setattr(single_token_attention, "SPLITS", 2)
-        options |= {"attention_backend": "torch", "page_size": 4}
+        options |= {"prefill_attention": "torch", "decode_attention": "torch", "page_size": 4}
     return run_batch_one(str(path), options, lengths, repeat=1)
 
 

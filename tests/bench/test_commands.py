@@ -154,9 +154,10 @@ def test_compare_climbs_the_ladder(
     assert used[0]["enforce_eager"] is True
     assert used[0]["overlap"] is False
     assert used[-1] == {
-        "attention_backend": "cascade",
+        "prefill_attention": "cascade",
+        "decode_attention": "cascade",
         "enforce_eager": False,
-        "fusions": "norm,rope,activation,single-token",
+        "fusions": ("norm", "rope", "activation", "single-token"),
         "sampler": "triton",
         "overlap": True,
     }

@@ -1,8 +1,8 @@
-"""Runs a contract suite over every registered implementation, or over the class that ``--impl`` names.
+"""Runs a contract suite over every implementation in a table, or over the class that ``--impl`` names.
 
-A suite is a module with ``CONTRACTS``: for each protocol that it grades, the name of a fixture and ``(registry,
+A suite is a module with ``CONTRACTS``: for each protocol that it grades, the name of a fixture and ``(table,
 protocol)``. Tests that use the fixture run once an implementation; the fixture finds its name in ``request.param``
-and gets the implementation from the registry. The suite's ``MARKS`` are the marks of some names, such as ``gpu``. Its
+and gets the implementation with `resolve`. The suite's ``MARKS`` are the marks of some names, such as ``gpu``. Its
 ``INTERPRETED`` are the names of those that Triton's interpreter runs where there is no GPU: it takes a thousand times
 as long, so they are given only the tests marked ``interpreted`` there. See README.md beside this file.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.core import Registry
+from minisgl.core import Table, resolve
 
-Contracts = dict[str, tuple[Registry[Any], type]]
+Contracts = dict[str, tuple[Table[Any], type]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,10 +24,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     left_out = [name for marker in metafunc.definition.iter_markers("not_for") for name in marker.args]
     if not torch.cuda.is_available() and metafunc.definition.get_closest_marker("interpreted") is None:
         left_out += getattr(metafunc.module, "INTERPRETED", ())
-    for fixture, (registry, protocol) in _contracts(metafunc.module).items():
+    for fixture, (table, protocol) in _contracts(metafunc.module).items():
         if fixture in metafunc.fixturenames:
-            given = path is not None and not _missing(registry.get(path), protocol)
-            names = [path] if given else [name for name in registry.names() if name not in left_out]
+            given = path is not None and not _missing(resolve("--impl", path, table), protocol)
+            names = [path] if given else [name for name in sorted(table) if name not in left_out]
             marks = getattr(metafunc.module, "MARKS", {})
             params = [pytest.param(name, marks=marks.get(name, ())) for name in names]
             metafunc.parametrize(fixture, params, indirect=True)
@@ -38,7 +38,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if path is None or not items:
         return
     graded = {fixture: entry for item in items for fixture, entry in _contracts(_module(item)).items()}
-    missing = {fixture: _missing(registry.get(path), protocol) for fixture, (registry, protocol) in graded.items()}
+    missing = {
+        fixture: _missing(resolve("--impl", path, table), protocol) for fixture, (table, protocol) in graded.items()
+    }
     fitting = {fixture: _members(protocol) for fixture, (_, protocol) in graded.items() if not missing[fixture]}
     if not fitting:
         lacks = "".join(f"\n  {fixture}: lacks {', '.join(sorted(names))}" for fixture, names in missing.items())

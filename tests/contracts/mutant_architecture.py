@@ -1,4 +1,4 @@
-"""An architecture that is broken in one way, for its suite to notice. Importing it registers it."""
+"""An architecture that is broken in one way, for its suite to notice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from minisgl.core import ALONE, Communicator
 from minisgl.layers import Rotary, Rotation
-from minisgl.models import MODELS, CausalLM, ModelConfig
+from minisgl.models import CausalLM, ModelConfig
 
 
 class Unrotated(Rotary):
@@ -15,9 +15,8 @@ class Unrotated(Rotary):
         return Rotation(torch.ones_like(cos), torch.zeros_like(sin))
 
 
-@MODELS.register("GraniteForCausalLM")
-class ForgetsToRotate(CausalLM):
-    """Granite is a Llama as long as its multipliers are 1, which they are by default; but it has positions."""
+class GraniteForCausalLM(CausalLM):
+    """Granite without rotation. As long as its multipliers are 1, the default, it is a Llama otherwise."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
         super().__init__(config, communicator)

@@ -20,7 +20,7 @@ from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.prefix import Insert
 from minisgl.kvcache.radix import Node, RadixCache
 from minisgl.kvcache.torch_attention import TorchAttention
-from minisgl.scheduler.policy import Demand, Load, LongestPrefixMatch, Plan, PrefillFirst, Reserve
+from minisgl.scheduler.policy import LongestPrefixMatch, MemoryDemand, PrefillFirst, Reserve, SchedulerLoad, StepPlan
 
 # -- radix caches --------------------------------------------------------------------------------------------------
 
@@ -119,21 +119,21 @@ class RestoresBehindAGap:
 class StarvesTheUncached(LongestPrefixMatch):
     """A longer cached prefix goes first, however long somebody has waited."""
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         return sorted(waiting, key=lambda request: -cached_len(request))
 
 
 class HasNoPatience(PrefillFirst):
     """While there are prompts, nobody decodes."""
 
-    def plan(self, load: Load) -> Plan:
-        return Plan(prefill_tokens=load.max_prefill_tokens, decode=False)
+    def plan(self, load: SchedulerLoad) -> StepPlan:
+        return StepPlan(prefill_tokens=load.max_prefill_tokens, decode=False)
 
 
 class KeepsAPageBack(Reserve):
     """What needs the whole pool never starts."""
 
-    def admits(self, demand: Demand) -> bool:
+    def can_admit(self, demand: MemoryDemand) -> bool:
         return demand.at_most + demand.promised < demand.available
 
 

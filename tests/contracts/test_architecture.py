@@ -1,7 +1,7 @@
 """What every model architecture must fulfil: the scores of its original in transformers, and what an engine relies on.
 
-Each is tried with a tiny random checkpoint. A class from outside must be registered in `MODELS` under the name of its
-transformers class, by the module that it comes from.
+Each is tried with a tiny random checkpoint. A class from outside must be called as its original in
+transformers, such as ``GraniteForCausalLM``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from minisgl.core.registry import resolve
 from minisgl.layers import Rotary
 from minisgl.models import MODELS, Architecture, ModelConfig, load_model
 from tests.model_zoo import hf_logits, random_tokens, run_dense, tiny_checkpoint
@@ -25,21 +26,20 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def architecture(request: pytest.FixtureRequest) -> str:
-    """The name that ``config.json`` uses."""
-    implementation = MODELS.get(request.param)
-    names = [name for name in MODELS.names() if MODELS.get(name) is implementation]
-    assert names, f"{request.param}: register it in MODELS, under the name of its class in transformers"
-    return names[0]
+    """A name in `MODELS`, or ``"module:Class"``."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture
 def original(architecture: str, tmp_path: Path) -> tuple[Path, PreTrainedModel]:
-    return tiny_checkpoint(tmp_path, architecture)
+    ours = {path: name for name, path in MODELS.items()}
+    return tiny_checkpoint(tmp_path, ours.get(architecture, architecture.rpartition(":")[2]))
 
 
 @pytest.fixture
-def config(original: tuple[Path, PreTrainedModel]) -> ModelConfig:
-    return ModelConfig.from_dir(original[0])
+def config(architecture: str, original: tuple[Path, PreTrainedModel]) -> ModelConfig:
+    return ModelConfig.from_dir(original[0], architecture)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_rows_of_a_batch_do_not_see_each_other(model: torch.nn.Module) -> None:
 
 def test_built_on_the_meta_device_it_takes_no_memory(architecture: str, config: ModelConfig) -> None:
     with torch.device("meta"):
-        built = MODELS.get(architecture)(config)
+        built = resolve("architecture", architecture, MODELS)(config)
     assert all(parameter.is_meta for parameter in built.parameters())
     tables = [module.table for module in built.modules() if isinstance(module, Rotary)]
     assert tables

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS, choose_backend
+from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.core import AttentionBackend, AttentionSpec
+from minisgl.core.registry import resolve
 from tests.attention import PagedSequences
 
 CONTRACTS = {"paged": (ATTENTION_BACKENDS, AttentionBackend)}
@@ -43,7 +44,7 @@ MARKS = {name: [pytest.mark.gpu, pytest.mark.needs("flashinfer")] for name in AB
 
 def paged_for(name: str) -> Paged:
     """Makes `PagedSequences` over a backend: the layers, the lengths, and what else there is to choose."""
-    make_backend, abilities = choose_backend(name), ABILITIES.get(name, Abilities())
+    make_backend, abilities = resolve("--impl", name, ATTENTION_BACKENDS), ABILITIES.get(name, Abilities())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def make(specs: Sequence[AttentionSpec], *args: Any, **options: Any) -> PagedSequences:

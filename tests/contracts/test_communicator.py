@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minisgl.core import Communicator
+from minisgl.core.registry import resolve
 from minisgl.distributed import COMMUNICATORS
 from tests.distributed.ranks import MakeCommunicator, on_ranks
 
@@ -17,7 +18,7 @@ SHAPES = [(1, 1), (1, 7), (3, 5), (5, 64), (257, 33)]
 
 @pytest.fixture(scope="module")
 def make_communicator(request: pytest.FixtureRequest) -> MakeCommunicator:
-    return COMMUNICATORS.get(request.param)
+    return resolve("--impl", request.param, COMMUNICATORS)
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from minisgl.core.registry import resolve
 from minisgl.distributed import CONTROL_PLANES, ControlPlane, StepReceiver
 from minisgl.distributed.control_plane import PlaneFactory
 from minisgl.distributed.messages import Endpoint
@@ -27,7 +28,7 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def make_plane(request: pytest.FixtureRequest) -> PlaneFactory:
-    return CONTROL_PLANES.get(request.param)
+    return resolve("--impl", request.param, CONTROL_PLANES)
 
 
 def never() -> None:

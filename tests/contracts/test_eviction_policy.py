@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from minisgl.core.registry import resolve
 from minisgl.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy
 from minisgl.kvcache.radix import Node, RadixCache
 from tests.contracts.counting import count_operations
@@ -17,7 +18,7 @@ CONTRACTS = {"make_policy": (EVICTION_POLICIES, EvictionPolicy)}
 
 @pytest.fixture
 def make_policy(request: pytest.FixtureRequest) -> Callable[[], EvictionPolicy]:
-    return EVICTION_POLICIES.get(request.param)
+    return resolve("--impl", request.param, EVICTION_POLICIES)
 
 
 @pytest.fixture

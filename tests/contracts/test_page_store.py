@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.core.registry import resolve
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.page_store import PAGE_STORES, PageStore
@@ -21,7 +22,7 @@ MakeStore = Callable[[KVCache], PageStore]
 
 @pytest.fixture
 def make_store(request: pytest.FixtureRequest) -> MakeStore:
-    return PAGE_STORES.get(request.param)
+    return resolve("--impl", request.param, PAGE_STORES)
 
 
 def random_cache(kv_dtype: torch.dtype | None = None) -> KVCache:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from minisgl.core.registry import resolve
 from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
 from minisgl.kvcache import block_hash as block_hash  # so that it is registered
@@ -73,7 +74,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def make_cache(request: pytest.FixtureRequest) -> MakeCache:
-    return PREFIX_CACHES.get(request.param)
+    return resolve("--impl", request.param, PREFIX_CACHES)
 
 
 @pytest.fixture(params=PAGE_SIZES)

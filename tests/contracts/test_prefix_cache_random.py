@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from minisgl.core.registry import resolve
 from minisgl.kvcache.prefix import PREFIX_CACHES, Handle, PrefixCache
 from tests.contracts.test_prefix_cache import PAGE_SIZES, Client, MakeCache, tokens_of
 
@@ -21,7 +22,7 @@ labels_lists = st.lists(st.integers(0, 2), max_size=6)
 
 @pytest.fixture(scope="module")
 def make_cache(request: pytest.FixtureRequest) -> MakeCache:
-    return PREFIX_CACHES.get(request.param)
+    return resolve("--impl", request.param, PREFIX_CACHES)
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):

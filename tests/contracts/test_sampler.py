@@ -10,6 +10,7 @@ import torch
 
 from minisgl import kernels as kernels  # so that its sampler is registered
 from minisgl.core import SamplingParams
+from minisgl.core.registry import resolve
 from minisgl.engine.sampler import SAMPLERS, Sampler
 from tests.sampling import DEVICE, Row, fits, prepare, sample, sample_with_logprobs
 
@@ -19,7 +20,7 @@ CONTRACTS = {"sampler": (SAMPLERS, Sampler)}
 
 @pytest.fixture
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return SAMPLERS.get(request.param)()
+    return resolve("--impl", request.param, SAMPLERS)()
 
 
 @pytest.fixture

@@ -161,14 +161,16 @@ def test_a_rank_is_killed_at_the_start(path: Path, plane: str) -> None:
 
 
 def test_an_error_of_one_rank_is_told(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    llm = start(path, attention_backend=f"{broken.__name__}:FailsOnRank1")
+    fails = f"{broken.__name__}:FailsOnRank1"
+    llm = start(path, prefill_attention=fails, decode_attention=fails)
     with pytest.raises(EngineDead, match=r"rank 1 ended with exit code 1: ArithmeticError: the abacus is broken"):
         llm.generate(PROMPTS, GREEDY)
     assert "[rank 1] ArithmeticError: the abacus is broken" in capfd.readouterr().err
 
 
 def test_ranks_freeze_their_heap_when_they_have_started(path: Path) -> None:
-    llm = start(path, attention_backend=f"{broken.__name__}:CountsWhatIsFrozen")
+    counts = f"{broken.__name__}:CountsWhatIsFrozen"
+    llm = start(path, prefill_attention=counts, decode_attention=counts)
     with pytest.raises(EngineDead, match=r"ArithmeticError: \d{5,} objects are frozen"):
         llm.generate(PROMPTS, GREEDY)
 

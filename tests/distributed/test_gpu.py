@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain layers, chunks": (
         "Qwen2ForCausalLM",
         {"tie_word_embeddings": True},
-        {"fusions": "none", "sampler": "default", "control_plane": "zmq", "max_prefill_tokens": 16},
+        {"fusions": (), "sampler": "default", "control_plane": "zmq", "max_prefill_tokens": 16},
     ),
     "experts, scarce memory": ("Qwen3MoeForCausalLM", {"num_key_value_heads": 1}, {"num_pages": 14}),
 }

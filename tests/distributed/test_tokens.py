@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {},
         2,
-        {"control_plane": "zmq", "policy": "mixed", "max_prefill_tokens": 16, "prefix_cache": "none"},
+        {"control_plane": "zmq", "batch_policy": "mixed", "max_prefill_tokens": 16, "prefix_cache": "none"},
     ),
     "2 ranks, biases, tied, scarce memory, a ring": (
         "Qwen2ForCausalLM",

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from minisgl.core import SamplingParams
+from minisgl.core.registry import resolve
 from minisgl.engine.logits_processors import count_tokens, keep_min_p, keep_top, penalise, softmax_weights
 from minisgl.engine.random import draw, draw_keys, exponentials, splitmix64, token_hash
 from minisgl.engine.sampler import SAMPLERS, DefaultSampler
@@ -57,7 +58,7 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def test_default_is_registered() -> None:
-    assert isinstance(SAMPLERS.get("default")(), DefaultSampler)
+    assert isinstance(resolve("sampler", "default", SAMPLERS)(), DefaultSampler)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,10 @@ def engine(path: Path, sizes: tuple[int, ...] | None, buffers: type[DecodeBuffer
         num_pages=64,
         page_size=4,
         max_running_requests=8,
-        attention_backend="torch",
+        prefill_attention="torch",
+        decode_attention="torch",
         enforce_eager=True,
-        fusions="none",
+        fusions=(),
         sampler="default",
     )
     if sizes is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from minisgl.errors import ConfigError, InvariantError
 from minisgl.kvcache import block_hash as block_hash  # so that it is registered
-from minisgl.kvcache.eviction import choose_cache
+from minisgl.kvcache.eviction import LeastRecentlyUsed, select_prefix_cache
 from minisgl.kvcache.radix import RadixCache
 
 
@@ -79,23 +79,26 @@ def test_a_rank_that_falls_is_noticed() -> None:
 
 
 def test_a_cache_is_chosen_with_its_policy() -> None:
-    cache = choose_cache("radix, tests.kvcache.test_eviction:Observed")(2)
+    observed = f"{__name__}:Observed"
+    cache = select_prefix_cache("radix", observed)(2)
     assert isinstance(cache, RadixCache)
     assert cache.page_size == 2
     assert isinstance(cache._eviction, Observed)
-    assert choose_cache("radix, tests.kvcache.test_eviction:Observed")(2)._eviction is not cache._eviction
-    assert choose_cache("block-hash")(4).page_size == 4
+    assert select_prefix_cache("radix", observed)(2)._eviction is not cache._eviction
+    assert type(select_prefix_cache("radix")(2)._eviction) is LeastRecentlyUsed
+    assert select_prefix_cache("block-hash", "lru")(4).page_size == 4
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("names", "message"),
     [
-        ("radix,oldest", "unknown eviction_policy 'oldest'; choose from .*lru"),
-        ("block-hash,lru", "'block-hash' takes no eviction policy"),
-        ("none,lru", "'none' takes no eviction policy"),
-        ("rradix,lru", "unknown prefix_cache 'rradix'"),
+        (("radix", "oldest"), "eviction_policy: unknown name 'oldest'; choose from lru, or give module:Class"),
+        (("block-hash", f"{__name__}:Observed"), "eviction_policy: prefix_cache 'block-hash' takes none, got .*radix"),
+        (("none", f"{__name__}:Observed"), "eviction_policy: prefix_cache 'none' takes none, got .*Observed"),
+        (("rradix", "lru"), "prefix_cache: unknown name 'rradix'; choose from block-hash, none, radix"),
+        (("radix,lru", "lru"), "prefix_cache: unknown name 'radix,lru'"),
     ],
 )
-def test_what_cannot_be_chosen(spec: str, message: str) -> None:
+def test_what_cannot_be_chosen(names: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_cache(spec)
+        select_prefix_cache(*names)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from minisgl.core import Registry
 from minisgl.errors import ConfigError
-from minisgl.layers import ROPE_TYPES, RopeSettings, Rotary, rotate
+from minisgl.layers import RopeSettings, Rotary, rotate
+from minisgl.layers.rope_types import yarn_frequencies
 from minisgl.models import ModelConfig
 from tests.model_zoo import ROPE_VARIANTS, Variant
 
@@ -60,12 +60,11 @@ def test_the_table_is_real_on_the_meta_device() -> None:
 
 def test_yarn_sharpens_attention_by_its_factor() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
-    assert ROPE_TYPES.get("yarn")(RopeSettings("yarn", 10000.0, scaling), 64)[1] == pytest.approx(1.1386294)
+    assert yarn_frequencies(RopeSettings("yarn", 10000.0, scaling), 64)[1] == pytest.approx(1.1386294)
     given = RopeSettings("yarn", 10000.0, {**scaling, "attention_factor": 0.7})
-    assert ROPE_TYPES.get("yarn")(given, 64)[1] == 0.7
+    assert yarn_frequencies(given, 64)[1] == 0.7
 
 
 def test_an_unknown_type_is_named() -> None:
-    assert isinstance(ROPE_TYPES, Registry)
     with pytest.raises(ConfigError, match=r"rope_type 'spiral'.*llama3.*yarn"):
         Rotary(8, 16, RopeSettings("spiral"))

@@ -90,7 +90,10 @@ def test_experts(tmp_path: Path, spelling: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*MODELS"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"'GPT2LMHeadModel' is not supported.*LlamaForCausalLM.*architecture='module:Class'",
+        ),
         ({"architectures": ["os:system"]}, r"'os:system' is not supported"),
         ({"architectures": []}, r"'architectures' must be a list"),
         ({"architectures": ...}, r"'architectures' must be a list"),

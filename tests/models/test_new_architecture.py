@@ -6,16 +6,16 @@ It departs from Llama in its layer: the norms come after attention and MLP, and 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from minisgl import LLM
 from minisgl.core import Communicator
-from minisgl.errors import ModelLoadError
+from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.layers import Attention, GatedMLP, RMSNorm, Rotation
-from minisgl.models import MODELS, CausalLM, ModelConfig, attention_spec, load_model
+from minisgl.models import CausalLM, ModelConfig, attention_spec, load_model
 from tests.model_zoo import hf_logits, random_tokens, run_dense, tiny_checkpoint
 from tests.paged_runner import PagedRunner
 
@@ -52,23 +52,18 @@ class Olmo2(CausalLM):
     layer = Olmo2Layer
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    items: dict[str, Any] = dict(MODELS._items)
-    monkeypatch.setattr(MODELS, "_items", items)
-    MODELS.register("Olmo2ForCausalLM")(Olmo2)
+OLMO2 = f"{__name__}:Olmo2"
 
 
-def test_unregistered_it_is_unknown(tmp_path: Path) -> None:
+def test_a_checkpoint_alone_does_not_find_it(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
-    with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported"):
+    with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported.*architecture='module:Class'"):
         ModelConfig.from_dir(path)
 
 
-@pytest.mark.usefixtures("registered")
-def test_registered_it_equals_transformers(tmp_path: Path) -> None:
+def test_named_by_the_option_it_equals_transformers(tmp_path: Path) -> None:
     path, hf = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
-    config = ModelConfig.from_dir(path)
+    config = ModelConfig.from_dir(path, OLMO2)
     model = load_model(path, config, torch.float32, torch.device("cpu"))
     (prompt,) = random_tokens(20)
     expected = hf_logits(hf, prompt)
@@ -76,3 +71,22 @@ def test_registered_it_equals_transformers(tmp_path: Path) -> None:
     runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=20, page_size=4)
     chunks = [runner.step({0: chunk})[0] for chunk in (prompt[:9], prompt[9:19], prompt[19:])]
     assert float((torch.cat(chunks) - expected).abs().max()) < 1e-4
+
+
+def test_an_engine_takes_it_from_its_options(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
+    llm = LLM(path, device="cpu", architecture=OLMO2, load_format="dummy", num_pages=8)
+    assert type(llm.engine.model) is Olmo2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("Olmo2ForCausalLM", "architecture: unknown name 'Olmo2ForCausalLM'; choose from LlamaForCausalLM"),
+        (f"{__name__}:Olmo3", "architecture: cannot import"),
+    ],
+)
+def test_other_names_are_refused(tmp_path: Path, architecture: str, message: str) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dir(path, architecture)

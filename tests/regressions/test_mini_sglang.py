@@ -129,7 +129,7 @@ def test_mini_sglang_3_the_rows_of_a_batch_are_in_the_order_of_a_hash() -> None:
 
     def run() -> list[list[int]]:
         ballast = [object() for _ in range(1000)]  # so that the second run has other addresses
-        harness = Harness(max_running=8, num_pages=200, policy="mixed", max_prefill_tokens=9)
+        harness = Harness(max_running=8, num_pages=200, batch_policy="mixed", max_prefill_tokens=9)
         requests = [harness.add([i % 3] * (1 + i % 7), max_tokens=3 + i % 5) for i in range(30)]
         for i in range(0, 30, 7):
             harness.step()

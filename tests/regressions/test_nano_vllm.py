@@ -59,7 +59,8 @@ def test_nano_vllm_a_batch_of_18_has_no_graph_if_20_may_run(path: Path, sizes: t
         max_running_requests=20,
         dtype="float64",
         prefix_cache="none",
-        attention_backend="torch",
+        prefill_attention="torch",
+        decode_attention="torch",
         enforce_eager=True,
     )
     prompts = [[i + 1] * 5 for i in range(20)]

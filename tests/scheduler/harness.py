@@ -11,8 +11,8 @@ import numpy as np
 
 from minisgl.core import Batch, FinishReason, Request, RunningTable, SamplingParams
 from minisgl.kvcache import block_hash, radix
-from minisgl.kvcache.prefix import PREFIX_CACHES
-from minisgl.scheduler import EngineLoop, KVMemory, Policy, Scheduler, StepOutput
+from minisgl.kvcache.eviction import select_prefix_cache
+from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler, StepOutput
 from tests.fake_executor import FaultyExecutor, ShadowExecutor, expected_output
 from tests.rule import CountingMaskMaker, Rule
 
@@ -42,18 +42,21 @@ class Harness:
         num_pages: int = 64,
         max_running: int = 8,
         max_seq_len: int = 128,
-        policy: str | Policy = "",
+        queue_policy: str = "fcfs",
+        batch_policy: str = "prefill-first",
+        admission_policy: str = "optimistic",
+        policies: Policies | None = None,
         max_prefill_tokens: int = 64,
         max_queued: int = 10_000,
         vocab: int = 3,
         delay: int = 0,
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
-        self.memory = KVMemory(num_pages, self.table, PREFIX_CACHES.get(prefix_cache)(page_size))
-        policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        self.memory = KVMemory(num_pages, self.table, select_prefix_cache(prefix_cache)(page_size))
+        policies = policies or Policies.named(queue_policy, batch_policy, admission_policy)
         self.make_masks = CountingMaskMaker()
         limits = (max_prefill_tokens, max_queued)
-        self.scheduler = Scheduler(self.table, self.memory, policy, *limits, self.make_masks)
+        self.scheduler = Scheduler(self.table, self.memory, policies, *limits, self.make_masks)
         width = self.memory.page_table.rows.shape[1]
         self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
         self.vocab = vocab

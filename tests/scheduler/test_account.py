@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from minisgl.core import Request
-from minisgl.scheduler.policy import FirstComeFirstServed, NoAccount, Policy
+from minisgl.scheduler.policy import FirstComeFirstServed, Policies
 from tests.scheduler.harness import Harness
 
 
@@ -16,7 +16,7 @@ class Books(FirstComeFirstServed):
         self.admitted: list[tuple[int, str, int]] = []
         self.finished: list[tuple[int, int]] = []
 
-    def arrange(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         return reversed(waiting)
 
     def on_admit(self, request: Request) -> None:
@@ -34,8 +34,7 @@ def books() -> Books:
 
 
 def harness_of(books: Books, **options: int) -> Harness:
-    policy = Policy.parse("")
-    return Harness(policy=Policy(books, policy.composition, policy.admission), **options)
+    return Harness(policies=Policies(queue=books), **options)
 
 
 def test_a_request_starts_and_ends(books: Books) -> None:
@@ -67,4 +66,4 @@ def test_a_preempted_request_starts_once(books: Books) -> None:
 
 
 def test_other_orders_keep_none() -> None:
-    assert isinstance(Policy.parse("lpm").account, NoAccount)
+    assert Policies.named("lpm").usage_listener is None

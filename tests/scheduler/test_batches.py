@@ -13,7 +13,7 @@ from tests.scheduler.harness import Harness
 
 def two_decodes_and_two_prefills() -> tuple[Harness, Batch]:
     """A mixed step over 4-token pages: rows of requests 0, 1 decode, 2 continues in chunks, 3 is admitted."""
-    harness = Harness(policy="mixed", page_size=4, max_prefill_tokens=8, prefix_cache="none", num_pages=64)
+    harness = Harness(batch_policy="mixed", page_size=4, max_prefill_tokens=8, prefix_cache="none", num_pages=64)
     harness.add([0] * 3, max_tokens=9)
     harness.add([1] * 4, max_tokens=9)
     harness.step()
@@ -71,7 +71,7 @@ def test_every_array_is_int32() -> None:
 @pytest.mark.parametrize("cache", ["radix", "block-hash", "none"])
 def test_the_changes_of_all_batches_add_up_to_the_page_table(cache: str) -> None:
     """An executor that applies them has, for each row of each batch, the pages that the scheduler means."""
-    harness = Harness(prefix_cache=cache, page_size=2, num_pages=24, max_prefill_tokens=5, policy="mixed")
+    harness = Harness(prefix_cache=cache, page_size=2, num_pages=24, max_prefill_tokens=5, batch_policy="mixed")
     for i in range(20):
         harness.add([i % 2] * (1 + i % 9), max_tokens=2 + i % 7)
     while harness.scheduler.has_work:
@@ -93,7 +93,7 @@ def test_changes_are_sent_once() -> None:
 
 @pytest.mark.parametrize("composition", ["prefill-first", "mixed", "static"])
 def test_rows_are_in_order_of_arrival_decodes_first(composition: str) -> None:
-    harness = Harness(policy=composition, num_pages=24, page_size=2, max_prefill_tokens=6, max_running=5)
+    harness = Harness(batch_policy=composition, num_pages=24, page_size=2, max_prefill_tokens=6, max_running=5)
     for i in range(25):
         harness.add([i % 3] * (1 + i % 6), max_tokens=1 + i % 8)
     batches = 0
@@ -116,7 +116,9 @@ def test_the_same_requests_give_the_same_batches() -> None:
     """Nothing depends on addresses, hashes or the clock, so every rank of a group composes the same steps."""
 
     def batches() -> list[Batch]:
-        harness = Harness(policy="mixed,lpm", num_pages=20, page_size=2, max_prefill_tokens=6, max_running=5)
+        harness = Harness(
+            queue_policy="lpm", batch_policy="mixed", num_pages=20, page_size=2, max_prefill_tokens=6, max_running=5
+        )
         requests = [harness.add([i % 3] * (1 + i % 6), max_tokens=1 + i % 8) for i in range(25)]
         for i in range(5):
             harness.step()

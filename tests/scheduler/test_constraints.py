@@ -34,15 +34,15 @@ def run_many(**options: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_output_obeys_its_rule(delay: int, policy: str) -> None:
-    assert sum(request.preemptions for request in run_many(delay=delay, policy=policy)) == 0
+@pytest.mark.parametrize("batch_policy", POLICIES)
+def test_every_output_obeys_its_rule(delay: int, batch_policy: str) -> None:
+    assert sum(request.preemptions for request in run_many(delay=delay, batch_policy=batch_policy)) == 0
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_preempted_request_goes_on_in_its_rule(delay: int, policy: str) -> None:
-    requests = run_many(delay=delay, policy=policy, num_pages=7)
+@pytest.mark.parametrize("batch_policy", POLICIES)
+def test_a_preempted_request_goes_on_in_its_rule(delay: int, batch_policy: str) -> None:
+    requests = run_many(delay=delay, batch_policy=batch_policy, num_pages=7)
     assert any(request.preemptions for request in requests if request.constraint)
 
 
@@ -72,7 +72,7 @@ def test_a_chunk_that_samples_nothing_has_no_mask() -> None:
 
 def test_masks_belong_to_sampling_rows() -> None:
     """The first row's chunk is not its last, so the second row is sampling row 0."""
-    harness = Harness(max_prefill_tokens=6, policy="mixed")
+    harness = Harness(max_prefill_tokens=6, batch_policy="mixed")
     harness.add([2, 1], max_tokens=4)
     harness.step()
     harness.add([1] * 9, max_tokens=2)

@@ -36,7 +36,7 @@ def test_alone_they_run_together_and_one_step_at_a_time() -> None:
 
 
 def test_rows_out_of_step_wait_for_each_other_beside_others_too() -> None:
-    harness = Harness(delay=1, policy="mixed")
+    harness = Harness(delay=1, batch_policy="mixed")
     harness.add([1], max_tokens=20)
     harness.add([2], max_tokens=20, rule=NEVER_DONE)
     harness.step()
@@ -48,7 +48,7 @@ def test_rows_out_of_step_wait_for_each_other_beside_others_too() -> None:
 
 def test_new_requests_do_not_hold_up_the_running_ones() -> None:
     """Each step samples the first token of a new constrained request: there is always one to wait for."""
-    harness = Harness(delay=1, policy="mixed", max_running=64, max_seq_len=64)
+    harness = Harness(delay=1, batch_policy="mixed", max_running=64, max_seq_len=64)
     first = harness.add([1], max_tokens=10, rule=NEVER_DONE)
     for _ in range(25):
         harness.step()

@@ -31,7 +31,7 @@ def test_prefill_first_lets_decodes_through_after_its_patience() -> None:
 
 
 def test_mixed_steps_never_leave_a_decode_row_out() -> None:
-    harness = Harness(max_prefill_tokens=4, prefix_cache="none", num_pages=512, policy="mixed")
+    harness = Harness(max_prefill_tokens=4, prefix_cache="none", num_pages=512, batch_policy="mixed")
     first = harness.add([1] * 4, max_tokens=10)
     for _ in range(4):
         harness.add([2] * 9, max_tokens=1)
@@ -42,7 +42,7 @@ def test_mixed_steps_never_leave_a_decode_row_out() -> None:
 
 
 def test_static_batches_start_when_the_one_before_is_done() -> None:
-    harness = Harness(policy="static", max_running=3, max_prefill_tokens=6, prefix_cache="none")
+    harness = Harness(batch_policy="static", max_running=3, max_prefill_tokens=6, prefix_cache="none")
     requests = [harness.add([i % 3] * 4, max_tokens=2 + 3 * (i % 3)) for i in range(7)]
     batches_of: list[set[int]] = []
     while harness.scheduler.has_work:
@@ -138,7 +138,7 @@ def test_the_queue_is_bounded_and_preempted_requests_always_return() -> None:
 
 
 def test_a_stream_of_longer_prefixes_starves_nobody() -> None:
-    harness = Harness(policy="lpm", max_running=1, num_pages=64)
+    harness = Harness(queue_policy="lpm", max_running=1, num_pages=64)
     harness.add([1] * 17, max_tokens=1)
     harness.run()
     harness.add([1] * 17, max_tokens=1)
@@ -152,7 +152,7 @@ def test_a_stream_of_longer_prefixes_starves_nobody() -> None:
 
 
 def test_longest_prefix_first() -> None:
-    harness = Harness(policy="lpm", max_running=1, num_pages=64)
+    harness = Harness(queue_policy="lpm", max_running=1, num_pages=64)
     warm = harness.add([1] * 17, max_tokens=1)
     harness.run()
     cold, hot = harness.add([0] * 17, max_tokens=1), harness.add([1] * 17, max_tokens=1)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -23,15 +25,15 @@ class EngineLife(RuleBasedStateMachine):
         prefix_cache=st.sampled_from(["radix", "block-hash", "none"]),
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(8, 40),
-        order=st.sampled_from(["fcfs", "lpm"]),
-        composition=st.sampled_from(["prefill-first", "mixed", "static"]),
-        admission=st.sampled_from(["optimistic", "reserve"]),
+        queue_policy=st.sampled_from(["fcfs", "lpm"]),
+        batch_policy=st.sampled_from(["prefill-first", "mixed", "static"]),
+        admission_policy=st.sampled_from(["optimistic", "reserve"]),
         max_prefill_tokens=st.sampled_from([3, 7, 64]),
         max_running=st.integers(1, 5),
         delay=st.sampled_from(DELAYS),
     )
-    def start(self, order: str, composition: str, admission: str, **options: int) -> None:
-        self.harness = Harness(policy=f"{order},{composition},{admission}", vocab=VOCAB, max_seq_len=64, **options)
+    def start(self, **options: Any) -> None:
+        self.harness = Harness(vocab=VOCAB, max_seq_len=64, **options)
         self.requests: list[Request] = []
 
     @rule(

@@ -10,7 +10,7 @@ import pytest
 from minisgl.core import Request, RunningTable, SamplingParams
 from minisgl.errors import InvariantError
 from minisgl.kvcache import block_hash, radix
-from minisgl.kvcache.prefix import PREFIX_CACHES
+from minisgl.kvcache.eviction import select_prefix_cache
 from minisgl.scheduler import KVMemory
 
 assert radix  # imported, as the next one, for their registration
@@ -24,7 +24,7 @@ class Rows:
 
     def __init__(self, cache: str = "radix", num_pages: int = 16) -> None:
         self.table = RunningTable(4, 64)
-        self.memory = KVMemory(num_pages, self.table, PREFIX_CACHES.get(cache)(4))
+        self.memory = KVMemory(num_pages, self.table, select_prefix_cache(cache)(4))
         self._next_uid = 0
 
     def admit(self, tokens: list[int]) -> int:

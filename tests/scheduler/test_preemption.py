@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl.core import FinishReason, RequestState
-from minisgl.scheduler.policy import Demand
+from minisgl.scheduler.policy import MemoryDemand
 from tests.scheduler.harness import DELAYS, Harness
 
 CACHES = ["radix", "block-hash", "none"]
@@ -14,7 +14,7 @@ CACHES = ["radix", "block-hash", "none"]
 class Bold:
     """An admission policy without any caution."""
 
-    def admits(self, demand: Demand) -> bool:
+    def can_admit(self, demand: MemoryDemand) -> bool:
         return True
 
 
@@ -85,7 +85,9 @@ def test_what_a_preempted_request_computed_is_found_again() -> None:
 
 def test_the_row_that_grows_gives_way_itself_if_it_is_the_last() -> None:
     """Older rows are never preempted for a younger one."""
-    harness = Harness(prefix_cache="none", page_size=4, num_pages=5, policy="tests.scheduler.test_preemption:Bold")
+    harness = Harness(
+        prefix_cache="none", page_size=4, num_pages=5, admission_policy="tests.scheduler.test_preemption:Bold"
+    )
     old = harness.add(different(9, 0), max_tokens=4)  # three pages, enough to the end
     young = harness.add(different(8, 1), max_tokens=8)  # two pages, needs a third at once
     run_until_preempted(harness)
@@ -97,7 +99,7 @@ def test_the_row_that_grows_gives_way_itself_if_it_is_the_last() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_request_that_outgrows_the_pool_alone_ends_with_an_error(cache: str) -> None:
-    harness = Harness(prefix_cache=cache, page_size=4, num_pages=3, policy="optimistic")
+    harness = Harness(prefix_cache=cache, page_size=4, num_pages=3, admission_policy="optimistic")
     greedy, modest = harness.add(different(8, 0), max_tokens=20), harness.add(different(3, 1), max_tokens=3)
     harness.run()
     assert greedy.finish_reason is FinishReason.ERROR
@@ -112,7 +114,7 @@ def test_a_request_that_outgrows_the_pool_alone_ends_with_an_error(cache: str) -
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_request_may_fill_the_pool_to_the_last_position(cache: str) -> None:
     for admission in ("optimistic", "reserve"):
-        harness = Harness(prefix_cache=cache, page_size=4, num_pages=3, policy=admission)
+        harness = Harness(prefix_cache=cache, page_size=4, num_pages=3, admission_policy=admission)
         request = harness.add(different(8, 0), max_tokens=5)
         harness.run()
         assert request.finish_reason is FinishReason.LENGTH
@@ -139,7 +141,7 @@ def test_reserve_never_preempts_where_optimistic_does(cache: str, delay: int) ->
     preemptions = {}
     for admission in ("reserve", "optimistic"):
         harness = Harness(
-            prefix_cache=cache, page_size=2, num_pages=20, policy=admission, delay=delay, max_prefill_tokens=9
+            prefix_cache=cache, page_size=2, num_pages=20, admission_policy=admission, delay=delay, max_prefill_tokens=9
         )
         requests = [harness.add([i % 2] * (1 + i % 7), max_tokens=5 + i % 13) for i in range(40)]
         harness.run()
@@ -154,7 +156,7 @@ def test_reserve_never_preempts_where_optimistic_does(cache: str, delay: int) ->
 def test_reserve_runs_fewer_at_a_time() -> None:
     most = {}
     for admission in ("reserve", "optimistic"):
-        harness = Harness(page_size=2, num_pages=20, policy=admission, prefix_cache="none")
+        harness = Harness(page_size=2, num_pages=20, admission_policy=admission, prefix_cache="none")
         for i in range(10):
             harness.add(different(4, i % 3), max_tokens=12)
         harness.run()

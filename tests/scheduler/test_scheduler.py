@@ -57,7 +57,7 @@ def test_only_the_last_chunk_samples(delay: int) -> None:
 
 def test_a_step_never_feeds_more_prompt_tokens_than_the_limit() -> None:
     for composition in ("prefill-first", "mixed", "static"):
-        harness = Harness(max_prefill_tokens=7, policy=composition, num_pages=256)
+        harness = Harness(max_prefill_tokens=7, batch_policy=composition, num_pages=256)
         requests = [harness.add(prompt_of(3 + 5 * i, seed=i), max_tokens=6) for i in range(12)]
         harness.run()
         prefill_tokens = [batch.num_tokens - batch.num_decode for batch in harness.batches]
@@ -147,7 +147,7 @@ def test_an_uncached_prefix_is_computed_once_a_batch(cache: str, delay: int) -> 
 
 @pytest.mark.parametrize("cache", ["radix", "block-hash"])
 def test_a_prefix_in_chunks_is_computed_once(cache: str) -> None:
-    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=6, num_pages=256, policy="mixed")
+    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=6, num_pages=256, batch_policy="mixed")
     requests = [harness.add([*prompt_of(30), i % 3], max_tokens=3) for i in range(5)]
     harness.run()
     prefilled = sum(batch.num_tokens - batch.num_decode for batch in harness.batches)
@@ -170,7 +170,7 @@ def test_answers_are_cached_for_the_next_turn(cache: str) -> None:
 @pytest.mark.parametrize("cache", ["radix", "block-hash"])
 def test_a_prompt_in_chunks_skips_what_others_have_computed_meanwhile(cache: str) -> None:
     """The next turn of a conversation has been fed in part when the first turn's answer becomes known to the cache."""
-    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=4, policy="mixed")
+    harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=4, batch_policy="mixed")
     first = harness.add(prompt_of(8), max_tokens=20)
     while len(harness.batches) < 18:
         harness.step()
@@ -262,7 +262,7 @@ def test_a_deadline_ends_waiting_and_running_requests(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("steps", range(7))
 def test_a_failed_step_ends_its_requests_and_leaves_nothing_in_the_cache(steps: int, cache: str) -> None:
-    harness = Harness(prefix_cache=cache, max_prefill_tokens=6, policy="mixed")
+    harness = Harness(prefix_cache=cache, max_prefill_tokens=6, batch_policy="mixed")
     failed = [harness.add(prompt_of(11), max_tokens=6) for _ in range(3)]
     for _ in range(steps):
         harness.step()

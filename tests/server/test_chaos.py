@@ -161,7 +161,7 @@ def test_an_engine_that_cannot_start_says_why(checkpoint: Path, directory: Path)
     command = [sys.executable, "-m", "minisgl.serve", "--model", str(checkpoint), "--port", "0"]
     environment = {**os.environ, "TMPDIR": str(directory)}
     result = subprocess.run(
-        [*command, "--attention-backend", "no-such-thing"],
+        [*command, "--decode-attention", "no-such-thing"],
         env=environment,
         capture_output=True,
         text=True,

@@ -186,9 +186,13 @@ def test_every_option_is_a_flag_with_a_help_text() -> None:
     actions = {action.dest: action for action in parser._actions if action.dest != "help"}
     assert set(actions) == {field.name for kind in (ServerConfig, EngineConfig) for field in fields(kind)}
     assert all(action.help for action in actions.values())
-    assert actions["page_size"].help == "tokens a KV page, a power of two from 1 to 256. Default: 16."
+    assert actions["page_size"].help == "tokens in a KV page, a power of two from 1 to 256. Default: 16."
     words = ["--cors-origin", "https://a.org,https://b.org"]
     assert given_options(parser.parse_args(words), ServerConfig) == {"cors_origin": ("https://a.org", "https://b.org")}
+    words = ["--fusions", "norm,rope", "--queue-policy", "lpm", "--decode-attention", "triton"]
+    given = given_options(parser.parse_args(words), EngineConfig)
+    assert given == {"fusions": ("norm", "rope"), "queue_policy": "lpm", "decode_attention": "triton"}
+    assert given_options(parser.parse_args(["--fusions", ""]), EngineConfig) == {"fusions": ()}
     words = ["--max-seq-len", "9", "--memory-ratio", "0.5", "--prefix-cache", "none"]
     given = given_options(parser.parse_args(words), EngineConfig)
     assert given == {"max_seq_len": 9, "memory_ratio": 0.5, "prefix_cache": "none"}

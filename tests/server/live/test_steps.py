@@ -67,7 +67,7 @@ def test_short_steps_are_put_together(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_preemption_is_noted_with_the_step_that_it_made_room_for(checkpoint: Path) -> None:
-    llm = LLM(str(checkpoint), page_size=4, num_pages=8, device="cpu", policy="optimistic", overlap=False)
+    llm = LLM(str(checkpoint), page_size=4, num_pages=8, device="cpu", admission_policy="optimistic", overlap=False)
     watching = watch(llm)
     watching.look()
     params = SamplingParams(max_tokens=18, temperature=0, ignore_eos=True)
