@@ -140,5 +140,5 @@ def test_other_names_are_refused(names: tuple[str, str], message: str) -> None:
 
 def test_a_backend_that_cannot_attend_without_storing_does_not_fit() -> None:
     cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
-    with pytest.raises(ConfigError, match="'torch' and '.*Whole' differ, so both have to be a PagedAttention"):
+    with pytest.raises(ConfigError, match=r"'torch' and '.*Whole' differ, so both have to be a PagedAttention"):
         select_backend("torch", WHOLE)(cache)

@@ -66,5 +66,5 @@ def test_yarn_sharpens_attention_by_its_factor() -> None:
 
 
 def test_an_unknown_type_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rope_type 'spiral'.*llama3.*yarn"):
+    with pytest.raises(ConfigError, match=r"rope_type: unknown name 'spiral'.*llama3.*yarn"):
         Rotary(8, 16, RopeSettings("spiral"))

@@ -57,7 +57,7 @@ OLMO2 = f"{__name__}:Olmo2"
 
 def test_a_checkpoint_alone_does_not_find_it(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Olmo2ForCausalLM")
-    with pytest.raises(ModelLoadError, match="'Olmo2ForCausalLM' is not supported.*architecture='module:Class'"):
+    with pytest.raises(ModelLoadError, match=r"'Olmo2ForCausalLM' is not supported.*architecture='module:Class'"):
         ModelConfig.from_dir(path)
 
 
