@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import pytest
@@ -87,7 +87,7 @@ def test_a_step_replayed_from_a_graph_obeys_its_masks(path: Path, sampler: str) 
 
 
 class Watching(DefaultSampler):
-    sampled: list[bool]
+    sampled: ClassVar[list[bool]] = []
 
     def _adjust(self, logits: Any, inputs: Any, history: Any) -> Any:
         self.sampled.append(inputs.constraint is not None)
