@@ -18,7 +18,7 @@ from minisgl.course.supervise import KEPT_OUTPUT
 
 WRONG = """
 class Order:
-    def arrange(self, waiting, cached_len):
+    def order(self, waiting, cached_len):
         return waiting
     def on_admit(self, request): pass
     def on_finish(self, request): pass
@@ -27,7 +27,7 @@ SLOW = """
 from assignments.solutions.fair_queueing import FairQueueing
 
 class Order(FairQueueing):
-    def arrange(self, waiting, cached_len):
+    def order(self, waiting, cached_len):
         left, charged = list(waiting), {}
         while left:
             def start(request):

@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from minisgl.attention.triton_tiles import softmax_step
-from minisgl.core import Request, RunningTable
+from minisgl.core import RunningTable
 from minisgl.course.table import load_table
 from minisgl.viz import chapter_map, show, table
 
@@ -22,7 +22,7 @@ def test_show_gives_file_line_and_the_source_that_runs() -> None:
 
 
 def test_show_takes_a_class() -> None:
-    assert "```python\n@dataclass(slots=True, eq=False)\nclass Request" in show(Request).text
+    assert "```python\nclass RunningTable" in show(RunningTable).text
 
 
 def test_show_takes_a_triton_kernel() -> None:
@@ -33,7 +33,7 @@ def test_show_takes_a_triton_kernel() -> None:
 
 
 def test_show_names_no_directory_of_this_machine() -> None:
-    assert str(Path.home()) not in show(Request).text
+    assert str(Path.home()) not in show(RunningTable).text
     assert show(test_show_takes_a_class).text.startswith(("`tests/viz/test_listings.py`", "`test_listings.py`"))
 
 
