@@ -5,7 +5,7 @@ An error says three things: what was wrong, the limit or the names involved, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class MiniSGLError(Exception):
@@ -75,3 +75,13 @@ def reject_unknown(given: Mapping[str, object], allowed: set[str], what: str) ->
     for name in given:
         if name not in allowed:
             raise InvalidRequest(name, f"unknown field of {what}; known fields are {', '.join(sorted(allowed))}")
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int, limit: int) -> None:
+    """Raise `InvalidRequest` if an id is outside of the vocabulary, or there are more than ``limit``."""
+    ids = list(token_ids)
+    if len(ids) > limit:
+        raise InvalidRequest(field, f"has {len(ids)} token ids; at most {limit} are allowed")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(field, f"token id {token} is outside of the vocabulary of {vocab_size} tokens")

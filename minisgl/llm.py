@@ -1,9 +1,8 @@
-"""The offline API, and the place where all parts meet: whatever extends an earlier chapter is plugged in here."""
+"""The offline API: prompts in, text out."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -14,36 +13,28 @@ from typing import Any, cast
 import numpy as np
 from tqdm.auto import tqdm
 
-from minisgl.attention import AttentionChoice, attention_choice
+from minisgl.core.attention import AttentionChoice
 from minisgl.core.config import EngineConfig
-from minisgl.core.registry import resolve
 from minisgl.core.request import FinishReason
 from minisgl.core.sampling_params import SamplingParams
-from minisgl.core.table import RunningTable
-from minisgl.distributed import RemoteEngine, build_engine
 from minisgl.engine.engine import Engine
-from minisgl.errors import ConfigError, EngineDead, InvalidRequest, check_type
+from minisgl.engine_core import EngineCore
+from minisgl.errors import EngineDead, InvalidRequest, check_type
 from minisgl.generation import Generation
-from minisgl.kvcache.eviction import select_prefix_cache
-from minisgl.kvcache.page_store import PAGE_STORES
-from minisgl.models.hub import resolve_model
 from minisgl.outputs import Delta, RequestOutput
-from minisgl.preparing import Preparer, Prompt
-from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler, StepOutput
-from minisgl.scheduler.overlap import OverlapLoop
-from minisgl.scheduler.tracing import recorded
-from minisgl.tokenizer import Tokenizer
+from minisgl.scheduler import StepOutput
 from minisgl.trace import Trace
-
-logger = logging.getLogger(__name__)
 
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
 
+Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model, ready to generate. Not for several threads at once; several instances may live side by side.
+    """A model, ready to generate: an `EngineCore`, with a tokenizer before it and the assembling of text behind it.
+
+    Not for several threads at once; several instances may live side by side.
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory with a checkpoint, or a Hugging Face hub id.
@@ -55,39 +46,15 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "default", **options: Any) -> None:
-        config = EngineConfig.from_options(str(model), options)
-        policies = Policies.named(config.queue_policy, config.batch_policy, config.admission_policy)
-        make_cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)
-        make_store = resolve("page_store", config.page_store, PAGE_STORES)
-        one_rank = config.tensor_parallel_size == 1
-        if not one_rank and config.page_store != "none":
-            raise ConfigError(
-                f"page_store: {config.page_store!r} copies pages of one device, and tensor_parallel_size is "
-                f"{config.tensor_parallel_size}; use 'none'"
-            )
-        path = resolve_model(config.model)
-        self.config = config
-        self.tokenizer = Tokenizer(path)
-        self.executor: Engine | RemoteEngine = build_engine(config, path) if one_rank else RemoteEngine(config, path)
+        self.core = EngineCore(EngineConfig.from_options(str(model), options))
+        self.config = self.core.config
+        self.tokenizer = self.core.tokenizer
+        self.scheduler = self.core.scheduler
+        self.loop = self.core.loop
+        self.executor = self.core.executor
         """Computes the steps, here or in the ranks' processes."""
-        logger.info("attention backend %s: %s", self.attention_backend.name, self.attention_backend.reason)
         self.model_config = self.executor.model_config
-        self.max_seq_len = self.executor.max_seq_len
-        table = RunningTable(config.max_running_requests, self.max_seq_len)
-        store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
-        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
-        self._preparer = Preparer(
-            config,
-            self.tokenizer,
-            self.model_config.vocab_size,
-            self.max_seq_len,
-            max_kv_tokens=self.executor.num_pages * config.page_size,
-            max_stop_ids=table.max_stop_ids,
-        )
-        limits = (config.max_prefill_tokens, config.max_queued_requests)
-        self.scheduler = Scheduler(table, memory, policies, *limits, self._preparer.grammars.masks)
-        overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
-        self.loop = (OverlapLoop if overlap else EngineLoop)(self.scheduler, self.executor)
+        self.max_seq_len = self.core.max_seq_len
         self._generations: dict[int, Generation] = {}
 
     @property
@@ -97,19 +64,13 @@ class LLM:
         Raises:
             ConfigError: there are several, in processes of their own.
         """
-        if isinstance(self.executor, RemoteEngine):
-            raise ConfigError(
-                f"tensor_parallel_size: the {self.config.tensor_parallel_size} engines are in processes of their own; "
-                "only that of a single rank can be looked into"
-            )
-        return self.executor
+        return self.core.engine
 
     def close(self) -> None:
         """End the processes of a tensor-parallel engine, which can answer nobody after that. A single rank has none.
 
         This also happens when the object is collected as garbage, and when the program ends."""
-        if isinstance(self.executor, RemoteEngine):
-            self.executor.close()
+        self.core.close()
 
     def check(self) -> None:
         """See whether the engine still lives, which an idle one does not say by itself.
@@ -117,8 +78,7 @@ class LLM:
         Raises:
             EngineDead: a rank has ended.
         """
-        if isinstance(self.executor, RemoteEngine):
-            self.executor.check()
+        self.core.check()
 
     def __enter__(self) -> LLM:
         return self
@@ -213,7 +173,9 @@ class LLM:
         Raises:
             InvalidRequest: naming the field and its limit.
         """
-        return self._preparer.prepare(prompt, params, streaming, user)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        requests = self.core.input_processor.process(token_ids, params, streaming, user)
+        return [Generation(request, self.tokenizer, index, streaming) for index, request in enumerate(requests)]
 
     def submit(self, generation: Generation) -> None:
         """Enqueue a prepared generation.
@@ -221,7 +183,7 @@ class LLM:
         Raises:
             QueueFull: too many requests are waiting.
         """
-        self.scheduler.add(generation.request)
+        self.core.add(generation.request)
         self._generations[generation.request.uid] = generation
 
     def abort(self, generation: Generation) -> None:
@@ -229,9 +191,9 @@ class LLM:
 
         After the last request this waits for the step that may be in flight still: an idle engine holds nothing.
         """
-        self.scheduler.finish(generation.request.uid, FinishReason.ABORT)
-        self._deliver(self.scheduler.take_output())
-        if not self.scheduler.requests and self.scheduler.has_work:
+        self.core.finish(generation.request.uid)
+        self._deliver(self.core.take_output())
+        if not self.scheduler.requests and self.core.has_work:
             self.step()
 
     def step(self) -> StepOutput:
@@ -241,11 +203,9 @@ class LLM:
             EngineDead: a rank has ended. So have all requests, with this error.
         """
         try:
-            output = self.loop.step()
-        except EngineDead as error:
-            for uid in list(self.scheduler.requests):
-                self.scheduler.finish(uid, FinishReason.ERROR, str(error))
-            self._deliver(self.scheduler.take_output())
+            output = self.core.step()
+        except EngineDead:
+            self._deliver(self.core.take_output())
             raise
         self._deliver(output)
         return output
@@ -253,21 +213,16 @@ class LLM:
     @property
     def attention_backend(self) -> AttentionChoice:
         """The attention backends of prefill and decode, often the same, and why it is these."""
-        if isinstance(self.executor, RemoteEngine):
-            return self.executor.attention
-        return attention_choice(self.config, self.executor.kv_cache)
+        return self.executor.attention_choice
 
     @contextmanager
     def trace(self, limit: int | None = None) -> Iterator[Trace]:
-        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom. What
-        the devices of several ranks did is not seen from here.
+        """Record every step inside the ``with`` block, see `EngineCore.trace`.
 
         Args:
             limit: most events to keep, the newest ones; None keeps all.
         """
-        engine = None if isinstance(self.executor, RemoteEngine) else self.executor
-        trace = Trace(None if engine is None else engine.device, limit)
-        with recorded(trace, self.loop, engine):
+        with self.core.trace(limit) as trace:
             yield trace
 
     def _deliver(self, output: StepOutput) -> None:
@@ -275,9 +230,9 @@ class LLM:
         for event in output.events:
             generation = self._generations.get(event.request.uid)
             if generation is not None and generation.on_token(event.token_id, event.logprobs):
-                self.scheduler.finish(event.request.uid, FinishReason.STOP)
+                self.core.finish(event.request.uid, FinishReason.STOP)
         # Stop strings that were just found have ended requests, too.
-        output.finished += self.scheduler.take_output().finished
+        output.finished += self.core.take_output().finished
         for request in output.finished:
             generation = self._generations.pop(request.uid, None)
             if generation is not None:

@@ -1,10 +1,12 @@
-"""What a caller gets back."""
+"""What a caller gets back, and how tokens become it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minisgl.core.request import Int32Array, Request, TokenLogprobs
+from minisgl.core.request import FinishReason, Int32Array, Request, TokenLogprobs
+from minisgl.tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +130,49 @@ class Delta:
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+
+
+class CompletionAssembler:
+    """Puts one completion together: tokens go in, text comes out, detokenized and cut before a stop string.
+
+    Args:
+        tokenizer: the model's.
+        index: which of the ``n`` completions.
+        stop: strings that end the text. With any, give one token at a time.
+        min_tokens: how many tokens come before a stop string counts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, index: int, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self.index = index
+        self.finish_reason: str | None = None
+        """Set once the completion has ended; nothing may be added then."""
+        self._error: str | None = None
+        self._stream = TextStream(tokenizer, stop, min_tokens)
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string, or `finish`, has ended the completion."""
+        return self.finish_reason is not None
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Take new tokens, which may end the completion with a stop string."""
+        self._text += self._stream.feed(token_ids)
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        if self._stream.stopped:
+            self.finish_reason = FinishReason.STOP.value
+
+    def finish(self, reason: str, error: str | None = None) -> None:
+        """Take the news that no more tokens will come. A stop string in the rest of the text counts all the same."""
+        self._text += self._stream.finish()
+        self.finish_reason = FinishReason.STOP.value if self._stream.stopped else reason
+        self._error = error
+
+    def take(self) -> Delta:
+        """Everything that is new since the last time."""
+        delta = Delta(self.index, self._text, self._token_ids, self.finish_reason, self._error, self._logprobs or None)
+        self._text, self._token_ids, self._logprobs = "", [], []
+        return delta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from minisgl.core.batch import Batch, StepObserver, StepPhase
+from minisgl.core.request import Request
+from minisgl.core.table import RunningTable
+from minisgl.engine.engine import Engine
+from minisgl.scheduler.loop import EngineLoop
 
 _DeviceSpan = tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]
 """Name, args, and the device's events at its two ends."""
@@ -89,27 +95,23 @@ class Trace:
             self._reference.synchronize()
             self._reference_time = (before + time.perf_counter()) / 2
 
-    @contextmanager
-    def span(self, name: str, track: str = HOST, **args: Any) -> Iterator[dict[str, Any]]:
-        """Record the time that the ``with`` block takes. Yields ``args``, to which the block may add."""
-        start = time.perf_counter()
-        try:
-            yield args
-        finally:
-            self._events.append(Event(name, track, start, time.perf_counter() - start, args))
-
-    @contextmanager
-    def device_span(self, name: str, **args: Any) -> Iterator[None]:
-        """Record the time that the device takes for what the ``with`` block launches."""
+    def device_mark(self) -> float | torch.cuda.Event:
+        """A point in what the device has been given to do: its own event on CUDA, else a time."""
         if not self.on_cuda:
-            with self.span(name, DEVICE, **args):
-                yield
-            return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        yield
-        end.record()
-        self._unresolved.append((name, args, start, end))
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def add_device_span(self, name: str, start: float | torch.cuda.Event, args: dict[str, Any]) -> None:
+        """Record the time that the device takes for what it was given since `device_mark` returned ``start``."""
+        end = self.device_mark()
+        if isinstance(start, float):
+            assert isinstance(end, float)
+            self._events.append(Event(name, DEVICE, start, end - start, args))
+        else:
+            assert not isinstance(end, float)
+            self._unresolved.append((name, args, start, end))
 
     def instant(self, name: str, track: str = REQUESTS, at: float | None = None, **args: Any) -> None:
         """Record a moment: ``at``, in seconds of ``time.perf_counter``, or now."""
@@ -185,6 +187,124 @@ class Trace:
         times = list(host.values()) or [0.0]
         idle = _idle_share(on_device) if self.on_cuda else None
         return Summary(len(host), median(times), float(np.percentile(times, 95)), idle)
+
+
+class TraceObserver:
+    """Records the steps that it is told of.
+
+    Every step has a number, ``step``, counted from 0 and found in the ``args`` of all its events:
+
+    - on the track ``host``, the spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` says
+      what was launched: ``rows``, ``tokens``, and in the order of the rows ``uids``, tokens ``fed``, and positions
+      ``cached`` in the KV cache before them. The first ``decode`` rows are decode rows, the others prefill;
+      ``constrained`` rows sample under a mask, which was made within ``schedule``;
+    - on the track ``device``, if an engine tells of its work, one span: ``decode``, ``prefill`` or ``mixed``;
+    - on the track ``requests``, the instants ``admit``, ``preempt`` and ``finish``, with the ``uid``, and the last with
+      the ``reason``.
+
+    Args:
+        trace: takes the events.
+        table: the running requests, to which a batch's slots refer.
+    """
+
+    def __init__(self, trace: Trace, table: RunningTable) -> None:
+        self._trace = trace
+        self._table = table
+        self._start = 0.0
+        self._device_start: float | torch.cuda.Event = 0.0
+        self._running: list[tuple[Request, int]] = []
+        """Requests that ran before the step being scheduled, and how often each had been preempted by then."""
+        self._numbers: dict[int, int] = {}
+        """Of the steps that are not processed yet, by the identity of their batches."""
+        self._next = 0
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Note when the phase began."""
+        if phase == "compute":
+            self._device_start = self._trace.device_mark()
+            return
+        if phase == "schedule":
+            requests = map(self._table.request, self._table.slots.tolist())
+            self._running = [(request, request.preemptions) for request in requests]
+        self._start = time.perf_counter()
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Record the phase."""
+        if phase == "compute":
+            assert batch is not None
+            self._trace.add_device_span(_kind(batch), self._device_start, self._step(batch))
+            return
+        duration = time.perf_counter() - self._start
+        if phase == "schedule" and batch is not None:
+            self._numbers[id(batch)] = self._next
+            self._next += 1
+        args = {} if batch is None else self._step(batch)
+        if phase == "launch" and batch is not None:
+            args |= self._rows(batch)
+        self._trace.add(Event(phase, HOST, self._start, duration, args))
+        if phase == "schedule":
+            self._note_requests(batch)
+        elif phase in ("process", "fail"):
+            self._numbers.pop(id(batch), None)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Record the ends of requests."""
+        for request in requests:
+            reason = request.finish_reason
+            self._trace.instant("finish", at=request.times.finished, uid=request.uid, reason=reason)
+
+    def _step(self, batch: Batch) -> dict[str, Any]:
+        """Empty for a step that was launched before the trace began."""
+        number = self._numbers.get(id(batch))
+        return {} if number is None else {"step": number}
+
+    def _rows(self, batch: Batch) -> dict[str, Any]:
+        return {
+            "rows": batch.num_rows,
+            "tokens": batch.num_tokens,
+            "decode": batch.num_decode,
+            "uids": self._table.arrival[batch.slots].tolist(),
+            "fed": batch.q_lens.tolist(),
+            "cached": (batch.seq_lens - batch.q_lens).tolist(),
+            "constrained": len(batch.mask_rows),
+        }
+
+    def _note_requests(self, batch: Batch | None) -> None:
+        for request, preemptions in self._running:
+            if request.preemptions > preemptions:
+                self._trace.instant("preempt", uid=request.uid)
+        for new in () if batch is None else batch.new_requests:
+            self._trace.instant("admit", uid=self._table.request(new.slot).uid)
+
+
+@contextmanager
+def observed(observer: StepObserver, *observers: list[StepObserver]) -> Iterator[None]:
+    """Let ``observer`` be among these ``observers``, of loops and engines, inside the ``with`` block."""
+    for each in observers:
+        each.append(observer)
+    try:
+        yield
+    finally:
+        for each in observers:
+            each.remove(observer)
+
+
+@contextmanager
+def recorded(trace: Trace, loop: EngineLoop, engine: Engine | None = None) -> Iterator[None]:
+    """Record all that the loop does inside the ``with`` block, with a `TraceObserver`.
+
+    Args:
+        trace: takes the events.
+        loop: to follow.
+        engine: computes the loop's steps, and tells what the device does.
+    """
+    engines = [] if engine is None else [engine.observers]
+    with observed(TraceObserver(trace, loop.scheduler.table), loop.observers, *engines):
+        yield
+
+
+def _kind(batch: Batch) -> str:
+    return "mixed" if 0 < batch.num_decode < batch.num_rows else "decode" if batch.num_decode else "prefill"
 
 
 def _from_json(entry: dict[str, Any]) -> Event:

@@ -69,8 +69,8 @@ class ShadowExecutor:
         self.steps = 0
 
     def launch(self, batch: Batch) -> Launched:
-        for admission in batch.admissions:
-            self.tokens[admission.slot, : len(admission.tokens)] = admission.tokens
+        for new in batch.new_requests:
+            self.tokens[new.slot, : len(new.tokens)] = new.tokens
         self.page_table.reshape(-1)[batch.page_index] = batch.page_value
         assert len(np.unique(batch.out_locs)) == batch.num_tokens, "two tokens of one step are written to one place"
         rows = zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from minisgl.core import SamplingParams
-from minisgl.core.batch import Admission
+from minisgl.core.batch import NewRequest
 from minisgl.core.request import TokenLogprobs
 from minisgl.engine.logprobs import Logprobs, token_logprobs
 from minisgl.engine.sampler import Sampler
@@ -57,7 +57,7 @@ def prepare(
     tokens = torch.ones(max(where) + 1, 64, dtype=torch.int32)
     for slot, row in zip(where, rows, strict=True):
         ids = np.array(row.prompt + row.output, dtype=np.int32)
-        table.admit(Admission(slot, ids, len(row.prompt), row.params, row.stop_ids, row.seed))
+        table.admit(NewRequest(slot, ids, len(row.prompt), row.params, row.stop_ids, row.seed))
         tokens[slot, : len(ids)] = torch.from_numpy(ids)
     index = np.array([row.output_index for row in rows], dtype=np.int32)
     host = table.rows(np.array(where, dtype=np.int32), index)

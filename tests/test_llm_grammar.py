@@ -130,7 +130,7 @@ def test_any_object_and_any_value(llm: LLM) -> None:
 
 
 def test_the_end_token_comes_where_the_output_may_end_and_nowhere_else(llm: LLM) -> None:
-    (eos,) = llm._preparer.eos_ids
+    (eos,) = llm.core.input_processor.eos_ids
     eager: dict[str, Any] = {"temperature": 0.0, "logit_bias": {eos: 100.0}}
     word = llm.generate(CAT, SamplingParams(regex="[a-z]{3,}", **eager))[0]
     assert re.fullmatch("[a-z]{3,}", word.text)
@@ -144,7 +144,7 @@ def test_the_end_token_comes_where_the_output_may_end_and_nowhere_else(llm: LLM)
 
 
 def test_min_tokens_delays_the_end_as_far_as_the_grammar_goes(llm: LLM) -> None:
-    (eos,) = llm._preparer.eos_ids
+    (eos,) = llm.core.input_processor.eos_ids
     eager: dict[str, Any] = {"temperature": 0.0, "logit_bias": {eos: 100.0}, "min_tokens": 6}
     assert len(llm.generate(CAT, SamplingParams(regex="[a-z]*", **eager))[0].token_ids) == 7
     short = llm.generate(CAT, SamplingParams(regex="[a-z]|[a-z][0-9]", **eager))[0]

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from minisgl import LLM, Delta, SamplingParams
-from minisgl.scheduler import EngineLoop
-from minisgl.scheduler.overlap import OverlapLoop
 from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -35,9 +33,9 @@ def llm(path: Path) -> LLM:
     return make(path)
 
 
-def test_the_option_chooses_the_loop(path: Path) -> None:
-    loops = [type(make(path, overlap=overlap).loop) for overlap in (True, False, None)]
-    assert loops == [OverlapLoop, EngineLoop, EngineLoop]  # a CPU gains nothing from it
+def test_the_option_chooses_how_many_steps_stay_in_flight(path: Path) -> None:
+    depths = [make(path, overlap=overlap).loop.depth for overlap in (True, False, None)]
+    assert depths == [1, 0, 0]  # a CPU gains nothing from it
 
 
 def test_every_way_to_sample_gives_the_same_tokens(path: Path) -> None:

@@ -128,24 +128,29 @@ def test_a_trace_may_begin_and_end_with_a_step_in_flight(path: Path) -> None:
 # -- the recorder --------------------------------------------------------------------------------------------------
 
 
-def test_spans_nest_and_are_recorded_even_if_they_fail() -> None:
+def test_events_are_in_the_order_of_their_start() -> None:
     trace = Trace()
-
-    def work() -> None:
-        with trace.span("outer", answer=1), trace.span("inner") as args:
-            args["added"] = 2
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        work()
-    trace.instant("early", at=trace.start - 1.0)
     late = Event("late", DEVICE, trace.start + 60.0, 0.5)
     trace.add(late)
-    early, outer, inner, last = trace.events
+    trace.instant("now", answer=1)
+    trace.instant("early", at=trace.start - 1.0)
+    early, now, last = trace.events
     assert last is late
     assert (early.name, early.start, early.duration) == ("early", trace.start - 1.0, None)
-    assert (outer.name, outer.args, inner.name, inner.args) == ("outer", {"answer": 1}, "inner", {"added": 2})
-    assert outer.start <= inner.start <= inner.end <= outer.end
+    assert (now.name, now.track, now.args) == ("now", REQUESTS, {"answer": 1})
+    assert trace.start <= now.start == now.end
+
+
+def test_a_launch_that_fails_is_recorded_without_a_span_of_the_device(llm: LLM) -> None:
+    def broken(*step: object) -> None:
+        raise RuntimeError("broken")
+
+    with llm.trace() as trace, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.runner, "run", broken)
+        llm.generate([PROMPTS[0]], GREEDY)
+    assert [event.name for event in trace.events if event.track != REQUESTS] == ["schedule", "launch", "fail"] + [
+        "schedule"
+    ] * (len(named(trace, "schedule")) - 1)
 
 
 def test_the_export_is_what_perfetto_reads(llm: LLM, tmp_path: Path) -> None:
@@ -166,19 +171,15 @@ def test_the_export_is_what_perfetto_reads(llm: LLM, tmp_path: Path) -> None:
         assert got.get("dur") == (None if event.duration is None else pytest.approx(event.duration * 1e6))
 
 
-def test_a_summary_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_on_the_cpu() -> None:
     """The host's time is schedule, launch and process, less what the CPU computed; waiting does not count."""
-    ticks = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     trace = Trace(torch.device("cpu"))
     for step in range(2):
         for name in ("schedule", "wait", "process"):
-            with trace.span(name, step=step):
-                pass
-        with trace.span("launch", step=step), trace.device_span("decode", step=step):
-            pass
-    with trace.span("schedule"):  # found nothing to do
-        pass
+            trace.add(Event(name, HOST, 0.0, 1.0, {"step": step}))
+        trace.add(Event("launch", HOST, 0.0, 3.0, {"step": step}))
+        trace.add(Event("decode", DEVICE, 1.0, 1.0, {"step": step}))
+    trace.add(Event("schedule", HOST, 0.0, 1.0))  # found nothing to do
     summary = trace.summary()
     assert (summary.steps, summary.host_median, summary.host_p95) == (2, 1 + 1 + (3 - 1), 4.0)
     assert summary.gpu_idle is None
@@ -241,13 +242,10 @@ def test_device_spans_are_measured_by_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("time.perf_counter", lambda: 100.0)
     trace = Trace(torch.device("cuda"))
     for step, name in enumerate(["decode", "decode", "prefill", "decode"]):
-        with trace.span("launch", step=step):
-            if step == 3:
-                with pytest.raises(RuntimeError), trace.device_span(name, step=step):
-                    raise RuntimeError("out of memory")
-            else:
-                with trace.device_span(name, step=step):
-                    pass
+        trace.add(Event("launch", HOST, 100.0, 0.0, {"step": step}))
+        mark = trace.device_mark()
+        if step != 3:  # the last one was launched in vain
+            trace.add_device_span(name, mark, {"step": step})
     spans = [event for event in trace.events if event.track == DEVICE]
     assert [event.start for event in spans] == pytest.approx([100.010, 100.032, 100.060])
     assert [event.duration for event in spans] == pytest.approx([0.020, 0.018, 0.010])

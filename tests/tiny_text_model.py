@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from minisgl import LLM
-from minisgl.core.batch import Batch, Executor, PendingStep, StepResult
+from minisgl.core.batch import Batch, PendingStep, StepLauncher, StepResult
+from minisgl.engine_core import EngineCore
 from tests.model_zoo import tiny_checkpoint
 from tests.tokenizer.tiny import byte_level, save
 
@@ -56,7 +57,7 @@ class Failing:
     If ``late``, the step's `wait` raises, and the launch does nothing.
     """
 
-    def __init__(self, executor: Executor, at: int, error: BaseException, late: bool = False) -> None:
+    def __init__(self, executor: StepLauncher, at: int, error: BaseException, late: bool = False) -> None:
         self.executor = executor
         self.at = at
         self.error = error
@@ -75,11 +76,11 @@ class Failing:
         raise self.error
 
 
-def assert_idle_and_clean(llm: LLM) -> None:
+def assert_idle_and_clean(llm: LLM | EngineCore) -> None:
     """No request is left, and all pages are free or can be evicted."""
     llm.scheduler.check()
     memory = llm.scheduler.memory
     assert not llm.scheduler.has_work
     assert len(llm.scheduler.table) == 0
     assert memory.available == memory.num_pages
-    assert not llm._generations
+    assert not getattr(llm, "_generations", None)

@@ -35,9 +35,9 @@ def main(python: str) -> int:
 
 def say(server: RunningServer, text: str) -> None:
     """Let a server's model answer everything with ``text``."""
-    tokenizer = server.llm.tokenizer
+    tokenizer = server.core.tokenizer
     _, *tokens = tokenizer.encode(text)  # the first one is BOS
-    server.llm.loop.executor = Scripted([*tokens, *tokenizer.eos_ids[:1]])
+    server.core.loop.executor = Scripted([*tokens, *tokenizer.eos_ids[:1]])
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from minisgl.core import Request, RunningTable, SamplingParams
 from minisgl.core.registry import resolve
 from minisgl.kvcache.prefix import PREFIX_CACHES, PrefixCache
 from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler
-from minisgl.scheduler.tracing import recorded
-from minisgl.trace import Trace
+from minisgl.trace import Trace, recorded
 
 PAGE_SIZE = 4
 TURNS = 6
@@ -43,7 +42,7 @@ def trace_conversation(make_cache: Callable[[int], PrefixCache]) -> Trace:
 
 
 def launches(trace: Trace) -> list[dict[str, Any]]:
-    """What was launched, step by step: see `minisgl.scheduler.tracing.recorded`."""
+    """What was launched, step by step: see `minisgl.trace.recorded`."""
     return [event.args for event in trace.events if event.name == "launch"]
 
 

@@ -2,10 +2,9 @@
 
 from minisgl.attention.registry import (
     ATTENTION_BACKENDS,
-    AttentionChoice,
     attention_choice,
     auto_backend,
     select_backend,
 )
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionChoice", "attention_choice", "auto_backend", "select_backend"]
+__all__ = ["ATTENTION_BACKENDS", "attention_choice", "auto_backend", "select_backend"]

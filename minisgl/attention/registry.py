@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
 from minisgl.attention.flashinfer_support import flashinfer_obstacle
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.triton_support import TRITON_DTYPES
-from minisgl.core.attention import AttentionBackend
+from minisgl.core.attention import AttentionBackend, AttentionChoice
 from minisgl.core.config import EngineConfig
 from minisgl.core.registry import Table, resolve
 from minisgl.errors import ConfigError
@@ -41,25 +40,6 @@ ATTENTION_BACKENDS: Table[AttentionFactory] = {
     "flashinfer-fa2": partial(_flashinfer, version="fa2"),
     "flashinfer-fa3": partial(_flashinfer, version="fa3"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """The backends that an engine uses.
-
-    Args:
-        prefill, decode: their names; equal if one backend attends for all rows.
-        reason: why these, for people to read.
-    """
-
-    prefill: str
-    decode: str
-    reason: str
-
-    @property
-    def name(self) -> str:
-        """One name, or two as ``"flashinfer + cascade"``."""
-        return self.prefill if self.prefill == self.decode else f"{self.prefill} + {self.decode}"
 
 
 def auto_backend(kv_cache: KVCache) -> tuple[str, str]:

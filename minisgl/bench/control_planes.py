@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from minisgl.bench.report import Cell, Table
-from minisgl.core.batch import Admission, Batch, build_batch
+from minisgl.core.batch import Batch, NewRequest, build_batch
 from minisgl.core.registry import resolve
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.distributed import CONTROL_PLANES
@@ -116,9 +116,9 @@ def prefill_batch_of(rows: int, length: int) -> Batch:
     """A step that admits ``rows`` prompts and feeds all of each."""
     params = SamplingParams(temperature=0.6, max_tokens=512, ignore_eos=True)
     prompt = np.arange(length, dtype=np.int32)
-    admissions = [Admission(slot, prompt, length, params, (), seed=slot) for slot in range(rows)]
+    new_requests = [NewRequest(slot, prompt, length, params, (), seed=slot) for slot in range(rows)]
     pages = np.arange(rows * length // 16, dtype=np.int32)
-    return _batch(rows, length, 0, admissions=admissions, page_index=pages, page_value=pages)
+    return _batch(rows, length, 0, new_requests=new_requests, page_index=pages, page_value=pages)
 
 
 def _batch(rows: int, fed: int, cached: int, **changes: object) -> Batch:

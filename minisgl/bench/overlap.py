@@ -22,9 +22,7 @@ from minisgl.core.request import Request
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.llm import LLM
 from minisgl.scheduler import EngineLoop, Scheduler, StepOutput
-from minisgl.scheduler.overlap import OverlapLoop
-from minisgl.scheduler.tracing import recorded
-from minisgl.trace import DEVICE, Trace
+from minisgl.trace import DEVICE, Trace, recorded
 
 _ON_OFF = {False: "off", True: "on"}
 _PHASES = ("schedule", "launch", "wait", "process")
@@ -114,14 +112,14 @@ class _Decoding:
         """Seconds from the end of each timed step to the end of the next; all decode ``rows`` requests.
 
         Args:
-            overlap: the loop.
+            overlap: whether a step stays in flight.
             rows: requests, each with a new prompt.
             added: milliseconds more for the host in every step.
             trace: records the timed steps.
         """
         llm = self._llm
         scheduler = cast(Scheduler, _SlowScheduler(llm.scheduler, added / 1e3)) if added else llm.scheduler
-        loop = OverlapLoop(scheduler, llm.engine) if overlap else EngineLoop(scheduler, llm.engine)
+        loop = EngineLoop(scheduler, llm.engine, depth=int(overlap))
         for _ in range(rows):
             llm.scheduler.add(self._request())
         while len(llm.scheduler.waiting):

@@ -33,6 +33,25 @@ class AttentionSpec:
     sliding_window: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The backends that an engine uses.
+
+    Args:
+        prefill, decode: their names; equal if one backend attends for all rows.
+        reason: why these, for people to read.
+    """
+
+    prefill: str
+    decode: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """One name, or two as ``"flashinfer + cascade"``."""
+        return self.prefill if self.prefill == self.decode else f"{self.prefill} + {self.decode}"
+
+
 class AttentionBackend(Protocol):
     """Computes causal attention of a batch.
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
-from minisgl.core.request import Int32Array, TokenLogprobs
+from minisgl.core.request import Int32Array, Request, TokenLogprobs
 from minisgl.core.sampling_params import SamplingParams
 
 _NOTHING: Int32Array = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class NewRequest:
     """What the engine must know of a request that gets a slot with this step.
 
     Args:
@@ -54,7 +54,7 @@ class Batch:
         sample_rows: [S] rows whose last token's logits are sampled; a prefill chunk that is not the last does not.
         output_index: [S] how many tokens the row has generated before this one.
         num_decode: leading rows that are decode rows.
-        admissions: requests that get their slot with this step.
+        new_requests: requests that get their slot with this step.
         page_index, page_value: [U] entries of the flattened page table that change before this step, and their values.
         mask_rows: [C] indices into the S sampling rows: those that may not sample every token.
         masks: [C × words] for each of them one bit a token, see `MaskMaker`.
@@ -69,7 +69,7 @@ class Batch:
     sample_rows: Int32Array
     output_index: Int32Array
     num_decode: int
-    admissions: tuple[Admission, ...] = ()
+    new_requests: tuple[NewRequest, ...] = ()
     page_index: Int32Array = field(default_factory=lambda: _NOTHING)
     page_value: Int32Array = field(default_factory=lambda: _NOTHING)
     mask_rows: Int32Array = field(default_factory=lambda: _NOTHING)
@@ -106,7 +106,7 @@ def build_batch(
     sample_rows: Int32Array,
     output_index: Int32Array,
     num_decode: int,
-    admissions: Sequence[Admission] = (),
+    new_requests: Sequence[NewRequest] = (),
     page_index: Int32Array = _NOTHING,
     page_value: Int32Array = _NOTHING,
 ) -> Batch:
@@ -118,7 +118,7 @@ def build_batch(
         kv_lens: [R] int32 tokens that each has in the KV cache already.
         page_table: [slots, pages] int32 page ids; must cover ``kv_lens + q_lens`` tokens of each row.
         page_size: tokens a page.
-        sample_rows, output_index, num_decode, admissions, page_index, page_value: as in `Batch`.
+        sample_rows, output_index, num_decode, new_requests, page_index, page_value: as in `Batch`.
     """
     cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
     np.cumsum(q_lens, out=cu_seqlens_q[1:])
@@ -136,7 +136,7 @@ def build_batch(
         sample_rows=sample_rows,
         output_index=output_index,
         num_decode=num_decode,
-        admissions=tuple(admissions),
+        new_requests=tuple(new_requests),
         page_index=page_index,
         page_value=page_value,
     )
@@ -185,9 +185,35 @@ class PendingStep(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """Runs steps in the order in which they are launched. The engine is one; a null model for benchmarks is another."""
+class StepLauncher(Protocol):
+    """Runs steps in the order in which they are launched. An engine is one; a null model for benchmarks is another."""
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start a step and return at once where the device allows it."""
+        ...
+
+
+StepPhase = Literal["schedule", "launch", "compute", "wait", "process", "fail"]
+"""What is done for a step, in this order; ``fail`` replaces what comes after an error.
+
+``compute`` lies within ``launch``: the engine sends the step's kernels to the device. All others are the loop's.
+"""
+
+
+class StepObserver(Protocol):
+    """Follows the steps of a loop, and of an engine in the same process. It must not raise."""
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """A phase of the step ``batch`` begins. To ``schedule`` has no batch yet."""
+        ...
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        """The phase is over, possibly with an error. A ``schedule`` that found nothing to run ends without a batch.
+
+        A ``compute`` that raised does not end.
+        """
+        ...
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """These requests have ended. Each is reported once."""
         ...

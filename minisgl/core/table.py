@@ -47,7 +47,6 @@ class RunningTable:
         self.token_len = np.zeros(rows, dtype=np.int32)
         self.known_len = np.zeros(rows, dtype=np.int32)
         self.prompt_len = np.zeros(rows, dtype=np.int32)
-        self.min_len = np.zeros(rows, dtype=np.int32)
         self.max_len = np.zeros(rows, dtype=np.int32)
         self.num_pages = np.zeros(rows, dtype=np.int32)
         """Leading entries of the request's page-table row that are in use."""
@@ -95,7 +94,6 @@ class RunningTable:
         self.kv_len[slot] = cached_len
         self.token_len[slot] = self.known_len[slot] = length
         self.prompt_len[slot] = request.prompt_len
-        self.min_len[slot] = request.prompt_len + request.params.min_tokens
         self.max_len[slot] = request.max_len
         self.watched[slot] = request.watched
         self.constrained[slot] = request.constraint is not None

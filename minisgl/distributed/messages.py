@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from minisgl.attention import AttentionChoice
-from minisgl.core.batch import Admission, Batch
+from minisgl.core.attention import AttentionChoice
+from minisgl.core.batch import Batch, NewRequest
 from minisgl.core.config import EngineConfig
 from minisgl.core.request import Int32Array, TokenLogprobs
 from minisgl.core.sampling_params import SamplingParams
@@ -111,7 +111,7 @@ _ARRAYS = (
 _PARAM_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
-class _Admission(msgspec.Struct, array_like=True):
+class _NewRequest(msgspec.Struct, array_like=True):
     slot: int
     tokens: bytes
     prompt_len: int
@@ -124,7 +124,7 @@ class _Step(msgspec.Struct, array_like=True):
     num_decode: int
     lengths: list[int]
     words: bytes
-    admissions: list[_Admission]
+    new_requests: list[_NewRequest]
 
 
 _STEPS = msgspec.msgpack.Decoder(_Step)
@@ -134,20 +134,20 @@ _REPORTS = msgspec.msgpack.Decoder(Report)
 def encode_batch(batch: Batch) -> bytes:
     """A step, ready to be sent: all of its arrays as one run of int32, and who is admitted."""
     arrays: list[Int32Array] = [getattr(batch, name) for name in _ARRAYS]
-    admissions = [
-        _Admission(a.slot, a.tokens.tobytes(), a.prompt_len, _given(a.params), a.stop_ids, a.seed)
-        for a in batch.admissions
+    new_requests = [
+        _NewRequest(a.slot, a.tokens.tobytes(), a.prompt_len, _given(a.params), a.stop_ids, a.seed)
+        for a in batch.new_requests
     ]
     words = np.concatenate(arrays, dtype=np.int32).tobytes()
-    return msgspec.msgpack.encode(_Step(batch.num_decode, [len(array) for array in arrays], words, admissions))
+    return msgspec.msgpack.encode(_Step(batch.num_decode, [len(array) for array in arrays], words, new_requests))
 
 
 def decode_batch(message: bytes) -> Batch:
     """What `encode_batch` was given."""
     step = _STEPS.decode(message)
     arrays = np.split(np.frombuffer(step.words, dtype=np.int32).copy(), np.cumsum(step.lengths[:-1]))
-    admissions = tuple(
-        Admission(
+    new_requests = tuple(
+        NewRequest(
             a.slot,
             np.frombuffer(a.tokens, dtype=np.int32),
             a.prompt_len,
@@ -155,9 +155,9 @@ def decode_batch(message: bytes) -> Batch:
             a.stop_ids,
             a.seed,
         )
-        for a in step.admissions
+        for a in step.new_requests
     )
-    return Batch(num_decode=step.num_decode, admissions=admissions, **dict(zip(_ARRAYS, arrays, strict=True)))
+    return Batch(num_decode=step.num_decode, new_requests=new_requests, **dict(zip(_ARRAYS, arrays, strict=True)))
 
 
 def encode_report(report: Report) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minisgl.attention import select_backend
+from minisgl.attention import attention_choice, select_backend
 from minisgl.core.communicator import ALONE, Communicator
 from minisgl.core.config import EngineConfig
 from minisgl.distributed.communicator import peers_of
@@ -46,6 +46,7 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
             partial(_fuse, fusions, communicator),
             choose_runners(config, device, fusions),
             communicator,
+            partial(attention_choice, config),
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minisgl.core.batch import Batch, StepResult
+from minisgl.core.batch import Batch, StepObserver, StepResult
 from minisgl.core.config import EngineConfig
 from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator
@@ -92,7 +92,10 @@ class RemoteEngine:
         self.num_pages = ready.num_pages
         self.page_bytes, self.model_bytes, self.runner_bytes = ready.page_bytes, ready.model_bytes, ready.runner_bytes
         self.max_seq_len = ready.max_seq_len
-        self.attention = ready.attention
+        self.observers: list[StepObserver] = []
+        """Are told nothing: what the ranks' devices do is not seen from here."""
+        self.local_engine: None = None
+        self.attention_choice = ready.attention
 
     def launch(self, batch: Batch) -> RemoteStep:
         """Tell all ranks to run a step. Does not wait for any of them.

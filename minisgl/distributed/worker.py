@@ -15,7 +15,6 @@ import msgspec
 import torch
 import xxhash
 
-from minisgl.attention import attention_choice
 from minisgl.core.batch import StepResult
 from minisgl.core.heap import freeze_heap
 from minisgl.core.registry import resolve
@@ -89,7 +88,7 @@ def ready(engine: Engine) -> Ready:
         model_bytes=engine.model_bytes,
         runner_bytes=engine.runner_bytes,
         max_seq_len=engine.max_seq_len,
-        attention=attention_choice(engine.config, engine.kv_cache),
+        attention=engine.attention_choice,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from minisgl.core.batch import Admission
+from minisgl.core.batch import NewRequest
 from minisgl.core.request import Int32Array
 from minisgl.kvcache.page_table import table_width
 
@@ -32,11 +32,11 @@ class DeviceState:
         width = table_width(max_seq_len, page_size)
         self.page_table = torch.full((max_running + 1, width), dummy_page, dtype=torch.int32, device=device)
 
-    def token_writes(self, admissions: Sequence[Admission]) -> tuple[Int32Array, Int32Array]:
+    def token_writes(self, new_requests: Sequence[NewRequest]) -> tuple[Int32Array, Int32Array]:
         """Flat indices into the token table, and values, that put the admitted requests' tokens in place."""
         width = self.tokens.shape[1]
-        index = [np.arange(a.slot * width, a.slot * width + len(a.tokens), dtype=np.int32) for a in admissions]
-        value = [a.tokens for a in admissions]
+        index = [np.arange(a.slot * width, a.slot * width + len(a.tokens), dtype=np.int32) for a in new_requests]
+        value = [a.tokens for a in new_requests]
         nothing = np.zeros(0, dtype=np.int32)
         return np.concatenate([nothing, *index]), np.concatenate([nothing, *value])
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from minisgl.core.attention import AttentionBackend
-from minisgl.core.batch import Batch, StepResult
+from minisgl.core.attention import AttentionBackend, AttentionChoice
+from minisgl.core.batch import Batch, StepObserver, StepResult
 from minisgl.core.communicator import ALONE, Communicator
 from minisgl.core.config import EngineConfig
 from minisgl.core.registry import resolve
@@ -85,6 +85,7 @@ class Engine:
         prepare_model: called with the loaded model, in which it may exchange modules for faster ones.
         runners: build what computes the steps.
         communicator: joins the ranks that share the model; each builds an engine, and is told of every step.
+        describe_attention: says which backend ``make_attention`` builds, and why.
 
     Raises:
         ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
@@ -100,6 +101,7 @@ class Engine:
         prepare_model: Callable[[torch.nn.Module], None] | None = None,
         runners: RunnerFactory | None = None,
         communicator: Communicator = ALONE,
+        describe_attention: Callable[[KVCache], AttentionChoice] | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -153,6 +155,11 @@ class Engine:
         self.num_pages = min(gather(pages, communicator, self.device))
         check_num_pages(self.num_pages, config.page_size, self.page_bytes, self.device)
         self.parts = parts(self.num_pages)
+        name = type(self.parts.attention).__name__
+        given = AttentionChoice(name, name, "the engine was built with it")
+        self.attention_choice = describe_attention(self.kv_cache) if describe_attention else given
+        self.observers: list[StepObserver] = []
+        """Are told when a step is sent to the device, and when all of it has been sent."""
         self.runner = runners.build(self.parts)
         if self.device.type == "cuda":
             warm_up(self.parts, config.max_prefill_tokens)
@@ -161,16 +168,32 @@ class Engine:
     def kv_cache(self) -> KVCache:
         return self.parts.kv_cache
 
+    @property
+    def local_engine(self) -> Engine:
+        """This engine, which is in the process of those who drive it."""
+        return self
+
+    def check(self) -> None:
+        """Nothing can end in this process without an exception."""
+
+    def close(self) -> None:
+        """Nothing has to be ended: memory is freed with the object."""
+
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Start a step: the model, the sampler, and an asynchronous copy of the tokens back to the host."""
-        for admission in batch.admissions:
-            self.sampling.admit(admission)
+        for new in batch.new_requests:
+            self.sampling.admit(new)
         rows = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
         if len(batch.mask_rows):
             rows = rows.constrained(batch.mask_rows, batch.masks)
         with current(self.device):
-            return self._send_back(rows, self.runner.run(batch, rows))
+            for observer in self.observers:
+                observer.begin("compute", batch)
+            sampled = self.runner.run(batch, rows)
+            for observer in self.observers:
+                observer.end("compute", batch)
+            return self._send_back(rows, sampled)
 
     def _send_back(self, rows: SamplingRows, sampled: SampledTokens) -> PendingStep:
         if self.device.type != "cuda":  # a copy here as well: the next step may write its tokens to the same place

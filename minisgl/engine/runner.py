@@ -83,7 +83,7 @@ class EagerRunner:
     def run(self, batch: Batch, rows: SamplingRows) -> SampledTokens:
         """See `StepRunner.run`."""
         state = self.parts.state
-        token_index, token_value = state.token_writes(batch.admissions)
+        token_index, token_value = state.token_writes(batch.new_requests)
         staged = to_device(
             {
                 "token_index": token_index,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core.batch import Admission
+from minisgl.core.batch import NewRequest
 from minisgl.core.request import Int32Array
 from minisgl.engine.random import draw_keys, splitmix64
 from minisgl.engine.sampling_stages import (
@@ -66,16 +66,16 @@ class SamplingTable:
         self._bias: dict[int, tuple[Int32Array, npt.NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, Int32Array] = {}
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, new: NewRequest) -> None:
         """Write every field of the slot, so that nothing of an earlier request is left.
 
         Token ids of ``logit_bias`` and ``stop_ids`` must be below the vocabulary size; requests are checked for that
         where they enter the engine.
         """
-        slot, params = admission.slot, admission.params
+        slot, params = new.slot, new.params
         greedy = params.greedy
         self.temperature[slot] = 0.0 if greedy else max(params.temperature, MIN_TEMPERATURE)
-        self.key[slot] = splitmix64(np.array([admission.seed], dtype=np.uint64))[0]
+        self.key[slot] = splitmix64(np.array([new.seed], dtype=np.uint64))[0]
         self.top_k[slot] = params.top_k or _NO_LIMIT
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
@@ -84,15 +84,15 @@ class SamplingTable:
         self.repetition[slot] = params.repetition_penalty
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.min_tokens[slot] = params.min_tokens
-        self.prompt_len[slot] = admission.prompt_len
+        self.prompt_len[slot] = new.prompt_len
 
         self._bias.pop(slot, None)
         self._stop_ids.pop(slot, None)
         if params.logit_bias:
             tokens = np.fromiter(params.logit_bias.keys(), dtype=np.int32)
             self._bias[slot] = tokens, np.fromiter(params.logit_bias.values(), dtype=np.float32)
-        if params.min_tokens > 0 and admission.stop_ids:
-            self._stop_ids[slot] = np.unique(np.array(admission.stop_ids, dtype=np.int32))
+        if params.min_tokens > 0 and new.stop_ids:
+            self._stop_ids[slot] = np.unique(np.array(new.stop_ids, dtype=np.int32))
 
         needs = _Needs(0)
         if not greedy:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from minisgl.core.batch import Admission, Batch, build_batch
+from minisgl.core.batch import Batch, NewRequest, build_batch
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.engine.budget import largest_prefill
 from minisgl.engine.runner import EagerRunner, EngineParts
@@ -36,7 +36,7 @@ def warm_up(parts: EngineParts, max_prefill_tokens: int) -> None:
     runner, table = EagerRunner(parts), SamplingTable(1)
     for batch in _prefill_steps(parts, max_prefill_tokens):
         for params in _KINDS:
-            table.admit(Admission(0, np.zeros(1, dtype=np.int32), 1, params, (), seed=0))
+            table.admit(NewRequest(0, np.zeros(1, dtype=np.int32), 1, params, (), seed=0))
             first = np.zeros(batch.num_rows, dtype=np.int32)
             runner.run(batch, table.rows(first, first))
 

@@ -1,26 +1,26 @@
 """Chapter 14, the part with processes: what they say to each other, over which sockets, and how a child lives."""
 
 from minisgl.messages.failure import Failure
-from minisgl.messages.jobs import Abort, Conversation, Question, Stop, Submit, Tokenized
-from minisgl.messages.replies import Accepted, Rejected, Reply, Told, Update
-from minisgl.messages.steps import Begun, Finished, Progress, Started, Token
+from minisgl.messages.jobs import Abort, Conversation, StatsRequest, Stop, Submit, Tokenized
+from minisgl.messages.replies import Accepted, Rejected, Reply, StatsReply, Update
+from minisgl.messages.steps import Finished, Progress, RequestAccepted, Started, Token
 
 __all__ = [
     "Abort",
     "Accepted",
-    "Begun",
     "Conversation",
     "Failure",
     "Finished",
     "Progress",
-    "Question",
     "Rejected",
     "Reply",
+    "RequestAccepted",
     "Started",
+    "StatsReply",
+    "StatsRequest",
     "Stop",
     "Submit",
     "Token",
     "Tokenized",
-    "Told",
     "Update",
 ]

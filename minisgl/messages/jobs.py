@@ -75,8 +75,8 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     uids: list[int]
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Something about the scheduler's state is wanted: answered by a `Told` of the same number.
+class StatsRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ask for the scheduler's state. The answer is a `StatsReply` of the same number.
 
     Args:
         number: never reused.
@@ -87,7 +87,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
     topic: str = ""
 
 
-ToScheduler = Tokenized | Abort | Stop | Question
+ToScheduler = Tokenized | Abort | Stop | StatsRequest
 
 
 def submit(

@@ -57,12 +57,12 @@ class Update(msgspec.Struct, array_like=True, tag=True):
         self.queue_time = later.queue_time
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a `Question`, which passes every process that holds states.
+class StatsReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a `StatsRequest`, which passes every process that holds states.
 
     Args:
-        number: of the question.
-        content: what there is to tell on its topic, encoded by whoever knows the topic.
+        number: of the request.
+        content: what there is to tell on its topic, encoded as the topic has it.
         states: jobs and choices that are being kept, by process.
     """
 
@@ -71,4 +71,4 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
     states: dict[str, int]
 
 
-Reply = Accepted | Rejected | Update | Told
+Reply = Accepted | Rejected | Update | StatsReply

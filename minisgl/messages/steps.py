@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from minisgl.core.request import TokenLogprobs
-from minisgl.messages.replies import Rejected, Told
+from minisgl.messages.replies import Rejected, StatsReply
 
 
-class Begun(msgspec.Struct, frozen=True, array_like=True):
+class RequestAccepted(msgspec.Struct, frozen=True, array_like=True):
     """A job whose requests are all in the scheduler's queue.
 
     Args:
@@ -71,12 +71,12 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 class Progress(msgspec.Struct, array_like=True):
     """Everything that one step brought, in the order in which it must be told."""
 
-    begun: list[Begun] = []
+    accepted: list[RequestAccepted] = []
     rejected: list[Rejected] = []
     started: list[Started] = []
     tokens: list[Token] = []
     finished: list[Finished] = []
-    told: list[Told] = []
+    stats: list[StatsReply] = []
 
     def __bool__(self) -> bool:
-        return bool(self.begun or self.rejected or self.started or self.tokens or self.finished or self.told)
+        return bool(self.accepted or self.rejected or self.started or self.tokens or self.finished or self.stats)

@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from minisgl.core.batch import Admission
+from minisgl.core.batch import NewRequest
 from minisgl.core.request import Request
 from minisgl.core.table import RunningTable
 from minisgl.scheduler.memory import KVMemory
@@ -37,27 +37,27 @@ class Admitter:
         new = list(islice(self.waiting.new.values(), WINDOW))
         return [*self.waiting.preempted.values(), *self.policies.queue.order(new, self._cached_len)]
 
-    def try_admit(self, request: Request) -> Admission | None:
+    def try_admit(self, request: Request) -> NewRequest | None:
         """Give the request a slot and pages for all the tokens that it has, or leave everything as it was.
 
         Pages for a whole prompt are taken at once even where it is computed in chunks: a prefill that has begun never
         waits for memory, so two of them cannot wait for each other.
         """
         tokens = request.tokens()
-        lease = self.memory.lease(tokens)
-        demand = self._demand(request, len(tokens), len(lease.match.pages))
+        prefix = self.memory.lock_prefix(tokens)
+        demand = self._demand(request, len(tokens), len(prefix.match.pages))
         if demand.now > demand.available or not self.policies.admission.can_admit(demand):
-            self.memory.drop(lease)
+            self.memory.unlock_prefix(prefix)
             return None
         self.waiting.remove(request)
-        slot = self.table.admit(request, lease.cached_len)
-        self.memory.attach(slot, lease)
+        slot = self.table.admit(request, prefix.cached_len)
+        self.memory.attach(slot, prefix)
         if request.times.admitted == 0.0:
             request.times.admitted = time.perf_counter()
             request.cached_tokens = int(self.table.kv_len[slot])
             if self._usage is not None:
                 self._usage.on_admit(request)
-        return Admission(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
+        return NewRequest(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
 
     def never_fits(self, request: Request) -> bool:
         """The request exceeds the whole pool, or was just turned away by an engine that runs nothing else."""

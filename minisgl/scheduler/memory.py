@@ -21,8 +21,8 @@ from minisgl.scheduler.offload import Offload
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """A locked match, on its way to become the beginning of a request's row, or to be dropped."""
+class LockedPrefix:
+    """A match that `KVMemory.lock_prefix` has locked: `KVMemory.attach` or `KVMemory.unlock_prefix` takes it next."""
 
     match: Match
     cached_len: int
@@ -67,26 +67,26 @@ class KVMemory:
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def lease(self, tokens: Int32Array) -> Lease:
+    def lock_prefix(self, tokens: Int32Array) -> LockedPrefix:
         """Lock the longest cached prefix of ``tokens``, short of the last token, whose logits must be computed."""
         match = self.cache.match(tokens[:-1])
         self.cache.lock(match.handle)
-        return Lease(match, len(match.pages) * self.page_size)
+        return LockedPrefix(match, len(match.pages) * self.page_size)
 
-    def drop(self, lease: Lease) -> None:
-        """Undo `lease`."""
-        self.cache.unlock(lease.match.handle)
+    def unlock_prefix(self, prefix: LockedPrefix) -> None:
+        """Undo `lock_prefix`."""
+        self.cache.unlock(prefix.match.handle)
 
-    def attach(self, slot: int, lease: Lease) -> None:
-        """Fill the row of a newly admitted request: the leased pages, then new ones for the rest of its tokens.
+    def attach(self, slot: int, prefix: LockedPrefix) -> None:
+        """Fill the row of a newly admitted request: the locked pages, then new ones for the rest of its tokens.
 
         What the store has of the rest is copied into the new pages, and counts as computed.
         """
-        shared = lease.match.pages
+        shared = prefix.match.pages
         new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
-        self._handles[slot] = lease.match.handle
+        self._handles[slot] = prefix.match.handle
         if self._offload is not None:
             tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
             restored = self._offload.restore(tokens, len(shared), new)
@@ -116,7 +116,7 @@ class KVMemory:
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
-    def look_again(self, slot: int) -> None:
+    def rematch_prefix(self, slot: int) -> None:
         """Skip what others have computed since the request was admitted: extend its cached prefix, if there is more.
 
         Two requests with one prefix, both in chunks, would otherwise compute the same pages side by side.
@@ -131,7 +131,7 @@ class KVMemory:
         self._repoint(slot, match.pages)
         self.table.kv_len[slot] = cached_len
 
-    def publish(self, slot: int, kv_len_before: int) -> None:
+    def cache_chunk(self, slot: int, kv_len_before: int) -> None:
         """Offer the pages of a prefill chunk to the prefix cache as soon as the chunk is scheduled.
 
         The KV is written by the step being built; every reader comes in the same step, whose layers store before
@@ -147,7 +147,7 @@ class KVMemory:
         if len(insert.pages) == 0:
             return
         self._move_lock(slot, insert.handle)
-        # A duplicate that this step still writes must stay where it is; it is found again when the row retires.
+        # A duplicate that this step still writes must stay where it is; it is found again when the row is freed.
         settled = min(len(insert.pages), kv_len_before // self.page_size)
         self._repoint(slot, insert.pages[:settled])
 
@@ -178,14 +178,16 @@ class KVMemory:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def retire(self, slot: int) -> None:
-        """Take the row apart: what is computed goes to the prefix cache, the rest is freed."""
-        known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
-        self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))
-        self.discard(slot)
+    def free_row(self, slot: int, cache: bool) -> None:
+        """Take the row apart: its private pages become free, and its lock is released.
 
-    def discard(self, slot: int) -> None:
-        """Take the row apart without offering it to the prefix cache, because its content is not to be trusted."""
+        Args:
+            slot: the row.
+            cache: offer the computed pages to the prefix cache first; False where their content is not to be trusted.
+        """
+        if cache:
+            known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
+            self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))
         pages = self.row(slot)
         self.pool.free(pages[~self.is_cached[pages]])
         if self._handles[slot] is not None:

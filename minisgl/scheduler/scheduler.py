@@ -215,7 +215,7 @@ class Scheduler:
         for slot in slots[self.table.prefilling[slots]].tolist():
             if budget == 0:
                 return
-            self.memory.look_again(slot)
+            self.memory.rematch_prefix(slot)
             budget -= self._add_chunk(rows, slot, budget)
         self._admit(rows, budget)
 
@@ -227,7 +227,7 @@ class Scheduler:
         last = kv_len + chunk == table.token_len[slot]
         rows.add_prefill(slot, kv_len, chunk, samples=last)
         table.kv_len[slot] += chunk
-        self.memory.publish(slot, kv_len)
+        self.memory.cache_chunk(slot, kv_len)
         if last:
             table.token_len[slot] += 1
             table.prefilling[slot] = False
@@ -241,8 +241,8 @@ class Scheduler:
         for request in self._admitter.candidates():
             if budget == 0 or not self.table.free_slots:
                 return
-            if (admission := self._admitter.try_admit(request)) is not None:
-                rows.admissions.append(admission)
+            if (new_request := self._admitter.try_admit(request)) is not None:
+                rows.new_requests.append(new_request)
                 budget -= self._add_chunk(rows, request.slot, budget)
                 self.waiting.note_bypass(request)
             elif self._admitter.never_fits(request):
@@ -293,7 +293,7 @@ class Scheduler:
         self.table.in_flight[batch.slots] -= 1
         for slot in batch.slots[~self.table.ended[batch.slots]].tolist():
             if self.table.active[slot]:
-                self.memory.discard(slot)
+                self.memory.free_row(slot, cache=False)
             self.finish(self.table.request(slot).uid, FinishReason.ERROR, error)
         self._release_idle(batch.slots)
         self.memory.forget_unlocked()
@@ -315,7 +315,7 @@ class Scheduler:
 
     def _leave(self, slot: int) -> None:
         """Stop scheduling a row and take its pages. The slot itself is kept while a launched step writes to it."""
-        self.memory.retire(slot)
+        self.memory.free_row(slot, cache=True)
         self.table.deactivate(slot)
         if self.table.in_flight[slot] == 0:
             self._release(slot)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core.batch import Admission, Batch, build_batch
+from minisgl.core.batch import Batch, NewRequest, build_batch
 from minisgl.core.request import Request, TokenLogprobs
 from minisgl.core.table import RunningTable
 from minisgl.kvcache.page_table import PageTable
@@ -20,7 +20,7 @@ class StepRows:
     q_lens: list[int] = field(default_factory=list)
     kv_lens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
 
     def add_decodes(self, slots: list[int], kv_lens: list[int]) -> None:
         """Append rows that feed one token each and sample."""
@@ -51,7 +51,7 @@ class StepRows:
             sample_rows=sample_rows,
             output_index=table.token_len[sampled] - 1 - table.prompt_len[sampled],
             num_decode=num_decode,
-            admissions=self.admissions,
+            new_requests=self.new_requests,
             page_index=page_index,
             page_value=page_value,
         )

@@ -12,7 +12,7 @@ import msgspec
 from minisgl.core.config import EngineConfig
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import EngineDead
-from minisgl.messages import Accepted, Conversation, Rejected, Reply, Submit, Told, Update
+from minisgl.messages import Accepted, Conversation, Rejected, Reply, StatsReply, Submit, Update
 from minisgl.messages.jobs import submit
 from minisgl.server.answer import Answer
 from minisgl.server.engine_stats import STATS, EngineStats
@@ -50,7 +50,7 @@ class AsyncEngine(ABC):
         self.died = False
         """True once the engine has ended with an error, for good."""
         self._answers: dict[int, Answer] = {}
-        self._questions: dict[int, asyncio.Future[Told]] = {}
+        self._stats_requests: dict[int, asyncio.Future[StatsReply]] = {}
         self._numbers = itertools.count()
         self._feed = LiveFeed(self._look)
 
@@ -74,7 +74,7 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def _ask(self, number: int, topic: str) -> None:
-        """Send a question on its way, without waiting."""
+        """Send a `StatsRequest` on its way, without waiting."""
 
     # -- what the server uses ----------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class AsyncEngine(ABC):
             raise
         return answer
 
-    async def ask(self, topic: str = "") -> Told:
+    async def ask(self, topic: str = "") -> StatsReply:
         """Ask the engine about itself, between two steps.
 
         Raises:
@@ -123,20 +123,20 @@ class AsyncEngine(ABC):
         if self.error is not None and not self.draining:
             raise self.error
         number = next(self._numbers)
-        self._questions[number] = asyncio.get_running_loop().create_future()
+        self._stats_requests[number] = asyncio.get_running_loop().create_future()
         try:
             self._ask(number, topic)
-            told = await asyncio.wait_for(self._questions[number], ANSWER_TIMEOUT)
+            reply = await asyncio.wait_for(self._stats_requests[number], ANSWER_TIMEOUT)
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {ANSWER_TIMEOUT:g} s") from None
         finally:
-            del self._questions[number]
-        return Told(number, told.content, {**told.states, "api": len(self._answers)})
+            del self._stats_requests[number]
+        return StatsReply(number, reply.content, {**reply.states, "api": len(self._answers)})
 
     async def stats(self) -> EngineStats:
         """How busy the engine is. Raises as `ask` does."""
-        told = await self.ask(STATS)
-        return msgspec.msgpack.decode(told.content, type=EngineStats)
+        reply = await self.ask(STATS)
+        return msgspec.msgpack.decode(reply.content, type=EngineStats)
 
     def watch(self) -> AsyncGenerator[LiveState, None]:
         """The engine's state, over and over, at most ten times a second. Costs the engine nothing if nobody watches.
@@ -147,8 +147,8 @@ class AsyncEngine(ABC):
         return self._feed.states()
 
     async def _look(self) -> LiveState:
-        told = await self.ask(LIVE)
-        return msgspec.msgpack.decode(told.content, type=LiveState)
+        reply = await self.ask(LIVE)
+        return msgspec.msgpack.decode(reply.content, type=LiveState)
 
     def drain(self) -> None:
         """Take no more jobs; those in flight go on. Then `busy` tells when they are done."""
@@ -165,8 +165,8 @@ class AsyncEngine(ABC):
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
-            if isinstance(reply, Told):
-                self._tell(reply)
+            if isinstance(reply, StatsReply):
+                self._resolve(reply)
             elif (answer := self._answers.get(reply.job)) is None:
                 if isinstance(reply, Accepted):
                     self._withdraw(reply.job)
@@ -184,10 +184,10 @@ class AsyncEngine(ABC):
         if answer.finished:
             del self._answers[answer.job]
 
-    def _tell(self, told: Told) -> None:
-        question = self._questions.get(told.number)
-        if question is not None and not question.done():
-            question.set_result(told)
+    def _resolve(self, reply: StatsReply) -> None:
+        future = self._stats_requests.get(reply.number)
+        if future is not None and not future.done():
+            future.set_result(reply)
 
     def _abort(self, answer: Answer) -> None:
         if self._answers.pop(answer.job, None) is not None and answer.taken:
@@ -198,9 +198,9 @@ class AsyncEngine(ABC):
         if not self.died:
             self.error = error
         self._fail(list(self._answers), error)
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(error)
+        for future in self._stats_requests.values():
+            if not future.done():
+                future.set_exception(error)
 
     def _fail(self, jobs: Sequence[int], error: EngineDead) -> None:
         for job in jobs:

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
-from minisgl.errors import ContextExceeded, MiniSGLError
-from minisgl.llm import LLM
+from minisgl.engine_core import EngineCore
+from minisgl.errors import MiniSGLError
 from minisgl.messages import (
     Abort,
-    Begun,
     Failure,
     Finished,
     Progress,
-    Question,
     Rejected,
+    RequestAccepted,
     Started,
+    StatsReply,
+    StatsRequest,
     Stop,
     Token,
     Tokenized,
-    Told,
 )
 from minisgl.messages.jobs import ToScheduler
 from minisgl.outputs import Metrics
@@ -38,35 +38,35 @@ Views = Mapping[str, Callable[[], bytes]]
 class _Choice:
     job: int
     followed: bool
-    """Whether its tokens are sent step by step: somebody reads them, or a stop string may be among them."""
+    """Whether its tokens are sent step by step: they are read as they come, or may contain a stop string."""
 
 
 class EngineStage:
-    """Runs an `LLM`, which belongs to it. Keeps one state for each unfinished job and choice.
+    """Runs an `EngineCore`, which belongs to it. Keeps one state for each unfinished job and choice.
 
     Args:
-        llm: the engine.
+        core: the engine.
         views: answers to questions about it.
     """
 
-    def __init__(self, llm: LLM, views: Views | None = None) -> None:
-        self._llm = llm
+    def __init__(self, core: EngineCore, views: Views | None = None) -> None:
+        self._core = core
         self._views = views or {}
         self._jobs: dict[int, set[int]] = {}
         """Unfinished requests of each job."""
         self._choices: dict[int, _Choice] = {}
         """By the requests' numbers."""
         self._unstarted: set[int] = set()
-        """Those of them of which nobody has been told that they left the queue."""
+        """Those of them that have not been reported as started, which is when they leave the queue."""
         self._progress = Progress()
 
     @property
     def has_work(self) -> bool:
-        """Whether another step has something to do or to tell."""
-        return self._llm.scheduler.has_work or bool(self._choices) or bool(self._progress)
+        """Whether another step has something to do or to report."""
+        return self._core.has_work or bool(self._choices) or bool(self._progress)
 
     def take(self, message: ToScheduler) -> None:
-        """Act on a message. What there is to tell about it comes with the next step."""
+        """Act on a message. What there is to report about it comes with the next step."""
         match message:
             case Tokenized():
                 self._submit(message)
@@ -74,12 +74,12 @@ class EngineStage:
                 self._end(self._jobs.get(message.job, ()), FinishReason.ABORT)
             case Stop():
                 self._end(message.uids, FinishReason.STOP)
-            case Question():
+            case StatsRequest():
                 self._answer(message)
 
     def step(self) -> Progress:
-        """Run one step, if there is one to run, and tell what is new since the last."""
-        output = self._llm.step()
+        """Run one step, if there is one to run, and report what is new since the last."""
+        output = self._core.step()
         progress, self._progress = self._progress, Progress()
         progress.started = self._started(output)
         progress.tokens = self._tokens(output)
@@ -94,7 +94,7 @@ class EngineStage:
             for prompt in job.prompts:
                 requests += self._requests(prompt, params, job)
             for request in requests:
-                self._llm.scheduler.add(request)
+                self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
             if not isinstance(error, MiniSGLError):
                 logger.exception("job %d cannot be submitted", job.job)
@@ -106,39 +106,24 @@ class EngineStage:
         self._choices |= dict.fromkeys(uids, _Choice(job.job, job.streaming or bool(params.stop)))
         self._unstarted.update(uids)
         prompt_lens = [request.prompt_len for request in requests[:: params.n]]
-        begun = Begun(job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens)
-        self._progress.begun.append(begun)
+        accepted = RequestAccepted(job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens)
+        self._progress.accepted.append(accepted)
 
     def _requests(self, prompt: bytes, params: SamplingParams, job: Tokenized) -> list[Request]:
-        """The requests of a prompt. Their text is made elsewhere, so nobody tells their generations of tokens."""
-        token_ids = memoryview(prompt).cast("i")
-        requests = [each.request for each in self._llm.prepare(token_ids, params, job.streaming, job.user)]
-        self._check_fits(requests[0])
+        processor = self._core.input_processor
+        requests = processor.process(memoryview(prompt).cast("i"), params, job.streaming, job.user)
+        processor.check_fits(requests[0])
         return requests
-
-    def _check_fits(self, request: Request) -> None:
-        """Refuse at the edge what the KV cache could never finish, however idle the engine is."""
-        memory = self._llm.scheduler.memory
-        capacity = memory.num_pages * memory.page_size
-        if request.max_len - 1 <= capacity:  # the last token is never fed, so its KV needs no room
-            return
-        if request.prompt_len > capacity:
-            raise ContextExceeded("prompt", f"{request.prompt_len} tokens do not fit the KV cache of {capacity} tokens")
-        room = capacity + 1 - request.prompt_len
-        raise ContextExceeded(
-            "max_tokens",
-            f"{request.max_len - request.prompt_len} with a prompt of {request.prompt_len} tokens exceed the KV cache "
-            f"of {capacity} tokens; at most {room} fit",
-        )
 
     def _end(self, uids: Iterable[int], reason: FinishReason) -> None:
         for uid in list(uids):
-            self._llm.scheduler.finish(uid, reason)
+            self._core.finish(uid, reason)
 
-    def _answer(self, question: Question) -> None:
-        view = self._views.get(question.topic)
+    def _answer(self, request: StatsRequest) -> None:
+        view = self._views.get(request.topic)
         content = b"" if view is None else view()
-        self._progress.told.append(Told(question.number, content, {"scheduler": len(self._jobs) + len(self._choices)}))
+        states = {"scheduler": len(self._jobs) + len(self._choices)}
+        self._progress.stats.append(StatsReply(request.number, content, states))
 
     def _started(self, output: StepOutput) -> list[Started]:
         requests = [*(event.request for event in output.events), *output.finished]

@@ -16,7 +16,7 @@ from minisgl.server.errors import ApiError, to_json
 from minisgl.server.formats import Format, Usage
 from minisgl.server.metrics import Metrics
 from minisgl.server.records import RequestRecord, record_of
-from minisgl.server.requests import Generates, Job
+from minisgl.server.requests import EngineRequest, Generates
 from minisgl.server.streaming import EventStream, TimeLimit, until_disconnect
 
 MakeFormat = Callable[[Sequence[int]], Awaitable[Format]]
@@ -45,16 +45,16 @@ class Generator:
         """
         record = record_of(request)
         try:
-            job = body.job()
-            limit = TimeLimit(_shorter(job.time_limit, self._engine.config.request_timeout))
-            work = self._begin(job, make_format)
+            asked = body.engine_request()
+            limit = TimeLimit(_shorter(asked.time_limit, self._engine.config.request_timeout))
+            work = self._begin(asked, make_format)
             answer, written = await limit.keep(until_disconnect(request.receive, work))
         except InvalidRequest as error:
             raise body.in_own_words(error) from error
-        usage = record.usage = Usage(answer.accepted.result(), job.params.n)
-        record.choices, record.streamed = answer.num_choices, job.streaming
+        usage = record.usage = Usage(answer.accepted.result(), asked.params.n)
+        record.choices, record.streamed = answer.num_choices, asked.streaming
         note = partial(self._note, record, usage)
-        if job.streaming:
+        if asked.streaming:
             return EventStream(answer, written, usage, limit, note)
         try:
             updates = await until_disconnect(request.receive, _collect(answer, limit))
@@ -64,8 +64,8 @@ class Generator:
             note(update)
         return Response(to_json(written.whole(updates, usage)), media_type="application/json")
 
-    async def _begin(self, job: Job, make_format: MakeFormat) -> tuple[Answer, Format]:
-        answer = await self._engine.submit(job.prompts, job.params, job.streaming, job.user)
+    async def _begin(self, asked: EngineRequest, make_format: MakeFormat) -> tuple[Answer, Format]:
+        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user)
         try:
             return answer, await make_format(answer.accepted.result())
         except BaseException:

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from minisgl.engine_core import EngineCore
 from minisgl.errors import EngineDead, QueueFull
-from minisgl.llm import LLM
-from minisgl.messages import Abort, Question, Rejected, Reply, Stop, Submit
+from minisgl.messages import Abort, Rejected, Reply, StatsRequest, Stop, Submit
 from minisgl.messages.detokenize import DetokenizerStage
 from minisgl.messages.sockets import JOBS
 from minisgl.messages.tokenize import TokenizerStage
@@ -30,21 +30,21 @@ STOP_TIMEOUT = 30.0
 
 
 class InProcessEngine(AsyncEngine):
-    """Runs one `LLM` in a thread of its own.
+    """Runs one `EngineCore` in a thread of its own.
 
     Args:
-        llm: the engine. It belongs to the thread from `start` on; only ``tokenizer.token_text``, which changes nothing,
-            is called from elsewhere.
+        core: the engine. It belongs to the thread from `start` on; only ``tokenizer.token_text``, which changes
+            nothing, is called from elsewhere.
         views: answers to questions about it.
     """
 
-    def __init__(self, llm: LLM, views: Views | None = None) -> None:
-        super().__init__(llm.config, llm.tokenizer, llm.max_seq_len)
-        self._llm = llm
-        self._inbox: queue.SimpleQueue[Submit | Abort | Question | None] = queue.SimpleQueue()
-        self._tokenizing = TokenizerStage(llm.tokenizer, llm.max_seq_len)
-        self._engine = EngineStage(llm, views)
-        self._detokenizing = DetokenizerStage(llm.tokenizer)
+    def __init__(self, core: EngineCore, views: Views | None = None) -> None:
+        super().__init__(core.config, core.tokenizer, core.max_seq_len)
+        self._core = core
+        self._inbox: queue.SimpleQueue[Submit | Abort | StatsRequest | None] = queue.SimpleQueue()
+        self._tokenizing = TokenizerStage(core.tokenizer, core.max_seq_len)
+        self._engine = EngineStage(core, views)
+        self._detokenizing = DetokenizerStage(core.tokenizer)
         self._thread = threading.Thread(target=self._run, name="minisgl-engine", daemon=True)
 
     def start(self) -> None:
@@ -67,7 +67,7 @@ class InProcessEngine(AsyncEngine):
         self._inbox.put(Abort(job))
 
     def _ask(self, number: int, topic: str) -> None:
-        self._inbox.put(Question(number, topic))
+        self._inbox.put(StatsRequest(number, topic))
 
     # -- in the engine's thread --------------------------------------------------------------------------------
 
@@ -99,13 +99,13 @@ class InProcessEngine(AsyncEngine):
                 self._engine.take(message)
         return True
 
-    def _next_message(self) -> Submit | Abort | Question | None:
+    def _next_message(self) -> Submit | Abort | StatsRequest | None:
         """Sleep until there is one, and look now and then whether the engine could still act on it."""
         while True:
             try:
                 return self._inbox.get(timeout=PATIENCE)
             except queue.Empty:
-                self._llm.check()
+                self._core.check()
 
     def _send(self, replies: Sequence[Reply]) -> None:
         self._to_loop(self._deliver, replies)

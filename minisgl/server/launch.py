@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from ipaddress import ip_address
 from types import FrameType
 
@@ -119,13 +118,13 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
     if not config.in_process:
         yield ProcessEngine(engine_config, config)
         return
-    from minisgl.llm import LLM  # here, because else the API process needs nothing of the engine
+    from minisgl.engine_core import EngineCore  # here, because else the API process needs nothing of the engine
     from minisgl.server.in_process import InProcessEngine
     from minisgl.server.recording import recording
     from minisgl.server.views import views_of
 
-    with LLM(**asdict(engine_config)) as llm, nullcontext() if config.trace is None else recording(llm, config.trace):
-        yield InProcessEngine(llm, views_of(llm))
+    with EngineCore(engine_config) as core, nullcontext() if config.trace is None else recording(core, config.trace):
+        yield InProcessEngine(core, views_of(core))
 
 
 def warn_of_strangers(listener: socket.socket, config: ServerConfig) -> None:

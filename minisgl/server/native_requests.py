@@ -12,7 +12,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.messages import Conversation
 from minisgl.server.completion_request import IdLists, Ids, Texts, is_ids
 from minisgl.server.conversation import ChatMessage
-from minisgl.server.requests import ApiObject, Count, Job, Least, Prompt, SamplingFields, Seed, only, shown
+from minisgl.server.requests import ApiObject, Count, EngineRequest, Least, Prompt, SamplingFields, Seed, only, shown
 
 _OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
@@ -81,9 +81,9 @@ class GenerateRequest(ApiObject):
         given = self._given
         return [given] if isinstance(given, str) or is_ids(given) else given
 
-    def job(self) -> Job:
+    def engine_request(self) -> EngineRequest:
         """See `minisgl.server.requests.Generates`."""
-        return Job(self.prompts, self.sampling_params.in_engine_words(), self.stream)
+        return EngineRequest(self.prompts, self.sampling_params.in_engine_words(), self.stream)
 
     def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
         """Parameters are in an object of their own, some under other names."""

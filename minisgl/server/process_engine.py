@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import EngineDead, MiniSGLError
-from minisgl.messages import Abort, Accepted, Question, Rejected, Reply, Submit
+from minisgl.messages import Abort, Accepted, Rejected, Reply, StatsRequest, Submit
 from minisgl.messages.jobs import encode
 from minisgl.messages.processes import ChildProcess, wait_until_ready
 from minisgl.models.hub import resolve_model
@@ -78,7 +78,7 @@ class ProcessEngine(AsyncEngine):
         self._topology.to_scheduler.send(Abort(job))
 
     def _ask(self, number: int, topic: str) -> None:
-        self._topology.to_scheduler.send(Question(number, topic))
+        self._topology.to_scheduler.send(StatsRequest(number, topic))
 
     # -- from the processes ------------------------------------------------------------------------------------
 

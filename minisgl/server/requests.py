@@ -118,7 +118,7 @@ class SamplingFields(ApiObject):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineRequest:
     """What a body asks of the engine.
 
     Args:
@@ -139,7 +139,7 @@ class Job:
 class Generates(Protocol):
     """A body that asks for generations, whatever its fields are called."""
 
-    def job(self) -> Job:
+    def engine_request(self) -> EngineRequest:
         """The same for the engine. Raises `InvalidRequest`, naming a field by the engine's name or by its own."""
 
     def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
@@ -183,9 +183,9 @@ class GenerationRequest(SamplingFields, ABC):
         """Whether a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def job(self) -> Job:
+    def engine_request(self) -> EngineRequest:
         """See `Generates`."""
-        return Job(self.prompts, self.engine_params(), self.stream, self.user or "", self.timeout)
+        return EngineRequest(self.prompts, self.engine_params(), self.stream, self.user or "", self.timeout)
 
     def engine_params(self) -> SamplingParams:
         """What was given, and nothing else."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import zmq
 
-from minisgl.llm import LLM
+from minisgl.engine_core import EngineCore
 from minisgl.messages.child import Ready, child_process
 from minisgl.messages.jobs import ToScheduler
 from minisgl.messages.options import SchedulerOptions
@@ -29,14 +28,14 @@ def main() -> None:
         inbox = Receiver[ToScheduler](context, address(directory, options.name), ToScheduler, JOBS)
         detokenizer = Sender(context, address(directory, "detokenizer"), STEPS)
         recorded = nullcontext if options.trace is None else partial(recording, path=options.trace)
-        with LLM(**asdict(options.engine)) as llm, recorded(llm):
-            stage = EngineStage(llm, views_of(llm))
-            report(Ready({"max_seq_len": llm.max_seq_len}))
+        with EngineCore(options.engine) as core, recorded(core):
+            stage = EngineStage(core, views_of(core))
+            report(Ready({"max_seq_len": core.max_seq_len}))
             while True:
                 for message in inbox.receive_all(0.0 if stage.has_work else PATIENCE):
                     stage.take(message)
                 if not stage.has_work:
-                    llm.check()
+                    core.check()
                 elif progress := stage.step():
                     detokenizer.send(progress)
 

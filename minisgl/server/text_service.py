@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
+from minisgl.errors import check_token_ids
 from minisgl.messages import Conversation
 from minisgl.tokenizer import Tokenizer
-from minisgl.validation import check_token_ids
 
 
 class TextService:

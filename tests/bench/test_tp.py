@@ -93,5 +93,5 @@ def test_the_steps_are_what_they_are_said_to_be() -> None:
     decode, prefill = decode_batch_of(256), prefill_batch_of(8, 1024)
     assert (decode.num_rows, decode.num_tokens, decode.num_decode, len(decode.page_index)) == (256, 256, 256, 16)
     assert (prefill.num_rows, prefill.num_tokens, prefill.num_decode) == (8, 8192, 0)
-    assert sum(len(admission.tokens) for admission in prefill.admissions) == 8192
+    assert sum(len(new.tokens) for new in prefill.new_requests) == 8192
     assert np.array_equal(prefill.q_lens, [1024] * 8)

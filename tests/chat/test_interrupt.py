@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
 
 from minisgl.chat.engine import EnginePartner
 from minisgl.chat.interrupt import Interrupt
-from minisgl.scheduler import StepOutput
+from minisgl.core.batch import Batch, StepPhase
+from minisgl.core.request import Request
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 HELLO = [{"role": "user", "content": "the quick brown fox"}]
@@ -17,6 +18,21 @@ HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+class Interrupting:
+    """Presses Ctrl-C within the first step that it observes."""
+
+    pressed = False
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        if not self.pressed:
+            self.pressed = True
+            press_ctrl_c()
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None: ...
+
+    def finish(self, requests: Sequence[Request]) -> None: ...
 
 
 def test_the_first_waits_and_the_second_does_not() -> None:
@@ -48,15 +64,7 @@ def test_an_interrupt_within_a_step_leaves_the_prefix_cache_alone(
     first.close()
     cached = llm.scheduler.memory.cache.num_pages
     assert cached > 0
-    step = llm.loop.step
-
-    def interrupted_step() -> StepOutput:
-        press_ctrl_c()
-        monkeypatch.setattr(llm.loop, "step", step)
-        return step()
-
-    monkeypatch.setattr(llm.loop, "step", interrupted_step)
-    with pytest.raises(KeyboardInterrupt):
+    with llm.core.observe(Interrupting()), pytest.raises(KeyboardInterrupt):
         list(partner.answer(HELLO))
     assert llm.scheduler.memory.cache.num_pages >= cached
     assert_idle_and_clean(llm)

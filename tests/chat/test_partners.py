@@ -75,7 +75,7 @@ def test_leaving_an_answer_ends_it_on_the_server(server: RunningServer) -> None:
     answer = ServerPartner(server.url, None).answer(HELLO)
     next(answer)
     answer.close()
-    wait_until(lambda: not server.llm.scheduler.requests)
+    wait_until(lambda: not server.core.scheduler.requests)
     server.gate.allowed = None
 
 
@@ -110,7 +110,7 @@ def test_wherever_an_interrupt_comes_the_server_hears_that_nobody_reads_any_more
             break
         wait_until(lambda: not server.engine.busy)
     assert after > 2000
-    wait_until(lambda: not server.llm.scheduler.requests)
+    wait_until(lambda: not server.core.scheduler.requests)
     server.gate.allowed = None
 
 

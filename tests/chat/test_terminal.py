@@ -22,9 +22,9 @@ COMMAND = [sys.executable, "-m", "minisgl.chat"]
 
 
 def cached_text(server: RunningServer) -> str:
-    cache = server.llm.scheduler.memory.cache
+    cache = server.core.scheduler.memory.cache
     assert isinstance(cache, RadixCache)
-    return "".join(server.llm.tokenizer.decode(node.tokens.tolist()) for node in cache.nodes())
+    return "".join(server.core.tokenizer.decode(node.tokens.tolist()) for node in cache.nodes())
 
 
 def _hear_interrupts() -> None:
@@ -89,7 +89,7 @@ class Terminal:
 def server(checkpoint: Path) -> Iterator[RunningServer]:
     """A server whose model says the same to everything."""
     with RunningServer(checkpoint) as running:
-        running.llm.loop.executor = Scripted([*running.llm.tokenizer.encode("so be it")[1:], 1])
+        running.core.loop.executor = Scripted([*running.core.tokenizer.encode("so be it")[1:], 1])
         yield running
 
 
@@ -117,7 +117,7 @@ def test_a_chat_in_a_terminal(server: RunningServer, terminal: Terminal) -> None
     terminal.type("the dog\n")
     wait_until(lambda: server.gate.allowed == 0)
     terminal.interrupt_until("(stopped)")
-    wait_until(lambda: not server.llm.scheduler.requests)
+    wait_until(lambda: not server.core.scheduler.requests)
     server.gate.allowed = None
     terminal.read_until("> ")
 

@@ -11,7 +11,7 @@ import pytest
 
 from minisgl import SamplingParams
 from minisgl.core import Batch, EngineConfig
-from minisgl.core.batch import Admission
+from minisgl.core.batch import NewRequest
 from minisgl.core.request import TokenLogprobs
 from minisgl.distributed.messages import (
     Endpoint,
@@ -51,7 +51,7 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(values, dtype=np.int32)
 
 
-def batch(*admissions: Admission) -> Batch:
+def batch(*new_requests: NewRequest) -> Batch:
     return Batch(
         slots=ints(3, 1),
         cu_seqlens_q=ints(0, 1, 4),
@@ -62,19 +62,21 @@ def batch(*admissions: Admission) -> Batch:
         sample_rows=ints(0),
         output_index=ints(5),
         num_decode=1,
-        admissions=admissions,
+        new_requests=new_requests,
         page_index=ints(),
         page_value=ints(),
     )
 
 
 def test_a_batch_survives_the_way() -> None:
-    sent = batch(Admission(1, ints(5, 6, 7), 3, ODD, (2, 9), 2**62), Admission(3, ints(1), 1, SamplingParams(), (), 0))
+    sent = batch(
+        NewRequest(1, ints(5, 6, 7), 3, ODD, (2, 9), 2**62), NewRequest(3, ints(1), 1, SamplingParams(), (), 0)
+    )
     received = decode_batch(encode_batch(sent))
     for field in fields(Batch):
-        if field.name != "admissions":
+        if field.name != "new_requests":
             np.testing.assert_array_equal(getattr(received, field.name), getattr(sent, field.name), strict=True)
-    for ours, theirs in zip(received.admissions, sent.admissions, strict=True):
+    for ours, theirs in zip(received.new_requests, sent.new_requests, strict=True):
         np.testing.assert_array_equal(ours.tokens, theirs.tokens, strict=True)
         assert (ours.slot, ours.prompt_len, ours.stop_ids, ours.seed) == (
             theirs.slot,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minisgl.core import SamplingParams
-from minisgl.core.batch import Admission
+from minisgl.core.batch import NewRequest
 from minisgl.core.request import Int32Array
 from minisgl.engine.random import draw_keys, splitmix64
 from minisgl.engine.sampling_stages import SamplingRows
@@ -32,8 +32,8 @@ def ints(*values: int) -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 
-def admission(slot: int, params: SamplingParams, seed: int = 0, prompt_len: int = 5) -> Admission:
-    return Admission(slot, np.arange(prompt_len, dtype=np.int32), prompt_len, params, (2, 3), seed)
+def admission(slot: int, params: SamplingParams, seed: int = 0, prompt_len: int = 5) -> NewRequest:
+    return NewRequest(slot, np.arange(prompt_len, dtype=np.int32), prompt_len, params, (2, 3), seed)
 
 
 def table(*params: SamplingParams) -> SamplingTable:
@@ -142,8 +142,8 @@ def test_a_slot_inherits_nothing(after: SamplingParams) -> None:
 
 def test_preemption_changes_nothing_but_the_slot() -> None:
     before, after = SamplingTable(2), SamplingTable(2)
-    before.admit(Admission(0, np.arange(5, dtype=np.int32), 5, EVERYTHING, (2, 3), 77))
-    after.admit(Admission(1, np.arange(5 + 3, dtype=np.int32), 5, EVERYTHING, (2, 3), 77))  # 3 of them are output
+    before.admit(NewRequest(0, np.arange(5, dtype=np.int32), 5, EVERYTHING, (2, 3), 77))
+    after.admit(NewRequest(1, np.arange(5 + 3, dtype=np.int32), 5, EVERYTHING, (2, 3), 77))  # 3 of them are output
     first, again = before.rows(ints(0), ints(3)), after.rows(ints(1), ints(3))
     assert first.penalties is not None
     assert again.penalties is not None

@@ -5,7 +5,19 @@ from collections.abc import Iterable
 import pytest
 
 from minisgl.core.request import TokenLogprobs
-from minisgl.messages import Accepted, Begun, Failure, Finished, Progress, Rejected, Reply, Started, Token, Told, Update
+from minisgl.messages import (
+    Accepted,
+    Failure,
+    Finished,
+    Progress,
+    Rejected,
+    Reply,
+    RequestAccepted,
+    Started,
+    StatsReply,
+    Token,
+    Update,
+)
 from minisgl.messages.detokenize import DetokenizerStage
 from tests.tokenizer.tiny import tiny_tokenizer
 
@@ -19,9 +31,9 @@ def ids(text: str) -> list[int]:
 def begin(
     stage: DetokenizerStage, streaming: bool = True, stop: Iterable[str] = (), uids: Iterable[int] = (7,)
 ) -> None:
-    begun = Begun(1, list(uids), [3], streaming, list(stop), 0)
+    begun = RequestAccepted(1, list(uids), [3], streaming, list(stop), 0)
     started = [Started(uid, 2, 0.5) for uid in uids]
-    assert stage.handle(Progress(begun=[begun], started=started)) == ([Accepted(1, [3])], [])
+    assert stage.handle(Progress(accepted=[begun], started=started)) == ([Accepted(1, [3])], [])
 
 
 def feed(stage: DetokenizerStage, *tokens: int, uid: int = 7) -> tuple[list[Update], list[int]]:
@@ -39,8 +51,8 @@ def finish(stage: DetokenizerStage, *finished: Finished) -> list[Reply]:
 
 
 def states(stage: DetokenizerStage) -> int:
-    (told,) = stage.handle(Progress(told=[Told(0, b"", {})]))[0]
-    assert isinstance(told, Told)
+    (told,) = stage.handle(Progress(stats=[StatsReply(0, b"", {})]))[0]
+    assert isinstance(told, StatsReply)
     return told.states["detokenizer"]
 
 

@@ -53,7 +53,7 @@ def test_mini_sglang_1_freed_pages_stay_in_a_running_requests_page_table(cache: 
     own = rows.pages(duplicate)
     rows.prefill(first)
     rows.table.kv_len[duplicate] = 13
-    rows.memory.publish(duplicate, kv_len_before=12)
+    rows.memory.cache_chunk(duplicate, kv_len_before=12)
     newcomer = rows.admit([2] * 40)  # takes the freed pages at once
     assert set(own[:3]) <= set(rows.pages(newcomer))
     assert set(rows.pages(duplicate)).isdisjoint(rows.pages(newcomer))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 
@@ -20,19 +17,12 @@ assert radix  # imported, as the next one, for their registration
 assert block_hash
 
 
-def _loops() -> list[Any]:
-    """The loops that there are: the package as of chapter 8 does not have the one that overlaps yet."""
-    overlap = "minisgl.scheduler.overlap"
-    return [EngineLoop, *([import_module(overlap).OverlapLoop] if find_spec(overlap) else [])]
-
-
-LOOPS = _loops()
-DELAYS = list(range(len(LOOPS)))
+DELAYS = [0, 1]
 """By how many steps a loop may be late."""
 
 
 class Harness:
-    """Drives one of the loops: results are processed ``delay`` steps late, 0 or 1."""
+    """Drives a loop whose results are processed ``delay`` steps late."""
 
     def __init__(
         self,
@@ -61,7 +51,7 @@ class Harness:
         self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
         self.vocab = vocab
         self.faulty = FaultyExecutor(self.executor, self.table)
-        self.loop = LOOPS[delay](self.scheduler, self.faulty)
+        self.loop = EngineLoop(self.scheduler, self.faulty, depth=delay)
         self.finished: dict[int, Request] = {}
         self.seen: dict[int, list[int]] = defaultdict(list)
         """Tokens that were reported of watched requests, by uid."""

@@ -42,7 +42,7 @@ def test_a_mixed_step_is_laid_out_as_documented() -> None:
         for slot, position in zip(batch.token_slots.tolist(), batch.positions.tolist(), strict=True)
     ]
     assert batch.out_locs.tolist() == expected
-    assert [admission.slot for admission in batch.admissions] == [batch.slots[3]]
+    assert [new.slot for new in batch.new_requests] == [batch.slots[3]]
     assert (batch.num_rows, batch.num_tokens, batch.max_q_len, batch.max_seq_len) == (4, 10, 6, 14)
 
 
@@ -57,7 +57,7 @@ def test_a_long_prompt_comes_in_chunks_of_which_the_last_samples() -> None:
     assert [batch.q_lens.tolist() for batch in batches] == [[4], [4], [2]]
     assert [batch.positions.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [batch.sample_rows.tolist() for batch in batches] == [[], [], [0]]
-    assert [len(batch.admissions) for batch in batches] == [1, 0, 0]
+    assert [len(batch.new_requests) for batch in batches] == [1, 0, 0]
     assert request.state is RequestState.DECODE
 
 

@@ -48,7 +48,7 @@ def test_static_batches_start_when_the_one_before_is_done() -> None:
     while harness.scheduler.has_work:
         batch_count = len(harness.batches)
         harness.step()
-        if len(harness.batches) > batch_count and harness.batches[-1].admissions:
+        if len(harness.batches) > batch_count and harness.batches[-1].new_requests:
             running = {r.uid for r in requests if r.state in (RequestState.PREFILL, RequestState.DECODE)}
             batches_of.append(running)
     assert {0, 1, 2} in batches_of

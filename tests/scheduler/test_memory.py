@@ -32,7 +32,7 @@ class Rows:
         prompt = np.array(tokens, dtype=np.int32)
         request = Request(uid=self._next_uid, prompt=prompt, params=SamplingParams(), max_len=64)
         self._next_uid += 1
-        lease = self.memory.lease(prompt)
+        lease = self.memory.lock_prefix(prompt)
         slot = self.table.admit(request, lease.cached_len)
         self.memory.attach(slot, lease)
         return slot
@@ -41,7 +41,7 @@ class Rows:
         """A chunk of the row, up to a position or to the end of its tokens."""
         before = int(self.table.kv_len[slot])
         self.table.kv_len[slot] = self.table.token_len[slot] if upto is None else upto
-        self.memory.publish(slot, before)
+        self.memory.cache_chunk(slot, before)
 
     def decode(self, slot: int, *tokens: int) -> None:
         """The sampled tokens, one a step; all but the last are fed."""
@@ -55,7 +55,7 @@ class Rows:
             table.known_len[slot] += 1
 
     def retire(self, slot: int) -> None:
-        self.memory.retire(slot)
+        self.memory.free_row(slot, cache=True)
         self.table.deactivate(slot)
         self.table.release(slot)
 
@@ -91,7 +91,7 @@ def test_the_last_token_is_never_leased(cache: str) -> None:
     slot = rows.admit([1] * 9)
     rows.prefill(slot)
     rows.retire(slot)
-    cached = [rows.memory.lease(np.full(n, 1, dtype=np.int32)).cached_len for n in (1, 4, 5, 8, 9, 12)]
+    cached = [rows.memory.lock_prefix(np.full(n, 1, dtype=np.int32)).cached_len for n in (1, 4, 5, 8, 9, 12)]
     assert cached == [0, 0, 4, 4, 8, 8]
 
 
@@ -102,11 +102,11 @@ def test_a_lease_protects_its_pages_until_it_is_dropped(cache: str) -> None:
     rows.prefill(slot)
     rows.retire(slot)
     assert rows.memory.available == 4
-    lease = rows.memory.lease(np.full(9, 1, dtype=np.int32))
+    lease = rows.memory.lock_prefix(np.full(9, 1, dtype=np.int32))
     assert rows.memory.available == 2
     with pytest.raises(InvariantError):
         rows.memory.alloc(3)
-    rows.memory.drop(lease)
+    rows.memory.unlock_prefix(lease)
     assert rows.memory.available == 4
     rows.memory.check()
 
@@ -185,7 +185,7 @@ def test_a_row_is_repointed_before_its_duplicates_are_freed(cache: str) -> None:
     rows.table.kv_len[early] = 8  # computed, but somebody else is first to publish
     rows.prefill(late)
     rows.table.kv_len[early] = 14
-    rows.memory.publish(early, kv_len_before=8)
+    rows.memory.cache_chunk(early, kv_len_before=8)
     assert rows.pages(early)[:2] == rows.pages(late)[:2]
     assert rows.memory.pool.is_free[own[:2]].all()
     assert not rows.memory.pool.is_free[rows.pages(early)].any()
@@ -209,7 +209,7 @@ def test_a_prefill_skips_what_others_have_published_since(cache: str) -> None:
     rows.prefill(slow, 2)
     own = rows.pages(slow)
     rows.prefill(fast)
-    rows.memory.look_again(slow)
+    rows.memory.rematch_prefix(slow)
     assert rows.table.kv_len[slow] == 12
     assert rows.pages(slow)[:3] == rows.pages(fast)[:3]
     assert rows.memory.pool.is_free[own[:3]].all()
@@ -227,7 +227,7 @@ def test_looking_again_never_goes_back(cache: str) -> None:
     second = rows.admit([1] * 14)
     rows.table.kv_len[second] = 10
     before = rows.pages(second)
-    rows.memory.look_again(second)
+    rows.memory.rematch_prefix(second)
     assert rows.table.kv_len[second] == 10
     assert rows.pages(second) == before
 
@@ -281,7 +281,7 @@ def test_a_discarded_row_leaves_nothing_new_in_the_cache(cache: str) -> None:
     slot = rows.admit([1] * 6)
     rows.prefill(slot)
     rows.decode(slot, 2, 3, 4, 5)
-    rows.memory.discard(slot)
+    rows.memory.free_row(slot, cache=False)
     rows.memory.forget_unlocked()
     rows.table.deactivate(slot)
     rows.table.release(slot)
@@ -307,7 +307,7 @@ def test_without_a_prefix_cache_everything_is_freed() -> None:
     rows.prefill(slot)
     rows.retire(slot)
     assert rows.memory.pool.num_free == rows.memory.num_pages
-    assert rows.memory.lease(np.full(9, 1, dtype=np.int32)).cached_len == 0
+    assert rows.memory.lock_prefix(np.full(9, 1, dtype=np.int32)).cached_len == 0
 
 
 # -- the check itself ----------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_a_preempted_request_is_fed_its_output_again() -> None:
     run_until_preempted(harness)
     kept = list(second.output)
     harness.run()
-    returned = [a for batch in harness.batches for a in batch.admissions if len(a.tokens) > 8]
+    returned = [a for batch in harness.batches for a in batch.new_requests if len(a.tokens) > 8]
     assert [a.tokens.tolist() for a in returned] == [different(8, 1) + kept]
     assert [a.prompt_len for a in returned] == [8]
 

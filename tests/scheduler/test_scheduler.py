@@ -318,7 +318,7 @@ def test_the_seed_and_parameters_travel_with_the_admission() -> None:
     harness = Harness()
     request = harness.add(prompt_of(5), max_tokens=4, stop_ids=(9,), seed=77)
     harness.step()
-    (admission,) = harness.batches[0].admissions
+    (admission,) = harness.batches[0].new_requests
     assert admission.tokens.tolist() == prompt_of(5)
     assert (admission.slot, admission.prompt_len, admission.stop_ids, admission.seed) == (request.slot, 5, (9,), 77)
     assert admission.params == SamplingParams(max_tokens=4)

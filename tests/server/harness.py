@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 import httpx
 import openai
 
-from minisgl import LLM
 from minisgl.core.config import EngineConfig
+from minisgl.engine_core import EngineCore
 from minisgl.scheduler import StepOutput
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
@@ -68,30 +68,33 @@ def in_background(call: Callable[[], object]) -> Callable[[], object]:
 
 
 class Gate:
-    """Stands before an engine's steps. ``allowed`` more may pass; None is no limit."""
+    """How many steps an engine may run: ``allowed`` more; None is no limit."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self) -> None:
         self.allowed: int | None = None
         self.error: Exception | None = None
         """Raised in place of the next step, outside of what a scheduler could contain."""
         self.lock = threading.Lock()
         """Held by a test, it makes the engine's thread stand still in the middle of a step."""
-        self._step = llm.loop.step
-        llm.loop.step = self.step
+
+
+class GatedCore(EngineCore):
+    """An engine whose steps pass a gate."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.gate = Gate()
 
     def step(self) -> StepOutput:
-        with self.lock:
-            return self._pass()
-
-    def _pass(self) -> StepOutput:
-        if self.error is not None:
-            raise self.error
-        if self.allowed == 0:
-            time.sleep(0.001)
-            return StepOutput()
-        if self.allowed is not None:
-            self.allowed -= 1
-        return self._step()
+        with self.gate.lock:
+            if self.gate.error is not None:
+                raise self.gate.error
+            if self.gate.allowed == 0:
+                time.sleep(0.001)
+                return StepOutput()
+            if self.gate.allowed is not None:
+                self.gate.allowed -= 1
+            return super().step()
 
 
 class ServerThread:
@@ -141,9 +144,9 @@ class RunningServer(ServerThread):
     """Its engine is in the same process, and a test may hold its steps back."""
 
     def __init__(self, checkpoint: Path, config: ServerConfig | None = None, **options: Any) -> None:
-        self.llm = LLM(str(checkpoint), **{**TINY, **options})
-        self.gate = Gate(self.llm)
-        super().__init__(InProcessEngine(self.llm, views_of(self.llm)), config or ServerConfig())
+        self.core = GatedCore(EngineConfig(model=str(checkpoint), **{**TINY, **options}))
+        self.gate = self.core.gate
+        super().__init__(InProcessEngine(self.core, views_of(self.core)), config or ServerConfig())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -153,8 +156,8 @@ class RunningServer(ServerThread):
 
     def idle(self) -> bool:
         """Whether the engine has nothing to do and has all its pages back."""
-        memory = self.llm.scheduler.memory
-        return not self.llm.scheduler.has_work and memory.available == memory.num_pages
+        memory = self.core.scheduler.memory
+        return not self.core.scheduler.has_work and memory.available == memory.num_pages
 
 
 class ProcessServer(ServerThread):

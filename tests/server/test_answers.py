@@ -119,13 +119,13 @@ def test_other_sampling_fields_reach_the_engine(either: ServerThread, reference:
 
 def test_the_user_reaches_the_scheduler(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     users: list[str] = []
-    add = server.llm.scheduler.add
+    add = server.core.scheduler.add
 
     def noting(request: Request) -> None:
         users.append(request.user)
         add(request)
 
-    monkeypatch.setattr(server.llm.scheduler, "add", noting)
+    monkeypatch.setattr(server.core.scheduler, "add", noting)
     server.complete(user="somebody", max_tokens=1)
     server.chat(user="somebody else", max_tokens=1)
     server.chat(max_tokens=1)

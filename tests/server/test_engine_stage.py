@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl import LLM, SamplingParams
-from minisgl.messages import Abort, Begun, Finished, Question, Stop, Token, Tokenized
+from minisgl.messages import Abort, Finished, RequestAccepted, StatsRequest, Stop, Token, Tokenized
 from minisgl.messages.jobs import pack
 from minisgl.messages.steps import Progress
 from minisgl.server.engine_stage import EngineStage
@@ -43,15 +43,15 @@ def test_who_streams_gets_tokens_and_the_others_all_at_the_end(llm: LLM) -> None
         output.token_ids
         for output in llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     ]
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     stage.take(tokenized(1, [5, 6, 7], streaming=True))
     stage.take(tokenized(2, [8, 9], stop=["never to be seen"], min_tokens=2))
     stage.take(tokenized(3, [8, 9]))
     told = run(stage)
-    streamed, watched, whole = (begun.uids[0] for begun in told.begun)
-    assert [begun.job for begun in told.begun] == [1, 2, 3]
-    assert [begun.prompt_lens for begun in told.begun] == [[3], [2], [2]]
-    assert told.begun[1] == Begun(2, [watched], [2], False, ["never to be seen"], 2)
+    streamed, watched, whole = (begun.uids[0] for begun in told.accepted)
+    assert [begun.job for begun in told.accepted] == [1, 2, 3]
+    assert [begun.prompt_lens for begun in told.accepted] == [[3], [2], [2]]
+    assert told.accepted[1] == RequestAccepted(2, [watched], [2], False, ["never to be seen"], 2)
     tokens = {uid: [token.token_id for token in told.tokens if token.uid == uid] for uid in (streamed, watched, whole)}
     assert tokens == {streamed: expected[0], watched: expected[1], whole: []}
     ends = {end.uid: end for end in told.finished}
@@ -61,28 +61,28 @@ def test_who_streams_gets_tokens_and_the_others_all_at_the_end(llm: LLM) -> None
 
 
 def test_choices_are_in_the_order_of_the_prompts(llm: LLM) -> None:
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     stage.take(tokenized(1, [5, 6], [7, 8, 9], n=2, logprobs=1))
     told = run(stage)
-    assert (len(told.begun[0].uids), told.begun[0].prompt_lens) == (4, [2, 3])
-    assert sorted(end.uid for end in told.finished) == told.begun[0].uids
+    assert (len(told.accepted[0].uids), told.accepted[0].prompt_lens) == (4, [2, 3])
+    assert sorted(end.uid for end in told.finished) == told.accepted[0].uids
     assert all(len(end.logprobs) == len(end.token_ids) == 6 for end in told.finished)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_is_known_when_a_request_leaves_the_queue_is_told_once(llm: LLM, streaming: bool) -> None:
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     for job in range(2):
         stage.take(tokenized(job, list(range(5, 18)), streaming=streaming))
         told = run(stage)
         ((uid, cached_tokens, queue_time),) = [(each.uid, each.cached_tokens, each.queue_time) for each in told.started]
-        assert (uid, cached_tokens) == (told.begun[0].uids[0], 12 * job)
+        assert (uid, cached_tokens) == (told.accepted[0].uids[0], 12 * job)
         assert queue_time > 0
     assert not stage._unstarted
 
 
 def test_an_abort_ends_a_job_wherever_it_is(llm: LLM) -> None:
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     for job in (1, 2):
         stage.take(tokenized(job, [5, 6], [7, 8], max_tokens=40, streaming=True))
     stage.take(Abort(2))  # before its first step
@@ -92,15 +92,15 @@ def test_an_abort_ends_a_job_wherever_it_is(llm: LLM) -> None:
     stage.take(Abort(99))
     told = run(stage)
     ends = [*begun.finished, *told.finished]
-    assert sorted(end.uid for end in ends) == sorted(uid for each in begun.begun for uid in each.uids)
+    assert sorted(end.uid for end in ends) == sorted(uid for each in begun.accepted for uid in each.uids)
     assert {end.reason for end in ends} == {"abort"}
     assert_idle_and_clean(llm)
 
 
 def test_a_stop_ends_requests_and_may_come_too_late(llm: LLM) -> None:
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     stage.take(tokenized(1, [5, 6], [7, 8], max_tokens=40, streaming=True))
-    first, second = run(stage, until=lambda told: bool(told.tokens)).begun[0].uids
+    first, second = run(stage, until=lambda told: bool(told.tokens)).accepted[0].uids
     stage.take(Stop([first]))
     told = run(stage)
     assert [(end.uid, end.reason) for end in told.finished] == [(first, "stop"), (second, "length")]
@@ -122,7 +122,7 @@ def test_a_stop_ends_requests_and_may_come_too_late(llm: LLM) -> None:
     ],
 )
 def test_a_bad_job_is_rejected_as_a_whole(llm: LLM, bad: list[Tokenized], field: str) -> None:
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     stage.take(tokenized(0, [5, 6]))
     stage.take(bad[0])
     assert len(llm.scheduler.requests) == 1
@@ -135,26 +135,26 @@ def test_a_bad_job_is_rejected_as_a_whole(llm: LLM, bad: list[Tokenized], field:
 
 
 def test_a_question_is_answered_between_two_steps(llm: LLM) -> None:
-    stage = EngineStage(llm, {"pages": lambda: str(llm.scheduler.memory.num_pages).encode()})
+    stage = EngineStage(llm.core, {"pages": lambda: str(llm.scheduler.memory.num_pages).encode()})
     stage.take(tokenized(1, [5, 6], [7, 8], max_tokens=40))
     stage.step()
-    stage.take(Question(4, "pages"))
-    stage.take(Question(5))
-    told = stage.step().told
+    stage.take(StatsRequest(4, "pages"))
+    stage.take(StatsRequest(5))
+    told = stage.step().stats
     assert [(each.number, each.content, each.states) for each in told] == [
         (4, b"32", {"scheduler": 3}),
         (5, b"", {"scheduler": 3}),
     ]
     run(stage)
-    stage.take(Question(6))
-    assert stage.step().told[0].states == {"scheduler": 0}
+    stage.take(StatsRequest(6))
+    assert stage.step().stats[0].states == {"scheduler": 0}
 
 
 def test_one_token_too_many_is_never_sent(llm: LLM) -> None:
     llm.loop.executor = Scripted([7, 1, 8, 8])  # the second is the end of the sequence
-    stage = EngineStage(llm)
+    stage = EngineStage(llm.core)
     stage.take(tokenized(1, [5, 6], streaming=True, ignore_eos=False))
     told = run(stage)
-    uid = told.begun[0].uids[0]
+    uid = told.accepted[0].uids[0]
     assert told.tokens == [Token(uid, 7), Token(uid, 1)]
     assert told.finished == [Finished(uid, "stop")]

@@ -33,7 +33,7 @@ def send(server: RunningServer, **fields: Any) -> socket.socket:
 def test_a_client_that_leaves_frees_its_pages(
     own_server: RunningServer, stream: bool, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = own_server.llm.scheduler
+    scheduler = own_server.core.scheduler
     own_server.gate.allowed = steps
     connection = send(own_server, stream=stream, n=2)
     wait_until(lambda: len(scheduler.requests) == 2 and own_server.gate.allowed == 0)
@@ -58,15 +58,15 @@ def test_a_client_may_leave_before_the_engine_has_seen_its_request(own_server: R
             wait_until(lambda: len(answers) == 2)
             connection.close()
             wait_until(lambda: len(answers) == 1)
-        wait_until(lambda: own_server.llm._preparer.next_uid == 2)
-        wait_until(lambda: len(own_server.llm.scheduler.requests) == 1)
+        wait_until(lambda: own_server.core.input_processor.next_uid == 2)
+        wait_until(lambda: len(own_server.core.scheduler.requests) == 1)
         assert len(answers) == 1
 
 
 def test_a_full_queue_is_a_503_with_retry_after(own_server: RunningServer) -> None:
     own_server.gate.allowed = 0
     first = in_background(lambda: own_server.chat(n=2).choices[1].finish_reason)
-    wait_until(lambda: len(own_server.llm.scheduler.requests) == 2)
+    wait_until(lambda: len(own_server.core.scheduler.requests) == 2)
     for fields in ({}, {"stream": True}):
         with pytest.raises(openai.InternalServerError) as caught:
             own_server.chat(**fields)
@@ -84,7 +84,7 @@ def test_a_step_that_fails_fails_its_requests_alone(own_server: RunningServer, m
         raise RuntimeError("no luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(own_server.llm.engine, "launch", launch)
+        patch.setattr(own_server.core.engine, "launch", launch)
         with pytest.raises(openai.InternalServerError, match="no luck") as caught:
             own_server.chat()
         assert caught.value.status_code == 500
@@ -98,7 +98,7 @@ def test_everybody_hears_of_the_engines_death(own_server: RunningServer, monkeyp
     monkeypatch.setattr(type(own_server.server), "on_tick", lambda server, counter: asyncio.sleep(0, False))
     own_server.gate.allowed = 0
     waiting = [in_background(own_server.chat), in_background(lambda: list(own_server.chat(stream=True)))]
-    wait_until(lambda: len(own_server.llm.scheduler.requests) == 2)
+    wait_until(lambda: len(own_server.core.scheduler.requests) == 2)
     own_server.gate.error = RuntimeError("struck by lightning")
     for result in waiting:
         error = result()

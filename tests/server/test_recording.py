@@ -20,7 +20,7 @@ def test_the_last_steps_are_written_when_it_is_over(
     file = tmp_path / "trace.json"
 
     def serve() -> None:
-        with recording.recording(reference, str(file)):
+        with recording.recording(reference.core, str(file)):
             reference.generate([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
             raise SystemExit(0)  # the way in which signals end a server
 
@@ -35,6 +35,6 @@ def test_the_last_steps_are_written_when_it_is_over(
 def test_a_file_that_cannot_be_written_is_found_out_at_once(reference: LLM, tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"^trace: cannot write"),
-        recording.recording(reference, str(tmp_path / "nowhere" / "trace.json")),
+        recording.recording(reference.core, str(tmp_path / "nowhere" / "trace.json")),
     ):
         pass

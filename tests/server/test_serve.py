@@ -20,8 +20,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from minisgl import LLM
 from minisgl.core.config import EngineConfig
+from minisgl.engine_core import EngineCore
 from minisgl.errors import ConfigError
 from minisgl.serve import main
 from minisgl.server.config import ServerConfig
@@ -121,10 +121,10 @@ def test_both_signals_end_the_server_cleanly(checkpoint: Path, tmp_path: Path, n
 def test_a_dead_engine_ends_the_server_with_an_error(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(llm: LLM) -> None:
+    def step(core: EngineCore) -> None:
         raise RuntimeError("struck by lightning")
 
-    monkeypatch.setattr(LLM, "step", step)
+    monkeypatch.setattr(EngineCore, "step", step)
     log = tmp_path / "log"
 
     def ask() -> None:

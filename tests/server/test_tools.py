@@ -27,8 +27,8 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def say(server: RunningServer, text: str) -> None:
-    _, *tokens = server.llm.tokenizer.encode(text)
-    server.llm.loop.executor = Scripted([*tokens, *server.llm.tokenizer.eos_ids[:1]])
+    _, *tokens = server.core.tokenizer.encode(text)
+    server.core.loop.executor = Scripted([*tokens, *server.core.tokenizer.eos_ids[:1]])
 
 
 def ask(server: RunningServer, **fields: Any) -> Any:
@@ -81,7 +81,7 @@ def test_the_template_is_told_of_tools_calls_and_results(caller: RunningServer) 
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
     conversation = [*MESSAGES, message.model_dump(), result]
     (prompt,) = ChatRequest(model="m", messages=conversation, tools=[TOOL]).prompts
-    text = caller.llm.tokenizer.decode(caller.llm.tokenizer.encode_chat(prompt.messages, tools=prompt.tools))
+    text = caller.core.tokenizer.decode(caller.core.tokenizer.encode_chat(prompt.messages, tools=prompt.tools))
     assert json.dumps(FUNCTION["name"]) in text
     assert CALL in text
     assert "tool rain" in text

@@ -19,11 +19,11 @@ def start(memory: KVMemory, uid: int, tokens: list[int]) -> int:
     table = memory.table
     prompt = np.array(tokens, dtype=np.int32)
     request = Request(uid=uid, prompt=prompt, params=SamplingParams(), max_len=len(tokens) + 8)
-    lease = memory.lease(prompt)
+    lease = memory.lock_prefix(prompt)
     slot = table.admit(request, lease.cached_len)
     memory.attach(slot, lease)
     before, table.kv_len[slot] = int(table.kv_len[slot]), len(tokens)
-    memory.publish(slot, before)
+    memory.cache_chunk(slot, before)
     return slot
 
 
@@ -34,7 +34,7 @@ def memory() -> KVMemory:
     gone = start(memory, 0, [7, 7, 7, 7, 7, 7, 7, 7])
     start(memory, 1, [1, 2, 3, 4, 5])
     start(memory, 2, [1, 2, 3, 4, 6, 6, 6])
-    memory.retire(gone)
+    memory.free_row(gone, cache=True)
     memory.table.deactivate(gone)
     memory.check()
     return memory

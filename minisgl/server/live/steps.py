@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from minisgl.core.batch import Batch, Executor, PendingStep, StepResult
+from minisgl.core.batch import Batch, StepPhase
 from minisgl.core.request import Request, RequestState
 from minisgl.core.table import RunningTable
 from minisgl.server.live.state import MOST_FINISHED, MOST_RUNNING, MOST_SLICES, LiveSlice
@@ -18,19 +18,19 @@ SHORTEST_SLICE = 0.02
 
 
 class StepWatch:
-    """Stands before an executor, and notes what passes while somebody watches. If nobody does, it passes.
+    """A `StepObserver` that records steps while the live page is open, and ignores them otherwise.
 
     Args:
-        executor: computes the steps.
         table: the running requests, to which a batch's slots refer.
     """
 
-    def __init__(self, executor: Executor, table: RunningTable) -> None:
+    def __init__(self, table: RunningTable) -> None:
         self.slices: deque[LiveSlice] = deque(maxlen=MOST_SLICES)
-        self._executor = executor
         self._table = table
         self._watched_until = 0.0
         self._steps = 0
+        self._launched: dict[int, LiveSlice] = {}
+        """Steps whose tokens have not arrived, by the identity of their batches."""
         self._last_end = 0.0
         self._previous: list[tuple[Request, int]] = []
         """Requests of the step before, and how often each had been preempted by then."""
@@ -49,12 +49,20 @@ class StepWatch:
             del self._seen[request.uid]
         return done[-MOST_FINISHED:]
 
-    def launch(self, batch: Batch) -> PendingStep:
-        """Launch a step, as `Executor.launch` does."""
-        if time.perf_counter() > self._watched_until:
-            return self._executor.launch(batch)
-        step = self._note(batch)
-        return _WatchedStep(self._executor.launch(batch), step, self)
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Note a step that is launched. One that fails before its tokens are waited for is no slice."""
+        if phase == "launch" and batch is not None and time.perf_counter() <= self._watched_until:
+            self._launched[id(batch)] = self._note(batch)
+        elif phase == "fail":
+            self._launched.pop(id(batch), None)
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Record a step whose tokens have arrived, or that has failed instead."""
+        if phase == "wait" and (step := self._launched.pop(id(batch), None)) is not None:
+            self._record(step)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Nothing: `finished` looks at the requests of recent steps."""
 
     def _note(self, batch: Batch) -> LiveSlice:
         requests = [self._table.request(slot) for slot in batch.slots.tolist()]
@@ -79,8 +87,7 @@ class StepWatch:
             preempted=preempted,
         )
 
-    def end(self, step: LiveSlice) -> None:
-        """The step's tokens have arrived, or it has failed."""
+    def _record(self, step: LiveSlice) -> None:
         step.end = time.perf_counter()
         step.start = max(step.start, self._last_end)  # it was launched behind the one before
         self._last_end = step.end
@@ -88,19 +95,6 @@ class StepWatch:
             self.slices[-1] = _joined(self.slices[-1], step)
         else:
             self.slices.append(step)
-
-
-@dataclass(frozen=True, slots=True)
-class _WatchedStep:
-    pending: PendingStep
-    step: LiveSlice
-    watch: StepWatch
-
-    def wait(self) -> StepResult:
-        try:
-            return self.pending.wait()
-        finally:
-            self.watch.end(self.step)
 
 
 def _joined(a: LiveSlice, b: LiveSlice) -> LiveSlice:

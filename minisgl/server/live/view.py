@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl.core.request import Int32Array, Request
-from minisgl.llm import LLM
+from minisgl.engine_core import EngineCore
+from minisgl.scheduler import KVMemory
 from minisgl.server.live.state import (
     HEAD,
     MOST_CELLS,
@@ -31,26 +32,26 @@ _USES = ("free", "cached", "private")
 
 
 class LiveView:
-    """Looks at an `LLM` and changes nothing, except that it has its steps pass a `StepWatch`.
+    """Looks at an engine and changes nothing. A `StepWatch` follows its steps.
 
     Args:
-        llm: the engine. Whoever calls `look` runs its steps, too.
+        core: the engine. Its steps run in the thread that calls `look`.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
         self._started = time.perf_counter()
-        self._steps = StepWatch(llm.loop.executor, llm.scheduler.table)
-        llm.loop.executor = self._steps
+        self._steps = StepWatch(core.scheduler.table)
+        core.loop.observers.append(self._steps)
 
     def look(self) -> LiveState:
         """The state now. Steps are recorded from the first look on, until none has come for a while."""
         before = time.thread_time()
         self._steps.look()
-        scheduler = self._llm.scheduler
+        scheduler = self._core.scheduler
         memory = scheduler.memory
         nodes, num_nodes = nodes_of(memory.cache)
-        pages = _Pages(self._llm, nodes)
+        pages = _Pages(memory, nodes)
         slots = scheduler.table.slots
         running = [self._running(slot, pages) for slot in slots[:MOST_RUNNING].tolist()]
         others = [*islice(scheduler.waiting, MOST_WAITING), *self._steps.finished()]
@@ -58,7 +59,7 @@ class LiveView:
         state = LiveState(
             started=self._started,
             time=time.perf_counter(),
-            cache=self._llm.config.prefix_cache,
+            cache=self._core.config.prefix_cache,
             page_size=memory.page_size,
             num_pages=memory.num_pages,
             free=memory.pool.num_free,
@@ -79,9 +80,9 @@ class LiveView:
         return state
 
     def _running(self, slot: int, pages: _Pages) -> LiveRequest:
-        table = self._llm.scheduler.table
+        table = self._core.scheduler.table
         known = int(table.known_len[slot])
-        row = self._llm.scheduler.memory.row(slot)
+        row = self._core.scheduler.memory.row(slot)
         return _described(
             table.request(slot),
             computed=int(table.kv_len[slot]),
@@ -97,12 +98,11 @@ class _Pages:
     """What every page is for: its use, its number in a `PageRun`, and its node in the tree.
 
     Args:
-        llm: whose pages.
+        memory: whose pages.
         nodes: of its prefix cache. Their first pages must tell where they are.
     """
 
-    def __init__(self, llm: LLM, nodes: list[LiveNode]) -> None:
-        memory = llm.scheduler.memory
+    def __init__(self, memory: KVMemory, nodes: list[LiveNode]) -> None:
         self.readers: Int32Array = np.zeros(memory.num_pages, dtype=np.int32)
         """[num_pages] int32 running requests that have the page in their rows."""
         owner = np.zeros(memory.num_pages, dtype=np.int64)

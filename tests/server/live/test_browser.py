@@ -75,7 +75,7 @@ def test_a_question_takes_pages_becomes_an_answer_and_stays_in_the_tree(live: Ru
     assert len(page.evaluate(ANSWERS)[0]) > 10
     pages = page.evaluate(PAGES)
     assert (pages["private"], pages["cached, read"]) == ("0", "0")
-    assert int(pages["cached, idle"]) == live.llm.scheduler.memory.cache.num_pages > 0
+    assert int(pages["cached, idle"]) == live.core.scheduler.memory.cache.num_pages > 0
     assert "how are you?" in page.evaluate(NODES)[0].replace(" ↵", "")
 
 

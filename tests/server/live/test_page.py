@@ -88,7 +88,7 @@ def test_the_routes_are_no_part_of_the_api(server: RunningServer) -> None:
 def test_a_watcher_sees_a_request_run(server: RunningServer) -> None:
     server.gate.allowed = 0
     result = in_background(lambda: server.chat(user="ada"))
-    wait_until(lambda: bool(server.llm.scheduler.requests))
+    wait_until(lambda: bool(server.core.scheduler.requests))
     seen: list[dict[str, Any]] = []
     for state in states(server):
         seen.append(state)
@@ -107,7 +107,7 @@ def test_a_watcher_sees_a_request_run(server: RunningServer) -> None:
 def test_text_is_data_whatever_it_says(server: RunningServer, prompt: str) -> None:
     server.gate.allowed = 0
     result = in_background(lambda: server.complete(prompt=prompt, max_tokens=1))
-    wait_until(lambda: bool(server.llm.scheduler.requests))
+    wait_until(lambda: bool(server.core.scheduler.requests))
     state = next(states(server))
     server.gate.allowed = None
     result()

@@ -40,7 +40,7 @@ def cells(state: LiveState) -> list[PageRun]:
 
 
 def test_two_prompts_with_one_prefix_share_a_node_and_its_pages(llm: LLM) -> None:
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, [*SHARED, *range(40, 49)], [*SHARED, *range(60, 69)], user="ada")
     for _ in range(3):
         llm.step()
@@ -58,7 +58,7 @@ def test_two_prompts_with_one_prefix_share_a_node_and_its_pages(llm: LLM) -> Non
 
 
 def test_every_page_is_what_the_ledger_says(llm: LLM) -> None:
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, range(10, 31), max_tokens=4)
     finish(llm)  # leaves cached pages that nobody reads
     (running,) = submit(llm, range(50, 71))
@@ -79,7 +79,7 @@ def test_every_page_is_what_the_ledger_says(llm: LLM) -> None:
 
 
 def test_a_request_is_seen_waiting_running_and_finished(llm: LLM) -> None:
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     (generation,) = submit(llm, range(10, 24), max_tokens=6)
     (waiting,) = view.look().requests
     assert (waiting.state, waiting.prompt, waiting.pages, waiting.tail) == ("waiting", 14, 0, list(range(10, 24)))
@@ -97,7 +97,7 @@ def test_a_request_is_seen_waiting_running_and_finished(llm: LLM) -> None:
 
 def test_looking_changes_nothing(checkpoint: Path, reference: LLM) -> None:
     llm = LLM(str(checkpoint), page_size=4, num_pages=64, device="cpu")
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     generations = submit(llm, [*SHARED, 5], [*SHARED, 6], range(70, 99))
     while llm.scheduler.has_work:
         view.look()
@@ -110,7 +110,7 @@ def test_looking_changes_nothing(checkpoint: Path, reference: LLM) -> None:
 
 
 def test_a_state_travels_as_a_message(llm: LLM) -> None:
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, [*SHARED, 5], [*SHARED, 6])
     view.look()
     llm.step()
@@ -120,7 +120,7 @@ def test_a_state_travels_as_a_message(llm: LLM) -> None:
 
 
 def test_of_many_the_first_are_shown_and_all_are_counted(llm: LLM) -> None:
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, *[[number % 200 + 10] * 8 for number in range(500)])
     llm.step()
     state = view.look()
@@ -135,7 +135,7 @@ def test_of_many_the_first_are_shown_and_all_are_counted(llm: LLM) -> None:
 def test_a_large_pool_is_shown_in_part(checkpoint: Path) -> None:
     pages = 3 * MOST_CELLS
     llm = LLM(str(checkpoint), page_size=1, num_pages=pages, device="cpu")
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, range(20, 40))
     llm.step()
     state = view.look()
@@ -144,7 +144,7 @@ def test_a_large_pool_is_shown_in_part(checkpoint: Path) -> None:
 
 
 def test_a_name_is_cut_and_made_valid(llm: LLM) -> None:
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, [5, 6, 7], user="\ud800" + "x" * 10_000)
     (request,) = view.look().requests
     assert request.user == "?" + "x" * (LONGEST_USER - 1)
@@ -153,7 +153,7 @@ def test_a_name_is_cut_and_made_valid(llm: LLM) -> None:
 @pytest.mark.parametrize("cache", ["block-hash", "none"])
 def test_other_caches_show_what_there_is(checkpoint: Path, cache: str) -> None:
     llm = LLM(str(checkpoint), page_size=4, num_pages=64, device="cpu", prefix_cache=cache)
-    view = LiveView(llm)
+    view = LiveView(llm.core)
     submit(llm, [*SHARED, 5], [*SHARED, 6])
     for _ in range(3):
         llm.step()
