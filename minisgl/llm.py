@@ -20,7 +20,8 @@ from minisgl.core.registry import resolve
 from minisgl.core.request import FinishReason
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
-from minisgl.distributed import RemoteEngine, build_engine
+from minisgl.distributed import RemoteEngine
+from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead, InvalidRequest, check_type
 from minisgl.generation import Generation
@@ -105,11 +106,11 @@ class LLM:
         return self.executor
 
     def close(self) -> None:
-        """End the processes of a tensor-parallel engine, which can answer nobody after that. A single rank has none.
+        """Give the memory of the device back, and end the processes of a tensor-parallel engine. Requests get an
+        `EngineDead` after that.
 
         This also happens when the object is collected as garbage, and when the program ends."""
-        if isinstance(self.executor, RemoteEngine):
-            self.executor.close()
+        self.executor.close()
 
     def check(self) -> None:
         """See whether the engine still lives, which an idle one does not say by itself.

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from minisgl.core.batch import Batch, Executor, PendingStep, StepResult
 from minisgl.engine.engine import Engine
-from minisgl.engine.runner import StepRunner
+from minisgl.engine.runner import ModelRunner
 from minisgl.engine.sampler import SampledTokens
-from minisgl.engine.sampling_stages import SamplingRows
+from minisgl.engine.sampling_stages import HostSampling
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.overlap import OverlapLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -43,7 +43,7 @@ def recorded(trace: Trace, loop: EngineLoop | OverlapLoop, engine: Engine | None
     loop.scheduler = cast(Scheduler, _RecordedScheduler(scheduler, steps))
     loop.executor = _RecordedExecutor(executor, scheduler, steps)
     if engine is not None:
-        runner, engine.runner = engine.runner, _RecordedRunner(engine.runner, steps)
+        runner, engine.runner = engine.runner, cast(ModelRunner, _RecordedRunner(engine.runner, steps))
     try:
         yield
     finally:
@@ -151,11 +151,11 @@ class _RecordedStep:
 class _RecordedRunner:
     """A runner whose work on the device is recorded."""
 
-    def __init__(self, runner: StepRunner, steps: _Steps) -> None:
+    def __init__(self, runner: ModelRunner, steps: _Steps) -> None:
         self._runner = runner
         self._steps = steps
 
-    def run(self, batch: Batch, rows: SamplingRows) -> SampledTokens:
+    def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
         kind = "mixed" if 0 < batch.num_decode < batch.num_rows else "decode" if batch.num_decode else "prefill"
         with self._steps.trace.device_span(kind, **self._steps.args(batch)):
-            return self._runner.run(batch, rows)
+            return self._runner.run(batch, sampling)
