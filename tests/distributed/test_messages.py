@@ -11,6 +11,7 @@ import pytest
 
 from minisgl import SamplingParams
 from minisgl.core import Batch, EngineConfig
+from minisgl.core.attention import AttentionChoice
 from minisgl.core.batch import NewRequest
 from minisgl.core.request import TokenLogprobs
 from minisgl.distributed.messages import (
@@ -103,7 +104,7 @@ def test_a_setup_survives_the_way() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        Ready(5, 6, 7, 8, 9, ("torch", "it was asked for")),
+        Ready(5, 6, 7, 8, 9, AttentionChoice("torch", "cascade", "they were asked for")),
         Failed("ConfigError", "no"),
         Stepped(3, ints(4, 5).tobytes(), None, 2**64 - 1),
         Stepped(4, b"", [None, TokenLogprobs(4, -0.5, ((4, -0.5), (5, float("-inf"))))], 0),
