@@ -110,9 +110,7 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
     if options.log_format is not None:
         configure_logs(options.name, options.log_format)
     signal.signal(signal.SIGTERM, _leave)
-    if sys.platform == "linux" and not options.sweeps:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_follow_parent, args=(commands, reports, options), name="parent-watch", daemon=True).start()
+    _end_with_parent(commands, reports, options)
 
     def report(what: Report) -> None:
         if isinstance(what, Ready):
@@ -136,6 +134,12 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
+
+
+def _end_with_parent(commands: FileIO, reports: int, options: ChildOptions) -> None:
+    if sys.platform == "linux" and not options.sweeps:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_follow_parent, args=(commands, reports, options), name="parent-watch", daemon=True).start()
 
 
 def _follow_parent(commands: FileIO, reports: int, options: ChildOptions) -> None:

@@ -170,7 +170,7 @@ def test_a_rank_that_stands_still_ends_the_engine(tmp_path: Path, all_reduce: st
     ranks = llm.executor.group.children
     os.kill(ranks[1].pid, signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(EngineDead, match="rank 1 (does not answer|has not answered for 30 s); it is stopped or hangs"):
+    with pytest.raises(EngineDead, match=r"rank 1 (does not answer|has not answered for 30 s); it is stopped or hangs"):
         llm.generate(PROMPTS, PARAMS)
     assert time.monotonic() - start < 60.0
     assert wait_for(lambda: all(rank.exited.done() for rank in ranks), 10.0)

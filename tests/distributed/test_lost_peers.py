@@ -46,7 +46,7 @@ def test_ranks_whose_warm_up_was_nonsense_do_not_report_for_duty(path: Path) -> 
         start(path, "loses_while_it_starts")
 
 
-def test_every_gather_ends_with_a_roll_call() -> None:
+def test_every_gather_ends_with_a_barrier() -> None:
     """Only that tells a rank whose own sums were right that another one has gathered nonsense."""
     heard: list[str] = []
 
@@ -54,11 +54,11 @@ def test_every_gather_ends_with_a_roll_call() -> None:
         def __init__(self) -> None:
             pass
 
-        def roll_call(self) -> None:
-            heard.append("roll call")
+        def barrier(self) -> None:
+            heard.append("barrier")
 
     def gather(ranks: Communicator) -> None:
         assert ranks.all_gather(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
 
     on_ranks(1, gather, lambda group, device: TorchCommunicator(group, device, Peers()))
-    assert heard == ["roll call"]
+    assert heard == ["barrier"]
