@@ -140,10 +140,10 @@ class ChildProcess:
         join_threads(readers, _LAST_WORDS)
         with contextlib.suppress(OSError):  # it did not read its options, the rest of which would be written now
             process.stdin.close()
-        error = self._hung or explain(self.title, code, self._failed, self._last_line)
+        reason = self._hung or explain(self.title, code, self._failed, self._last_line)
         if not self.ready.done():
-            self.ready.set_exception(self._failed.failure.error() if self._failed else error)
-        self.exited.set_result(error)
+            self.ready.set_exception(self._failed.failure.error() if self._failed else reason)
+        self.exited.set_result(reason)
 
     def _start(self, command: list[str], options: ChildOptions, popen: dict[str, Any]) -> list[threading.Thread]:
         """Start the child, tell it its options, and return the threads that read what it says."""

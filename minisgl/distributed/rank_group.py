@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -16,7 +17,7 @@ from minisgl.processes import ChildProcess, join_threads
 
 _GRACE = 0.1
 """Seconds in which other ranks may be found to have ended as well, before it is decided which one began."""
-_ANSWER = 1.0
+_ANSWER = 2.0
 """Seconds in which a rank that is not stopped answers."""
 _PATIENCE = 10.0
 """Seconds that killed processes may take to disappear."""
@@ -98,18 +99,18 @@ class RankGroup:
         """Which rank is to blame, and what is known of why.
 
         A rank that is lost takes others along, whose connections break or whose collectives time out. So the first to
-        end may be a victim: blame those that stand still, then one that was killed, and only then the first.
+        end may be a victim. To blame is one that stands still, then one that was killed, and only then the first.
         """
         ended = [first]
         with contextlib.suppress(queue.Empty):
             while isinstance(rank := self._news.get(timeout=_GRACE), int):
                 ended.append(rank)
-        killed = (rank for rank in ended if (self.children[rank].exit_code or 0) < 0)
-        blamed = next((rank for rank in ended if self.children[rank].stands_still), next(killed, None))
-        if blamed is not None:
-            return str(self.children[blamed].exited.result())
-        error = str(self.children[first].exited.result())
-        stopped = self._stopped()
+        children = [self.children[rank] for rank in ended]
+        for child in children:
+            if child.stands_still or child.exit_code == -signal.SIGKILL:
+                return str(child.exited.result())
+        blamed = next((child for child in children if (child.exit_code or 0) < 0), children[0])
+        error, stopped = str(blamed.exited.result()), self._stopped()
         return error if stopped is None else f"{stopped} does not answer; it is stopped or hangs ({error})"
 
     def _stopped(self) -> str | None:

@@ -113,9 +113,9 @@ class ProcessEngine(AsyncEngine):
     # -- the supervisor ----------------------------------------------------------------------------------------
 
     def _watch(self, topology: Topology, child: ChildProcess) -> None:
-        def on_exit(exited: Future[MiniSGLError]) -> None:
+        def on_exit(exited: Future[EngineDead]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has closed
-                self._loop.call_soon_threadsafe(self._on_exit, topology, child, EngineDead(str(exited.result())))
+                self._loop.call_soon_threadsafe(self._on_exit, topology, child, exited.result())
 
         child.exited.add_done_callback(on_exit)
 

@@ -84,7 +84,7 @@ class Topology:
     def wait_until_ready(self, timeout: float) -> int:
         """Wait for all processes; returns the engine's ``max_seq_len``. Raises as `wait_until_ready` does."""
         wait_until_ready(self.children, timeout)
-        return self.scheduler.ready.result().info["max_seq_len"]
+        return int(self.scheduler.ready.result().info["max_seq_len"])
 
     def submit(self, job: int, frame: bytes) -> None:
         """Send an encoded job to the tokenizer that has least to do.

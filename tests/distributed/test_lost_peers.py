@@ -36,13 +36,13 @@ def test_no_token_of_such_a_step_is_reported_whichever_rank_it_was(path: Path, r
         generations = [generation for prompt in PROMPTS for generation in llm.prepare(prompt, GREEDY)]
         for generation in generations:
             llm.submit(generation)
-        with pytest.raises(EngineDead, match=f"EngineDead: rank {rank} waited in vain for another rank"):
+        with pytest.raises(EngineDead, match=f"rank {rank} died: rank {rank} waited in vain for another rank"):
             step_for_ever(llm)
         assert [generation.request.output for generation in generations] == [right[:2] for right in expected]
 
 
 def test_ranks_whose_warm_up_was_nonsense_do_not_report_for_duty(path: Path) -> None:
-    with pytest.raises(EngineDead, match=r"EngineDead: rank [01] waited in vain for another rank"):
+    with pytest.raises(EngineDead, match=r"rank ([01]) died: rank \1 waited in vain for another rank"):
         start(path, "loses_while_it_starts")
 
 

@@ -18,6 +18,8 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.launch import Server
 from tests.server.harness import ProcessServer, in_background, wait_until
 
+pytestmark = pytest.mark.slow
+
 HANG_TIMEOUT = 3.0
 KINDS = ("tokenizer", "detokenizer", "scheduler")
 
