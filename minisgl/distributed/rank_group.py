@@ -8,7 +8,8 @@ import queue
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from functools import partial
 
 from minisgl.distributed.messages import RankOptions
 from minisgl.distributed.rendezvous import loopback
@@ -53,9 +54,10 @@ class RankGroup:
         watch = threading.Thread(target=self._run, args=(store,), name="minisgl-ranks", daemon=True)
         watch.start()
         self._watch = watch
-        for rank, each in enumerate(options):
-            self.children.append(_start(each))
-            self.children[rank].exited.add_done_callback(lambda exited, rank=rank: self._news.put(rank))
+        for each in options:
+            child = _start(each)
+            self.children.append(child)
+            child.exited.add_done_callback(partial(self._hear_of_exit, each.rank))
 
     def check(self) -> None:
         """Raise `EngineDead` if the ranks are gone."""
@@ -85,6 +87,9 @@ class RankGroup:
             os.close(self.alarm)
             if self._watch is None:
                 os.close(self._bell)
+
+    def _hear_of_exit(self, rank: int, exited: Future[EngineDead]) -> None:
+        self._news.put(rank)
 
     # -- in a thread ---------------------------------------------------------------------------------------------------
 
