@@ -138,6 +138,8 @@ def test_a_child_that_stops_for_a_moment_lives_on(tmp_path: Path) -> None:
     wait_until_ready([child], LONG)
     for _ in range(2):
         os.kill(child.pid, signal.SIGSTOP)
+        while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         assert not child.answers(1.0)
         time.sleep(0.5)
         os.kill(child.pid, signal.SIGCONT)
