@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from minisgl import SamplingParams
+from minisgl.attention import AttentionChoice
 from minisgl.child_process import Ready
 from minisgl.core import Batch, EngineConfig
 from minisgl.core.batch import Admission
@@ -108,8 +109,8 @@ def test_the_options_of_a_rank_survive_the_way() -> None:
 
 
 def test_what_a_rank_says_of_its_engine_survives_the_way() -> None:
-    info = EngineInfo(5, 6, 7, 8, 9, ("torch", "it was asked for"))
-    report = msgspec.json.encode(Ready(msgspec.structs.asdict(info)))
+    info = EngineInfo(5, 6, 7, 8, 9, AttentionChoice("torch", "torch", "it was asked for"))
+    report = msgspec.json.encode(Ready(msgspec.to_builtins(info)))
     assert msgspec.convert(msgspec.json.decode(report, type=Ready).info, EngineInfo) == info
 
 
