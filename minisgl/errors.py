@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 
 class MiniSGLError(Exception):
     """Base class of all errors that this package raises on purpose."""
@@ -51,6 +53,35 @@ class EngineDead(MiniSGLError):
 
 class InvariantError(MiniSGLError, AssertionError):
     """A ``check()`` found that a pool, a cache or a table is inconsistent. Always a bug in the engine."""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """An error of this package as a message to another process.
+
+    Args:
+        kind: name of a class of this module.
+        message: for people.
+        field: the request's field that is to blame, if ``kind`` names a kind of `InvalidRequest`.
+    """
+
+    kind: str
+    message: str
+    field: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """``error`` as a message. An error of another package becomes a `MiniSGLError` whose text names its class."""
+        kind = type(error).__name__
+        if isinstance(error, InvalidRequest):
+            return cls(kind, error.message, error.field)
+        if isinstance(error, MiniSGLError) and globals().get(kind) is type(error):
+            return cls(kind, str(error))
+        return cls("MiniSGLError", f"{kind}: {error}")
+
+    def error(self) -> MiniSGLError:
+        """The error again, to be raised on this side."""
+        kind: type[MiniSGLError] = globals()[self.kind]
+        return kind(self.field, self.message) if self.field else kind(self.message)
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError, MiniSGLError
-from minisgl.messages.logs import configure_logs
+from minisgl.logs import configure_logs
 from minisgl.server.config import ServerConfig
 from minisgl.server.launch import serve
 from minisgl.server.options import add_options, given_options

@@ -90,6 +90,9 @@ class EngineConfig:
             else ``"torch"``.
         distributed_timeout: seconds that a rank waits for another in a collective before the engine ends; the driver
             waits ten more for a step. It must exceed the longest step.
+        hang_timeout: seconds without a sign of life after which a process (a rank, or one of the server's) counts as
+            stopped and is killed, at least 1; None is never. A process that answers may take longer over a step:
+            ``distributed_timeout``.
         verify_ranks: compare after every step what each rank received and sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs only
             ``config.json``.
@@ -131,6 +134,7 @@ class EngineConfig:
     control_plane: str = "shared-memory"
     all_reduce: str = "auto"
     distributed_timeout: float = 300.0
+    hang_timeout: float | None = 30.0
     verify_ranks: bool = False
     load_format: str = "auto"
     seed: int = 0
@@ -164,6 +168,13 @@ class EngineConfig:
             raise ConfigError(
                 f"distributed_timeout: must be a positive number of seconds, at most {_LONGEST_WAIT:.0f}, got "
                 f"{self.distributed_timeout!r}"
+            )
+        if self.hang_timeout is not None and not (
+            _is_number(self.hang_timeout) and 1.0 <= self.hang_timeout <= _LONGEST_WAIT
+        ):
+            raise ConfigError(
+                f"hang_timeout: must be None or a number of seconds from 1 to {_LONGEST_WAIT:.0f}, got "
+                f"{self.hang_timeout!r}"
             )
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed: must be an integer from 0 to 2**63 - 1, got {self.seed!r}")

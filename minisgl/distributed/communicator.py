@@ -65,7 +65,7 @@ class TorchCommunicator(Communicator):
         stacked = x.new_empty((self.size * rows, width))
         _all_gather(stacked, x.contiguous(), group=self._group)
         if self.peers is not None:  # a rank that gave a sum up has brought nonsense, and cannot answer any more
-            self.peers.roll_call()
+            self.peers.barrier()
         return stacked.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
 
 

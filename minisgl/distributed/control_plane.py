@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from minisgl.child_process import beat
 from minisgl.core.registry import Table
 from minisgl.distributed.messages import Endpoint
 
 SPIN_SECONDS = 50e-6
-"""How long a rank looks for the next step again and again before it goes to sleep. Waking up takes about as long."""
+"""How long a rank polls for the next step before it goes to sleep. Waking up takes about as long."""
 
 
 class StepReceiver(Protocol):
@@ -123,6 +124,7 @@ def wait_until(condition: Callable[[], bool], timeout: float, check: Callable[[]
     deadline = time.monotonic() + timeout
     while not condition():
         check()
+        beat()
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout:g} s for {what}")
         time.sleep(0.0005)

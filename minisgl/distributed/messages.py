@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl.child_process import ChildOptions
 from minisgl.core.attention import AttentionChoice
 from minisgl.core.batch import Batch, NewRequest
 from minisgl.core.config import EngineConfig
@@ -27,8 +28,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     fds: list[int] = []
 
 
-class Setup(msgspec.Struct, frozen=True):
-    """All that a rank is started with: one line of JSON on its standard input.
+class RankOptions(ChildOptions, frozen=True, kw_only=True):
+    """What a rank is told when it is started.
 
     Args:
         rank: which one it is.
@@ -36,9 +37,8 @@ class Setup(msgspec.Struct, frozen=True):
         path: directory of the checkpoint.
         store_port: of the store where the ranks meet.
         endpoint: of the control plane.
-        reports: file to which the rank writes `Report` messages.
+        reports: file to which the rank writes `Stepped` messages.
         threads: of PyTorch on the CPU.
-        driver: process id that must be the rank's parent.
     """
 
     rank: int
@@ -48,11 +48,10 @@ class Setup(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     reports: int
     threads: int
-    driver: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank has built its engine.
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the driver has to know of a rank's engine.
 
     Args:
         num_pages: KV pages, the same on all ranks.
@@ -69,14 +68,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     attention: AttentionChoice
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rank is about to end with an error of this class."""
-
-    kind: str
-    message: str
-
-
-class Stepped(msgspec.Struct, frozen=True, tag=True):
+class Stepped(msgspec.Struct, frozen=True):
     """A step is complete.
 
     Args:
@@ -91,8 +83,6 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[TokenLogprobs | None] | None
     digest: int
 
-
-Report = Ready | Failed | Stepped
 
 _ARRAYS = (
     "slots",
@@ -128,7 +118,7 @@ class _Step(msgspec.Struct, array_like=True):
 
 
 _STEPS = msgspec.msgpack.Decoder(_Step)
-_REPORTS = msgspec.msgpack.Decoder(Report)
+_REPORTS = msgspec.msgpack.Decoder(Stepped)
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -160,15 +150,14 @@ def decode_batch(message: bytes) -> Batch:
     return Batch(num_decode=step.num_decode, new_requests=new_requests, **dict(zip(_ARRAYS, arrays, strict=True)))
 
 
-def encode_report(report: Report) -> bytes:
+def encode_report(report: Stepped) -> bytes:
     """A message to the driver."""
     return msgspec.msgpack.encode(report)
 
 
-def decode_report(message: bytes) -> Report:
+def decode_report(message: bytes) -> Stepped:
     """What `encode_report` was given."""
-    report: Report = _REPORTS.decode(message)
-    return report
+    return _REPORTS.decode(message)
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:

@@ -22,8 +22,8 @@ reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot 
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-_SECONDS_A_LOOK = 0.1e-6
-"""That a kernel takes at the least to look for a signal: words that nobody writes to are in its own GPU's cache."""
+_POLL_SECONDS = 0.1e-6
+"""That one poll for a signal takes at the least: words that nobody writes to are in its own GPU's cache."""
 
 _WORDS = 256
 """Of a program of the one-shot kernel."""
@@ -44,7 +44,7 @@ class PeerAllReduce:
         device: of this rank.
         max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
         one_shot_bytes: of the largest tensor that is reduced in one shot; None: what was measured.
-        timeout: seconds that a kernel looks for the signal of a peer, at the least, before it gives up; see `check`.
+        timeout: seconds that a kernel polls for the signal of a peer, at the least, before it gives up; see `check`.
             A rank may be compiling kernels for a minute or two.
 
     Raises:
@@ -67,7 +67,7 @@ class PeerAllReduce:
         self._processors = _fewest_processors(group, device)
         self._memory = share_memory(self._layout.nbytes, group, device)
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
-        self._state = torch.tensor([0, math.ceil(timeout / _SECONDS_A_LOOK)], dtype=torch.int64, device=device)
+        self._state = torch.tensor([0, math.ceil(timeout / _POLL_SECONDS)], dtype=torch.int64, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._word = torch.zeros(1, device=device)
 
@@ -121,9 +121,9 @@ class PeerAllReduce:
         )  # fmt: skip
         return normed, total
 
-    def roll_call(self) -> None:
-        """Hear every rank once more. A rank that gave up in one call is silent from the next on, while others may have
-        got the right sum in that one; after this, `check` tells all of them."""
+    def barrier(self) -> None:
+        """Wait once more for every rank. A rank that gave up in one call is silent from the next on, while others may
+        have got the right sum in that one; after this, `check` tells all of them."""
         self.all_reduce(self._word)
 
     def finish(self) -> None:

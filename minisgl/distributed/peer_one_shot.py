@@ -2,7 +2,7 @@
 
 One trip over NVLink is all the time there is, a microsecond, so nothing may cost a second one. Data and signal
 therefore travel together: each eight bytes carry four bytes of data and the number of the call, and eight bytes arrive
-whole or not at all (the low-latency protocol of NCCL). Who waits looks at the data itself until all of it is there.
+whole or not at all (the low-latency protocol of NCCL). A rank that waits polls the data itself until all of it is here.
 What a rank sends is twice its data, times the peers: right for kilobytes, wrong for megabytes.
 
 Two inboxes take turns. A peer writes into the one that this rank still reads only two calls later, and to get there it

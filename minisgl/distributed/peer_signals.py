@@ -16,7 +16,7 @@ import triton.language as tl
 
 CALL, POLLS = tl.constexpr(0), tl.constexpr(1)
 """Words of a rank's state, int64[2], in its own memory. CALL: the number of calls so far in the upper half, and in the
-lower half how many programs of the present one have begun. POLLS: how often a program looks for a signal before it
+lower half how many programs of the present one have begun. POLLS: how often a program polls for a signal before it
 gives up; 0 from then on, so that only the first call waits long, and later ones know that they must be silent."""
 
 

@@ -1,4 +1,4 @@
-"""The processes of the ranks: started together, watched, and ended together."""
+"""The processes of the ranks: if one of them is lost, all end together."""
 
 from __future__ import annotations
 
@@ -6,61 +6,58 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 
-import msgspec
-
-from minisgl.distributed.messages import Setup
+from minisgl.distributed.messages import RankOptions
 from minisgl.distributed.rendezvous import loopback
 from minisgl.errors import EngineDead
+from minisgl.processes import ChildProcess, join_threads
 
 _GRACE = 0.1
 """Seconds in which other ranks may be found to have ended as well, before it is decided which one began."""
+_ANSWER = 2.0
+"""Seconds in which a rank that is not stopped answers."""
 _PATIENCE = 10.0
 """Seconds that killed processes may take to disappear."""
-_LAST_WORDS = 1.0
-"""Seconds to wait for the output of ranks that have ended. It has no end if a process outside their groups has it."""
 
 
 class RankGroup:
     """Child processes that live and die together.
 
-    One thread starts them and stays, since Linux ends a child with the thread that has started it. If a rank ends, for
-    whatever reason, that thread kills the others: nothing is left on a GPU, and nobody waits for a collective that will
-    never be complete. What a rank has started, such as a compiler, ends with it.
+    If a rank is lost (`ChildProcess` says when it is), a thread kills the others: nothing is left on a GPU, and no rank
+    waits for a collective that will never be complete.
     """
 
     def __init__(self) -> None:
         self.end: str | None = None
         """Why the ranks are gone."""
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.children: list[ChildProcess] = []
         self.alarm, self._bell = os.pipe()
         self._news: queue.SimpleQueue[int | str] = queue.SimpleQueue()
         """Ranks that have ended, and reasons to end all of them."""
-        self._last_words: dict[int, str] = {}
         self._watch: threading.Thread | None = None
-        self._exits: list[threading.Thread] = []
-        self._outputs: list[threading.Thread] = []
         self._closed = False
 
-    def start(self, setups: Sequence[Setup], store: object) -> None:
+    def start(self, options: Sequence[RankOptions], store: object) -> None:
         """Start a process for each, in the order of the ranks.
 
         Args:
-            setups: of the ranks.
+            options: of the ranks.
             store: where they meet. It is kept open as long as they live, and no longer.
 
         Raises:
             OSError, RuntimeError: a process or thread cannot be started. `close` ends the others.
         """
-        started: Future[None] = Future()
-        self._watch = _run_thread("ranks", self._run, setups, started, store)
-        started.result()
+        watch = threading.Thread(target=self._run, args=(store,), name="minisgl-ranks", daemon=True)
+        watch.start()
+        self._watch = watch
+        for each in options:
+            child = _start(each)
+            self.children.append(child)
+            child.exited.add_done_callback(partial(self._hear_of_exit, each.rank))
 
     def check(self) -> None:
         """Raise `EngineDead` if the ranks are gone."""
@@ -75,118 +72,71 @@ class RankGroup:
             patience: seconds to wait for just that.
         """
         if self._watch is not None:
-            _join([self._watch], patience)
+            join_threads([self._watch], patience)
             self._news.put(reason)
-            _join([self._watch], _PATIENCE)
+            join_threads([self._watch], _PATIENCE)
         self.end = self.end or reason
         return EngineDead(self.end)
 
     def close(self) -> None:
         """Kill all ranks and wait until they are gone. May be called twice."""
         self.fail("the engine was closed")
-        _join(self._exits, _PATIENCE)
-        _join(self._outputs, _LAST_WORDS)
+        wait([child.exited for child in self.children], _PATIENCE)
         if not self._closed:
             self._closed = True
             os.close(self.alarm)
             if self._watch is None:
                 os.close(self._bell)
 
-    # -- in the thread that starts and watches them --------------------------------------------------------------------
+    def _hear_of_exit(self, rank: int, exited: Future[EngineDead]) -> None:
+        self._news.put(rank)
 
-    def _run(self, setups: Sequence[Setup], started: Future[None], store: object) -> None:
-        try:
-            for setup in setups:
-                self._start(setup)
-        except Exception as error:
-            started.set_exception(error)
-        else:
-            started.set_result(None)
-            first = self._news.get()
-            self.end = first if isinstance(first, str) else self._verdict(first)
-        finally:
-            for process in self.processes:
-                process.kill()
-            os.close(self._bell)  # whoever waits for a rank sees that the other end of this pipe is closed
+    # -- in a thread ---------------------------------------------------------------------------------------------------
 
-    def _start(self, setup: Setup) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "minisgl.distributed.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(setup.reports, *setup.endpoint.fds),
-            env=_environment(setup),
-            start_new_session=True,  # Ctrl-C in a terminal is for the driver alone
-        )
-        self.processes.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed elsewhere
-            process.stdin.write(msgspec.json.encode(setup) + b"\n")
-            process.stdin.flush()
-        self._outputs.append(_run_thread(f"rank-{setup.rank}-output", self._pass_on_output, setup.rank, process))
-        self._exits.append(_run_thread(f"rank-{setup.rank}-exit", self._wait_for_exit, setup.rank, process))
+    def _run(self, store: object) -> None:
+        first = self._news.get()
+        self.end = first if isinstance(first, str) else self._verdict(first)
+        for child in self.children:
+            child.kill()
+        os.close(self._bell)  # whoever waits for a rank sees that the other end of this pipe is closed
 
     def _verdict(self, first: int) -> str:
-        """Which rank has ended and how. A rank that was killed takes others along, whose connections break: of several
-        that have ended, the killed one is to blame."""
+        """Which rank is to blame, and what is known of why.
+
+        A rank that is lost takes others along, whose connections break or whose collectives time out. So the first to
+        end may be a victim. To blame is one that stands still, then one that was killed, and only then the first.
+        """
         ended = [first]
         with contextlib.suppress(queue.Empty):
             while isinstance(rank := self._news.get(timeout=_GRACE), int):
                 ended.append(rank)
-        codes = {rank: self.processes[rank].returncode for rank in ended}
-        blamed = next((rank for rank in ended if codes[rank] < 0), first)
-        if codes[blamed] < 0:
-            return f"rank {blamed} was killed by {_signal_name(-codes[blamed])}"
-        _join([self._outputs[blamed]], _LAST_WORDS)
-        return f"rank {blamed} ended with exit code {codes[blamed]}: {self._last_words.get(blamed, 'it said nothing')}"
+        children = [self.children[rank] for rank in ended]
+        for child in children:
+            if child.stands_still or child.exit_code == -signal.SIGKILL:
+                return str(child.exited.result())
+        blamed = next((child for child in children if (child.exit_code or 0) < 0), children[0])
+        error, stopped = str(blamed.exited.result()), self._stopped()
+        return error if stopped is None else f"{stopped} does not answer; it is stopped or hangs ({error})"
 
-    # -- in threads of their own, two for each rank --------------------------------------------------------------------
-
-    def _pass_on_output(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        with process.stdout as output:
-            for line in output:
-                text = line.decode(errors="replace").rstrip()
-                if text:
-                    self._last_words[rank] = text
-                print(f"[rank {rank}] {text}", file=sys.stderr)
-
-    def _wait_for_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
-        with contextlib.suppress(ProcessLookupError):  # it has left no compiler or other child behind
-            os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it did not read its setup, the rest of which would be written now
-            process.stdin.close()
-        self._news.put(rank)
+    def _stopped(self) -> str | None:
+        """The first rank that lives and is at work, and does not answer."""
+        at_work = [child for child in self.children if child.ready.done() and not child.exited.done()]
+        silent = [child for child in at_work if not child.answers(_ANSWER)]
+        return next((child.title for child in silent if not child.exited.done()), None)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # one of those that have no names
-        return f"signal {number}"
-
-
-def _run_thread(name: str, job: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=job, args=arguments, name=f"minisgl-{name}", daemon=True)
-    thread.start()
-    return thread
-
-
-def _join(threads: Sequence[threading.Thread], timeout: float) -> None:
-    """Wait so many seconds for all of them together, except for the one that waits: a group may be collected as garbage
-    in any."""
-    deadline = time.monotonic() + timeout
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _environment(setup: Setup) -> dict[str, str]:
-    """Of a rank: modules are found where the driver finds them, and no port is open to other machines."""
-    here = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    interface = loopback()
+def _start(options: RankOptions) -> ChildProcess:
+    """No port of a rank is open to other machines. Ranks that wait for each other have collectives with a timeout and
+    a driver with another one, so they have both before they are taken for ranks that hang."""
+    config, interface = options.config, loopback()
     local = {} if interface is None else dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
-    return {**local, "OMP_NUM_THREADS": str(setup.threads), **os.environ, **here}
+    return ChildProcess(
+        "minisgl.distributed.worker",
+        options,
+        title=f"rank {options.rank}",
+        hang_timeout=config.hang_timeout,
+        turn_timeout=config.distributed_timeout + (config.hang_timeout or 0.0),
+        environment={**local, "OMP_NUM_THREADS": str(options.threads)},
+        pass_fds=(options.reports, *options.endpoint.fds),
+        prefix=f"[rank {options.rank}] ",
+    )

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,21 +18,21 @@ from minisgl.core.config import EngineConfig
 from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator
 from minisgl.distributed.control_plane import CONTROL_PLANES
-from minisgl.distributed.messages import Failed, Ready, Report, Setup, Stepped, encode_batch
+from minisgl.distributed.messages import EngineInfo, RankOptions, Stepped, encode_batch
 from minisgl.distributed.rank_group import RankGroup
 from minisgl.distributed.rendezvous import open_store
 from minisgl.distributed.reports import ReportReader
 from minisgl.engine.build import rank_device
 from minisgl.errors import ConfigError, EngineDead, MiniSGLError, ModelLoadError
 from minisgl.models import ModelConfig
+from minisgl.processes import wait_until_ready
 
 _START_TIMEOUT = 3600.0
 """Seconds in which all ranks must have built their engines. A collective that hangs ends sooner."""
 _SLACK = 10.0
 """Seconds by which the driver waits longer for a step than ranks do for each other, whose errors say more."""
 _PATIENCE = 5.0
-"""Seconds that a rank takes at most to end after its last words."""
-_EXPLAINED: dict[str, type[MiniSGLError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
+"""Seconds that a rank takes at most to end after it could not be talked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,15 @@ class RemoteEngine:
                     self._readers.append(ReportReader(reader, self.group.alarm, self.group.check))
                     stack.callback(self._readers[-1].close)
             stack.callback(self.group.close)  # once more: ranks end before what they talk over does
-            ready = self._start(path, writers)
+            info = self._start(path, writers)
             self.close = weakref.finalize(self, stack.pop_all().close)
-        self.num_pages = ready.num_pages
-        self.page_bytes, self.model_bytes, self.runner_bytes = ready.page_bytes, ready.model_bytes, ready.runner_bytes
-        self.max_seq_len = ready.max_seq_len
+        self.num_pages = info.num_pages
+        self.page_bytes, self.model_bytes, self.runner_bytes = info.page_bytes, info.model_bytes, info.runner_bytes
+        self.max_seq_len = info.max_seq_len
         self.observers: list[StepObserver] = []
         """Are told nothing: what the ranks' devices do is not seen from here."""
         self.local_engine: None = None
-        self.attention_choice = ready.attention
+        self.attention_choice = info.attention
 
     def launch(self, batch: Batch) -> RemoteStep:
         """Tell all ranks to run a step. Does not wait for any of them.
@@ -108,9 +109,9 @@ class RemoteEngine:
         try:
             self._plane.send(message, self.config.distributed_timeout)
         except Exception as error:
-            raise self._bury(f"a step was not sent: {type(error).__name__}: {error}") from error
+            raise self._mark_dead(f"a step was not sent: {type(error).__name__}: {error}") from error
         except BaseException:  # an interrupt, after which some ranks may know of the step and others not
-            self._bury("interrupted while a step was sent", patience=0.0)
+            self._mark_dead("interrupted while a step was sent", patience=0.0)
             raise
         self._launched += 1
         return RemoteStep(self, self._launched - 1)
@@ -122,7 +123,7 @@ class RemoteEngine:
         if self.config.verify_ranks:
             for rank, reader in enumerate(self._readers[1:], start=1):
                 if self._await_step(reader, step).digest != stepped.digest:
-                    raise self._bury(f"ranks 0 and {rank} disagree on the tokens of step {step}", patience=0.0)
+                    raise self._mark_dead(f"ranks 0 and {rank} disagree on the tokens of step {step}", patience=0.0)
         return StepResult(np.frombuffer(stepped.tokens, dtype=np.int32).copy(), stepped.logprobs)
 
     def _await_step(self, reader: ReportReader, step: int) -> Stepped:
@@ -130,47 +131,45 @@ class RemoteEngine:
             try:
                 report = reader.read(self.config.distributed_timeout + _SLACK)
             except EngineDead as error:
-                raise self._bury(f"step {step}: {error}", patience=0.0) from None
+                raise self._mark_dead(f"step {step}: {error}", patience=0.0) from None
             except TimeoutError as error:
                 reason = f"step {step}: {error}; if the ranks are slow rather than stuck, raise distributed_timeout"
-                raise self._bury(reason, patience=0.0) from None
-            if isinstance(report, Failed):
-                raise self._bury(f"{report.kind}: {report.message}")
-            if isinstance(report, Stepped) and report.step == step:
+                raise self._mark_dead(reason, patience=0.0) from None
+            if report.step == step:
                 return report
 
     def check(self) -> None:
         """Raise `EngineDead` if a rank has ended."""
         if self.group.end is not None:
-            raise self._bury(self.group.end, patience=0.0)
+            raise self._mark_dead(self.group.end, patience=0.0)
 
-    def _bury(self, reason: str, patience: float = _PATIENCE) -> EngineDead:
+    def _mark_dead(self, reason: str, patience: float = _PATIENCE) -> EngineDead:
         """End all ranks, and keep nothing that was needed to talk to them. See `RankGroup.fail`."""
         dead = self.group.fail(reason, patience)
         self.close()
         return dead
 
-    def _start(self, path: Path, writers: Sequence[int]) -> Ready:
+    def _start(self, path: Path, writers: Sequence[int]) -> EngineInfo:
         """Start the ranks and wait until they are ready."""
-        reports: list[Report | None] = []
+        with _refusals_told():
+            store = open_store()
+            self.group.start([self._options(path, *each, store.port) for each in enumerate(writers)], store)
+        del store
         try:
-            with _refusals_told():
-                store = open_store()
-                setups = [self._setup(path, rank, writer, store.port) for rank, writer in enumerate(writers)]
-                self.group.start(setups, store)
-            del store
             self._plane.connect(_START_TIMEOUT)
-            for reader in self._readers:
-                reports.append(reader.read(_START_TIMEOUT))
-            if isinstance(reports[0], Ready) and all(isinstance(report, Ready) for report in reports):
-                return reports[0]
-            dead = self.group.fail("a rank did not start", patience=_PATIENCE)
-        except (EngineDead, TimeoutError) as error:
-            dead = self.group.fail(str(error))
-        raise _explanation(dead, [*reports, *(reader.take() for reader in self._readers)])
+            wait_until_ready(self.group.children, _START_TIMEOUT)
+        except TimeoutError as error:
+            raise self.group.fail(str(error)) from None
+        except MiniSGLError as error:  # a victim's, perhaps: what another says of options or files explains more
+            dead = self.group.fail(str(error), _PATIENCE)
+            self.group.close()
+            failures = [child.ready.exception() for child in self.group.children if child.exited.done()]
+            raise next((each for each in failures if isinstance(each, (ConfigError, ModelLoadError))), dead) from None
+        return msgspec.convert(self.group.children[0].ready.result().info, EngineInfo)
 
-    def _setup(self, path: Path, rank: int, writer: int, store_port: int) -> Setup:
-        return Setup(
+    def _options(self, path: Path, rank: int, writer: int, store_port: int) -> RankOptions:
+        return RankOptions(
+            name=f"rank-{rank}",
             rank=rank,
             config=self.config,
             path=str(path),
@@ -178,7 +177,6 @@ class RemoteEngine:
             endpoint=self._plane.endpoint(rank),
             reports=writer,
             threads=max(1, torch.get_num_threads() // self.config.tensor_parallel_size),
-            driver=os.getpid(),
         )
 
 
@@ -192,11 +190,3 @@ def _refusals_told() -> Iterator[None]:
             f"the ranks could not be started: {error}; if there are too many open files or processes, close some or "
             "raise the limits (ulimit -n, ulimit -u)"
         ) from error
-
-
-def _explanation(dead: EngineDead, reports: Sequence[Report | None]) -> MiniSGLError:
-    """What a rank has said to be wrong with options or files; if none has, which one ended and how."""
-    for report in reports:
-        if isinstance(report, Failed) and report.kind in _EXPLAINED:
-            return _EXPLAINED[report.kind](report.message)
-    return dead

@@ -8,12 +8,13 @@ import struct
 import time
 from collections.abc import Callable
 
-from minisgl.distributed.messages import Report, decode_report, encode_report
+from minisgl.child_process import BEAT_INTERVAL, beat
+from minisgl.distributed.messages import Stepped, decode_report, encode_report
 
 _SIZE = struct.Struct("<I")
 
 
-def send_report(fd: int, report: Report) -> None:
+def send_report(fd: int, report: Stepped) -> None:
     """Write a message to the driver."""
     message = encode_report(report)
     rest = memoryview(_SIZE.pack(len(message)) + message)
@@ -39,7 +40,7 @@ class ReportReader:
         self._poll.register(alarm, select.POLLIN)
         os.set_blocking(fd, False)
 
-    def read(self, timeout: float) -> Report:
+    def read(self, timeout: float) -> Stepped:
         """The rank's next message.
 
         Raises:
@@ -52,10 +53,11 @@ class ReportReader:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no answer within {timeout:g} s")
-            self._poll.poll(1e3 * left)
+            beat()  # the driver may be a child, which waits and does not hang
+            self._poll.poll(1e3 * min(left, BEAT_INTERVAL))
         return report
 
-    def take(self) -> Report | None:
+    def take(self) -> Stepped | None:
         """The rank's next message if it is there."""
         while True:
             if len(self._received) >= _SIZE.size:

@@ -1,6 +1,6 @@
 """Chapter 14, the part with processes: what they say to each other, over which sockets, and how a child lives."""
 
-from minisgl.messages.failure import Failure
+from minisgl.errors import Failure
 from minisgl.messages.jobs import Abort, Conversation, StatsRequest, Stop, Submit, Tokenized
 from minisgl.messages.replies import Accepted, Rejected, Reply, StatsReply, Update
 from minisgl.messages.steps import Finished, Progress, RequestAccepted, Started, Token

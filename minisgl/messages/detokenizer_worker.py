@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.messages.child import Ready, child_process
+from minisgl.child_process import Ready, child_process
 from minisgl.messages.detokenize import DetokenizerStage
 from minisgl.messages.jobs import Stop
 from minisgl.messages.options import DetokenizerOptions

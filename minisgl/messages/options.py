@@ -1,27 +1,9 @@
-"""What each kind of child process is told when it is started."""
+"""What each of the server's worker processes is told when it is started."""
 
 from __future__ import annotations
 
-import msgspec
-
+from minisgl.child_process import ChildOptions
 from minisgl.core.config import EngineConfig
-
-
-class ChildOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every child is told.
-
-    Args:
-        name: of the process, for log lines and for its socket.
-        directory: of the sockets.
-        log_format: ``"text"`` or ``"json"``.
-        sweeps: whether this child removes the directory when the parent has died. It must outlive it for that, while
-            the others are ended by the kernel.
-    """
-
-    name: str
-    directory: str
-    log_format: str = "text"
-    sweeps: bool = False
 
 
 class TokenizerOptions(ChildOptions, frozen=True, kw_only=True):

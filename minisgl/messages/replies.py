@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from minisgl.core.request import TokenLogprobs
-from minisgl.messages.failure import Failure
+from minisgl.errors import Failure
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -20,6 +20,8 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 import zmq
 
+from minisgl.child_process import BEAT_INTERVAL, beat
+
 M = TypeVar("M")
 
 STEPS = 64
@@ -27,6 +29,8 @@ STEPS = 64
 JOBS = 1024
 """High-water mark of sockets that carry one message a job."""
 UNBOUNDED = 0
+_NAP = int(1000 * BEAT_INTERVAL)
+"""Milliseconds of a wait, after which a child sends a heartbeat and waits again."""
 
 
 def address(directory: Path, name: str) -> str:
@@ -51,7 +55,10 @@ class Sender:
 
     def send(self, message: object) -> None:
         """Send, and block as long as the bound is reached."""
-        self._socket.send(msgspec.msgpack.encode(message))
+        frame = msgspec.msgpack.encode(message)
+        while not self.offer(frame):
+            beat()
+            self._socket.poll(_NAP, zmq.POLLOUT)
 
     def offer(self, frame: bytes) -> bool:
         """Send an encoded message unless the bound is reached. Never blocks; returns whether it was sent."""
@@ -91,10 +98,14 @@ class Receiver(Generic[M]):
 
     def receive(self) -> M:
         """The next message; blocks until there is one."""
+        beat()
+        while not self.socket.poll(_NAP):
+            beat()
         return self.decode(self.socket.recv())
 
     def receive_all(self, patience: float) -> list[M]:
         """All messages that have come; if there are none, waits up to ``patience`` seconds for the first."""
+        beat()
         messages: list[M] = []
         self.socket.poll(int(patience * 1000))
         while True:

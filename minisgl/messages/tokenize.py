@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from minisgl.errors import MiniSGLError
-from minisgl.messages.failure import Failure
+from minisgl.errors import Failure, MiniSGLError
 from minisgl.messages.jobs import Conversation, Prompt, Submit, TokenIds, Tokenized, pack
 from minisgl.messages.replies import Rejected
 from minisgl.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.messages.child import Ready, child_process
+from minisgl.child_process import Ready, child_process
 from minisgl.messages.jobs import Submit
 from minisgl.messages.options import TokenizerOptions
 from minisgl.messages.replies import Rejected

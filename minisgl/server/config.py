@@ -30,8 +30,8 @@ class ServerConfig:
         in_process: run the engine in a thread of the server's process, without other processes: starts faster and needs
             less memory, but tokenizing and detokenizing take turns with the engine.
         tokenizer_workers: processes that turn text into tokens.
-        restart: when a process of the engine dies, start it anew and go on, instead of stopping the server. The
-            requests that it had end with an error all the same.
+        restart: when a process of the engine dies or stands still, start it anew and go on, instead of stopping the
+            server. The requests that it had end with an error all the same.
         start_timeout: seconds in which the engine's processes must be ready, the model loaded.
         drain_timeout: seconds that running requests have to finish after the first SIGTERM or SIGINT. A second signal
             stops the server at once.

@@ -81,7 +81,7 @@ class InProcessEngine(AsyncEngine):
                     self._send(replies)
         except BaseException as error:  # whatever it was, those who wait must hear of it
             logger.exception("the engine's thread died")
-            self._to_loop(self._bury, error)
+            self._to_loop(self._mark_dead, error)
 
     def _read_inbox(self) -> bool:
         """Act on all messages, and sleep while there is nothing else to do. False when it is time to stop."""
@@ -116,6 +116,6 @@ class InProcessEngine(AsyncEngine):
 
     # -- in the event loop -------------------------------------------------------------------------------------
 
-    def _bury(self, error: BaseException) -> None:
+    def _mark_dead(self, error: BaseException) -> None:
         self._end(EngineDead(f"the engine died: {type(error).__name__}: {error}"))
         self.died = True

@@ -102,7 +102,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception leaves nothing behind
         signal.signal(number, _leave)
     listener = bind(config.host, config.port)
-    warn_of_strangers(listener, config)
+    warn_if_public(listener, config)
     with _engine(engine_config, config) as engine:
         running = Server(engine, config)
         freeze_heap()
@@ -127,7 +127,7 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
         yield InProcessEngine(core, views_of(core))
 
 
-def warn_of_strangers(listener: socket.socket, config: ServerConfig) -> None:
+def warn_if_public(listener: socket.socket, config: ServerConfig) -> None:
     """Log a warning if other machines can use the server without a key."""
     address = listener.getsockname()[0]
     if config.api_key is None and not ip_address(address.partition("%")[0]).is_loopback:

@@ -18,8 +18,8 @@ from minisgl.core.config import EngineConfig
 from minisgl.errors import EngineDead, MiniSGLError
 from minisgl.messages import Abort, Accepted, Rejected, Reply, StatsRequest, Submit
 from minisgl.messages.jobs import encode
-from minisgl.messages.processes import ChildProcess, wait_until_ready
 from minisgl.models.hub import resolve_model
+from minisgl.processes import ChildProcess, wait_until_ready
 from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
 from minisgl.server.config import ServerConfig
 from minisgl.server.topology import TokenizerLink, Topology
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessEngine(AsyncEngine):
-    """Starts the engine's processes, and notices when one dies: its requests hear of it, whatever happens next.
+    """Starts the engine's processes, and notices when one is lost: its requests hear of it, whatever happens next.
 
     Args:
         config: of the engine.
@@ -100,7 +100,7 @@ class ProcessEngine(AsyncEngine):
                 self._deliver(topology.inbox.decode(await inbox.recv()))
         except Exception as error:  # whatever it was, those who wait must hear of it
             logger.exception("cannot read what the processes say")
-            self._bury(EngineDead(f"the server cannot read what the engine says: {error}"))
+            self._mark_dead(EngineDead(f"the server cannot read what the engine says: {error}"))
         finally:
             inbox.close()
 
@@ -113,9 +113,9 @@ class ProcessEngine(AsyncEngine):
     # -- the supervisor ----------------------------------------------------------------------------------------
 
     def _watch(self, topology: Topology, child: ChildProcess) -> None:
-        def on_exit(exited: Future[MiniSGLError]) -> None:
+        def on_exit(exited: Future[EngineDead]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has closed
-                self._loop.call_soon_threadsafe(self._on_exit, topology, child, EngineDead(str(exited.result())))
+                self._loop.call_soon_threadsafe(self._on_exit, topology, child, exited.result())
 
         child.exited.add_done_callback(on_exit)
 
@@ -127,9 +127,9 @@ class ProcessEngine(AsyncEngine):
         if self._server.restart and link is not None and child.ready.exception() is None:
             self._repair(self._replace(topology, link, error))
         else:
-            self._bury(error)
+            self._mark_dead(error)
 
-    def _bury(self, error: EngineDead) -> None:
+    def _mark_dead(self, error: EngineDead) -> None:
         """The processes cannot go on: fail all requests, and start anew or give up."""
         self._end(error)
         if self._server.restart:
@@ -152,7 +152,7 @@ class ProcessEngine(AsyncEngine):
             await asyncio.to_thread(wait_until_ready, [child], self._server.start_timeout)
         except MiniSGLError as failure:
             if topology is self._topology and not self._restarting:
-                self._bury(EngineDead(f"a tokenizer could not be restarted: {failure}"))
+                self._mark_dead(EngineDead(f"a tokenizer could not be restarted: {failure}"))
 
     async def _restart(self) -> None:
         """End what is left of the processes, and start all anew."""

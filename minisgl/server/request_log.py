@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.messages.logs import FIELDS
+from minisgl.logs import FIELDS
 from minisgl.server.errors import as_api_error
 from minisgl.server.metrics import Metrics
 from minisgl.server.records import RequestRecord

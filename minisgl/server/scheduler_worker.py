@@ -8,8 +8,8 @@ from pathlib import Path
 
 import zmq
 
+from minisgl.child_process import Ready, child_process
 from minisgl.engine_core import EngineCore
-from minisgl.messages.child import Ready, child_process
 from minisgl.messages.jobs import ToScheduler
 from minisgl.messages.options import SchedulerOptions
 from minisgl.messages.sockets import JOBS, STEPS, Receiver, Sender, address

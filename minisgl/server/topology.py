@@ -19,9 +19,9 @@ import zmq
 from minisgl.core.config import EngineConfig
 from minisgl.errors import ConfigError, QueueFull
 from minisgl.messages.options import DetokenizerOptions, SchedulerOptions, TokenizerOptions
-from minisgl.messages.processes import ChildProcess, end, wait_until_ready
 from minisgl.messages.replies import Reply
 from minisgl.messages.sockets import JOBS, STEPS, UNBOUNDED, Receiver, Sender, address
+from minisgl.processes import ChildProcess, end, wait_until_ready
 from minisgl.server.config import ServerConfig
 
 _LONGEST_PATH = 107
@@ -58,6 +58,7 @@ class Topology:
         self._limit = limit
         self._started = 0
         self._log_format = server.log_format
+        self._hang_timeout = config.hang_timeout
         self._stopping = threading.Lock()
         self.inbox = Receiver[list[Reply]](self._context, self._address("api"), list[Reply], STEPS)
         self.to_scheduler = self._sender("scheduler", UNBOUNDED)
@@ -65,10 +66,13 @@ class Topology:
         self.scheduler = ChildProcess(
             "minisgl.server.scheduler_worker",
             SchedulerOptions(name="scheduler", engine=config, trace=server.trace, **common),
+            hang_timeout=config.hang_timeout,
+            turn_timeout=max(config.distributed_timeout, config.hang_timeout or 0.0),
         )
         self.detokenizer = ChildProcess(
             "minisgl.messages.detokenizer_worker",
             DetokenizerOptions(name="detokenizer", model=self._model, sweeps=True, **common),
+            hang_timeout=config.hang_timeout,
         )
         self.tokenizers = [self._start_tokenizer() for _ in range(server.tokenizer_workers)]
 
@@ -80,7 +84,7 @@ class Topology:
     def wait_until_ready(self, timeout: float) -> int:
         """Wait for all processes; returns the engine's ``max_seq_len``. Raises as `wait_until_ready` does."""
         wait_until_ready(self.children, timeout)
-        return self.scheduler.ready.result().info["max_seq_len"]
+        return int(self.scheduler.ready.result().info["max_seq_len"])
 
     def submit(self, job: int, frame: bytes) -> None:
         """Send an encoded job to the tokenizer that has least to do.
@@ -125,7 +129,8 @@ class Topology:
             model=self._model,
             limit=self._limit,
         )
-        return TokenizerLink(ChildProcess("minisgl.messages.tokenizer_worker", options), self._sender(name, JOBS))
+        child = ChildProcess("minisgl.messages.tokenizer_worker", options, hang_timeout=self._hang_timeout)
+        return TokenizerLink(child, self._sender(name, JOBS))
 
     def _sender(self, name: str, bound: int) -> Sender:
         return Sender(self._context, self._address(name), bound)

@@ -37,6 +37,18 @@ class FailsOnRank1(TorchAttention):
         return super().attend(q, spec)
 
 
+class SlowOnce(TorchAttention):
+    """Attention whose kernel, as it were, is compiled for three seconds in the first step after the start."""
+
+    compiled = False
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        if gc.get_freeze_count() and not self.compiled:
+            time.sleep(3.0)
+            self.compiled = True
+        return super().attend(q, spec)
+
+
 class CountsWhatIsFrozen(TorchAttention):
     """Attention that says how many objects of a rank are frozen, as soon as any are."""
 
@@ -57,7 +69,7 @@ class WrongOnRank1(TorchCommunicator):
 class LosesAPeer(PeerAllReduce):
     """Stands for sums over peer memory between CPU ranks. On one rank they have waited in vain after some calls.
 
-    A rank that has is silent, for which the others wait in the next roll call.
+    A rank that has is silent, for which the others wait in the next barrier.
 
     Args:
         group: of the ranks.
@@ -79,7 +91,7 @@ class LosesAPeer(PeerAllReduce):
         self._left -= 1
         return x if self._left > 0 else x + 1e3
 
-    def roll_call(self) -> None:
+    def barrier(self) -> None:
         heard = torch.tensor([self._left > 0])
         dist.all_reduce(heard, dist.ReduceOp.MIN, group=self._group)
         if not heard and self._left > 0:

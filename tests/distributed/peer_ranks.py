@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from minisgl.distributed import TorchCommunicator, peer_all_reduce
-from minisgl.distributed.peer_all_reduce import _ELEMENTS, _SECONDS_A_LOOK, PeerAllReduce
+from minisgl.distributed.peer_all_reduce import _ELEMENTS, _POLL_SECONDS, PeerAllReduce
 from minisgl.distributed.peer_memory import share_memory
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.kernels.norm import add_and_norm
@@ -53,11 +53,11 @@ class Ranks:
         self.pause = 0.0002
         """Seconds before each look at a signal, in the interpreter."""
 
-    def peers(self, max_bytes: int = 4 << 20, looks: int | None = None) -> PeerAllReduce:
+    def peers(self, max_bytes: int = 4 << 20, polls: int | None = None) -> PeerAllReduce:
         """An all-reduce that takes one shot up to a quarter of its largest tensor, and gives up after some seconds."""
-        if looks is None:
-            looks = 1 << 25 if self.is_gpu else 4000
-        return PeerAllReduce(self.group, self.device, max_bytes, max_bytes // 4, looks * _SECONDS_A_LOOK)
+        if polls is None:
+            polls = 1 << 25 if self.is_gpu else 4000
+        return PeerAllReduce(self.group, self.device, max_bytes, max_bytes // 4, polls * _POLL_SECONDS)
 
     def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
         """What every rank brings along."""
@@ -238,7 +238,7 @@ def two_graphs_with_eager_calls_between(ranks: Ranks) -> None:
 def a_missing_peer_is_given_up(ranks: Ranks) -> None:
     """Rank 0 calls alone, in either way; it returns, says so, and does not wait a second time."""
     for shot in ("one_shot", "two_shot"):
-        peers = ranks.peers(max_bytes=1 << 16, looks=200)
+        peers = ranks.peers(max_bytes=1 << 16, polls=200)
         if ranks.rank == 0:
             peers.check()
             call = getattr(peers, shot)
@@ -255,7 +255,7 @@ def a_missing_peer_is_given_up(ranks: Ranks) -> None:
 def who_has_waited_in_vain_falls_silent(ranks: Ranks) -> None:
     """So nobody goes on with numbers that are nonsense: all ranks learn of it, at the latest in the next call."""
     for shot in ("one_shot", "two_shot"):
-        peers = ranks.peers(max_bytes=1 << 16, looks=2000 if ranks.is_gpu else 200)
+        peers = ranks.peers(max_bytes=1 << 16, polls=2000 if ranks.is_gpu else 200)
         call, x = getattr(peers, shot), torch.ones(2, 512, device=ranks.device)
         if ranks.rank == 0:
             call(x)  # alone
@@ -273,11 +273,11 @@ def who_has_waited_in_vain_falls_silent(ranks: Ranks) -> None:
         peers.close()
 
 
-def a_rank_that_gave_up_in_the_last_call_is_missed_in_the_roll_call(ranks: Ranks) -> None:
+def a_rank_that_gave_up_in_the_last_call_is_missed_in_the_barrier(ranks: Ranks) -> None:
     """The others had been late, and got the right sum: they would not know."""
     last = ranks.size - 1
     for shot in ("one_shot", "two_shot"):
-        peers = ranks.peers(max_bytes=1 << 16, looks=2000 if ranks.is_gpu else 200)
+        peers = ranks.peers(max_bytes=1 << 16, polls=2000 if ranks.is_gpu else 200)
         x = torch.ones(1, 256, device=ranks.device)  # for one program, which has spoken when it gives up
         if ranks.rank == last:
             getattr(peers, shot)(x)
@@ -287,7 +287,7 @@ def a_rank_that_gave_up_in_the_last_call_is_missed_in_the_roll_call(ranks: Ranks
         if shot == "one_shot" and ranks.rank < last:
             assert bool((peers.one_shot(x) == ranks.size).all())
             peers.finish()
-        peers.roll_call()
+        peers.barrier()
         with pytest.raises(EngineDead, match=f"rank {ranks.rank} waited in vain"):
             peers.finish()
         dist.barrier(group=ranks.group)
@@ -319,13 +319,13 @@ CHECKS: list[Callable[[Ranks], None]] = [
     two_graphs_with_eager_calls_between,
     a_missing_peer_is_given_up,
     who_has_waited_in_vain_falls_silent,
-    a_rank_that_gave_up_in_the_last_call_is_missed_in_the_roll_call,
+    a_rank_that_gave_up_in_the_last_call_is_missed_in_the_barrier,
     devices_of_different_sizes_cut_a_tensor_alike,
 ]
 
 
-def pause_before_looks(ranks: Ranks) -> None:
-    """Whoever looks at a signal in the interpreter gives way to those who send it: there are more ranks than cores."""
+def pause_before_polls(ranks: Ranks) -> None:
+    """A rank that polls for a signal in the interpreter gives way to those that send it: cores are fewer."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     add, load = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_masked_load
@@ -353,7 +353,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     ranks = Ranks(rank, size, device)
     if device_type == "cpu":
-        pause_before_looks(ranks)
+        pause_before_polls(ranks)
     outcomes: dict[str, str] = {}
     start = time.monotonic()
     for check in CHECKS:

@@ -76,7 +76,7 @@ def begin(llm: LLM, steps: int) -> list[Generation]:
 
 def kill(llm: LLM, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
     assert isinstance(llm.executor, RemoteEngine)
-    llm.executor.group.processes[rank].send_signal(number)
+    os.kill(llm.executor.group.children[rank].pid, number)
 
 
 def assert_all_end(llm: LLM, generations: list[Generation], reason: str) -> None:
@@ -121,7 +121,32 @@ def test_a_rank_that_stands_still_ends_the_engine_after_the_timeout(path: Path) 
     llm = start(path, distributed_timeout=6.0)  # for a busy machine: ranks load at their own pace
     generations = begin(llm, 3)
     kill(llm, 1, signal.SIGSTOP)
-    assert_all_end(llm, generations, "rank 0 ended with exit code 1")
+    assert_all_end(llm, generations, "rank 1 does not answer; it is stopped or hangs")
+    assert "(rank 0 died: " in str(generations[0].request.error), "the one whose collective has timed out"
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_rank_that_stands_still_is_named_long_before_collectives_time_out(path: Path, steps: int) -> None:
+    llm = start(path, hang_timeout=2.0, overlap=steps > 0)
+    generations = begin(llm, steps)
+    kill(llm, 1, signal.SIGSTOP)
+    assert_all_end(llm, generations, "rank 1 has not answered for 2 s; it is stopped or hangs")
+
+
+def test_a_rank_that_stands_still_is_noticed_while_nothing_runs(path: Path) -> None:
+    llm = start(path, hang_timeout=2.0)
+    time.sleep(3.0)
+    assert tokens(llm.generate(PROMPTS, GREEDY)), "ranks at rest are not taken for stopped"
+    kill(llm, 0, signal.SIGSTOP)
+    assert wait_for(lambda: not ranks_of(psutil.Process()), LIMIT), "nothing is left of either"
+    with pytest.raises(EngineDead, match="rank 0 has not answered for 2 s"):
+        llm.check()
+
+
+def test_a_step_may_last_longer_than_a_rank_may_be_silent(path: Path) -> None:
+    slow = f"{broken.__name__}:SlowOnce"
+    llm = start(path, hang_timeout=1.0, prefill_attention=slow, decode_attention=slow)
+    assert tokens(llm.generate(PROMPTS, GREEDY))
 
 
 def test_when_all_stand_still_the_driver_tells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +188,7 @@ def test_a_rank_is_killed_at_the_start(path: Path, plane: str) -> None:
 def test_an_error_of_one_rank_is_told(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fails = f"{broken.__name__}:FailsOnRank1"
     llm = start(path, prefill_attention=fails, decode_attention=fails)
-    with pytest.raises(EngineDead, match=r"rank 1 ended with exit code 1: ArithmeticError: the abacus is broken"):
+    with pytest.raises(EngineDead, match=r"rank 1 died: ArithmeticError: the abacus is broken"):
         llm.generate(PROMPTS, GREEDY)
     assert "[rank 1] ArithmeticError: the abacus is broken" in capfd.readouterr().err
 

@@ -36,17 +36,17 @@ def test_no_token_of_such_a_step_is_reported_whichever_rank_it_was(path: Path, r
         generations = [generation for prompt in PROMPTS for generation in llm.prepare(prompt, GREEDY)]
         for generation in generations:
             llm.submit(generation)
-        with pytest.raises(EngineDead, match=f"EngineDead: rank {rank} waited in vain for another rank"):
+        with pytest.raises(EngineDead, match=f"rank {rank} died: rank {rank} waited in vain for another rank"):
             step_for_ever(llm)
         assert [generation.request.output for generation in generations] == [right[:2] for right in expected]
 
 
 def test_ranks_whose_warm_up_was_nonsense_do_not_report_for_duty(path: Path) -> None:
-    with pytest.raises(EngineDead, match=r"EngineDead: rank [01] waited in vain for another rank"):
+    with pytest.raises(EngineDead, match=r"rank ([01]) died: rank \1 waited in vain for another rank"):
         start(path, "loses_while_it_starts")
 
 
-def test_every_gather_ends_with_a_roll_call() -> None:
+def test_every_gather_ends_with_a_barrier() -> None:
     """Only that tells a rank whose own sums were right that another one has gathered nonsense."""
     heard: list[str] = []
 
@@ -54,11 +54,11 @@ def test_every_gather_ends_with_a_roll_call() -> None:
         def __init__(self) -> None:
             pass
 
-        def roll_call(self) -> None:
-            heard.append("roll call")
+        def barrier(self) -> None:
+            heard.append("barrier")
 
     def gather(ranks: Communicator) -> None:
         assert ranks.all_gather(torch.ones(2, 3)).tolist() == [[1.0] * 3] * 2
 
     on_ranks(1, gather, lambda group, device: TorchCommunicator(group, device, Peers()))
-    assert heard == ["roll call"]
+    assert heard == ["barrier"]

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from minisgl import SamplingParams
+from minisgl.child_process import Ready
 from minisgl.core import Batch, EngineConfig
 from minisgl.core.attention import AttentionChoice
 from minisgl.core.batch import NewRequest
 from minisgl.core.request import TokenLogprobs
 from minisgl.distributed.messages import (
     Endpoint,
-    Failed,
-    Ready,
-    Setup,
+    EngineInfo,
+    RankOptions,
     Stepped,
     decode_batch,
     decode_report,
@@ -95,22 +95,35 @@ def test_a_decode_step_is_small() -> None:
     assert len(encode_batch(step)) < 8 * 4 * 257 + 64
 
 
-def test_a_setup_survives_the_way() -> None:
+def test_the_options_of_a_rank_survive_the_way() -> None:
     config = EngineConfig(model="x", graph_batches=(1, 2), memory_ratio=1, tensor_parallel_size=2)
-    setup = Setup(1, config, "/models/x", 4711, Endpoint("1 of 2", [5, 6]), 7, 2, 99)
-    assert msgspec.json.decode(msgspec.json.encode(setup), type=Setup) == setup
+    options = RankOptions(
+        name="rank-1",
+        rank=1,
+        config=config,
+        path="/models/x",
+        store_port=4711,
+        endpoint=Endpoint("1 of 2", [5, 6]),
+        reports=7,
+        threads=2,
+    )
+    assert msgspec.json.decode(msgspec.json.encode(options), type=RankOptions) == options
+
+
+def test_what_a_rank_says_of_its_engine_survives_the_way() -> None:
+    info = EngineInfo(5, 6, 7, 8, 9, AttentionChoice("torch", "torch", "it was asked for"))
+    report = msgspec.json.encode(Ready(msgspec.to_builtins(info)))
+    assert msgspec.convert(msgspec.json.decode(report, type=Ready).info, EngineInfo) == info
 
 
 @pytest.mark.parametrize(
     "report",
     [
-        Ready(5, 6, 7, 8, 9, AttentionChoice("torch", "cascade", "they were asked for")),
-        Failed("ConfigError", "no"),
         Stepped(3, ints(4, 5).tobytes(), None, 2**64 - 1),
         Stepped(4, b"", [None, TokenLogprobs(4, -0.5, ((4, -0.5), (5, float("-inf"))))], 0),
     ],
 )
-def test_a_report_survives_the_way(report: Ready | Failed | Stepped) -> None:
+def test_a_report_survives_the_way(report: Stepped) -> None:
     assert decode_report(encode_report(report)) == report
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from minisgl.core.config import EngineConfig
-from minisgl.distributed.messages import Endpoint, Setup
+from minisgl.distributed.messages import Endpoint, RankOptions
 from minisgl.distributed.rank_group import RankGroup
 from tests.distributed.generating import wait_for
 
@@ -38,8 +38,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         group = RankGroup()
         groups.append(group)
         with open(os.devnull, "wb") as reports:
-            told = EngineConfig(), "", 0, Endpoint("nowhere"), reports.fileno(), 1, os.getpid()
-            group.start([Setup(rank, *told) for rank in range(size)], None)
+            told = {"path": "", "store_port": 0, "reports": reports.fileno(), "threads": 1}
+            told |= {"config": EngineConfig(), "endpoint": Endpoint("nowhere")}
+            group.start([RankOptions(name=f"rank-{rank}", rank=rank, **told) for rank in range(size)], None)
         return group
 
     yield start_ranks
@@ -61,7 +62,7 @@ def test_a_rank_that_ends_before_it_has_read_its_setup_is_noticed(
     monkeypatch.setattr(subprocess, "Popen", EndsBeforeItReads)
     group = start("exit 3")
     assert wait_for(lambda: group.end is not None, 10.0)
-    assert group.end == "rank 0 ended with exit code 3: it said nothing"
+    assert group.end == "rank 0 ended with exit code 3"
 
 
 PARENT = """
@@ -76,7 +77,7 @@ read nothing
     ("apart", "number", "verdict"),
     [
         (False, signal.SIGKILL, "was killed by SIGKILL"),
-        (True, signal.SIGTERM, "ended with exit code 3: it said nothing"),
+        (True, signal.SIGTERM, "ended with exit code 3"),
     ],
 )
 def test_outputs_that_others_hold_open_are_not_waited_for(
@@ -91,7 +92,7 @@ def test_outputs_that_others_hold_open_are_not_waited_for(
     assert wait_for(lambda: len(list(children.iterdir())) == 2, 20.0)
     processes = [psutil.Process(int(child.name)) for child in children.iterdir()]
     try:
-        group.processes[1].send_signal(number)
+        os.kill(group.children[1].pid, number)
         assert wait_for(lambda: group.end is not None, 10.0)
         assert group.end == f"rank 1 {verdict}"
         begun = time.monotonic()
@@ -121,7 +122,7 @@ def test_the_last_words_of_a_rank_are_heard(start: Start, monkeypatch: pytest.Mo
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     group = start("read setup; echo calculating; echo the abacus is broken; exit 3")
-    assert wait_for(lambda: group.processes[0].returncode is not None, 10.0)
+    assert wait_for(lambda: group.children[0].exit_code is not None, 10.0)
     time.sleep(0.3)
     terminal.may_show.set()
     assert wait_for(lambda: group.end is not None, 10.0)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig
 from minisgl.server.guards import KeyGuard, is_open
-from minisgl.server.launch import bind, warn_of_strangers
+from minisgl.server.launch import bind, warn_if_public
 from tests.server.harness import MESSAGES, RunningServer
 
 KEY = "a-secret-key"
@@ -130,7 +130,7 @@ def test_a_server_for_everybody_without_a_key_is_warned_of(
     host: str, key: str | None, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with bind(host, 0) as listener, caplog.at_level(logging.WARNING):
-        warn_of_strangers(listener, ServerConfig(host=host, api_key=key))
+        warn_if_public(listener, ServerConfig(host=host, api_key=key))
     assert ("--api-key" in caplog.text) is warned
 
 

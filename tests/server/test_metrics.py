@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.messages.logs import FIELDS, JsonFormatter, TextFormatter
+from minisgl.logs import FIELDS, JsonFormatter, TextFormatter
 from minisgl.server.config import ServerConfig
 from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
 

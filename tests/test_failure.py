@@ -3,8 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from minisgl.errors import ConfigError, EngineDead, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
-from minisgl.messages import Failure
+from minisgl.errors import ConfigError, EngineDead, Failure, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
 
 ERRORS = [QueueFull("full"), EngineDead("dead"), ConfigError("page_size: no"), ModelLoadError("gone")]
 

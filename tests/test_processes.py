@@ -1,4 +1,4 @@
-"""Children that work, fail, die, hang and will not leave; and a parent that dies."""
+"""Children that work, fail, die, stand still, hang and will not leave; and a parent that stops or dies."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from minisgl.errors import ConfigError, EngineDead
-from minisgl.messages import Failure, processes
-from minisgl.messages.child import Failed
-from minisgl.messages.processes import ChildProcess, end, explain, wait_until_ready
-from tests.messages.children import Behaviour
+from minisgl import processes
+from minisgl.child_process import Failed
+from minisgl.errors import ConfigError, EngineDead, Failure
+from minisgl.processes import ChildProcess, end, explain, wait_until_ready
+from tests.children import Behaviour
 
 BEHAVIOURS = ["works", "fails", "dies", "hangs", "stubborn", "breaks", "counts"]
 LONG = 120.0
 
 
-def start(behaviour: str, directory: str, sweeps: bool = False) -> ChildProcess:
+def start(behaviour: str, directory: str, sweeps: bool = False, **watched: float) -> ChildProcess:
     options = Behaviour(name=behaviour, directory=directory, behaviour=behaviour, sweeps=sweeps)
-    return ChildProcess("tests.messages.children", options)
+    return ChildProcess("tests.children", options, **watched)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_of_a_child_that_has_ended_no_file_stays_open(tmp_path: Path) -> None:  
     ],
 )
 def test_how_a_child_has_ended(code: int, failed: Failed | None, says: str) -> None:
-    error = explain("scheduler", code, failed)
+    error = explain("the scheduler process", code, failed)
     assert isinstance(error, EngineDead)
     assert str(error) == says
 
@@ -101,7 +102,7 @@ def test_ctrl_c_does_not_reach_children(children: dict[str, ChildProcess]) -> No
 
 def test_options_are_not_on_the_command_line(children: dict[str, ChildProcess]) -> None:
     assert children["works"].ready.result(LONG)
-    assert psutil.Process(children["works"].pid).cmdline()[1:] == ["-m", "tests.messages.children"]
+    assert psutil.Process(children["works"].pid).cmdline()[1:] == ["-m", "tests.children"]
 
 
 def test_all_are_ended_the_stubborn_by_force(
@@ -116,10 +117,83 @@ def test_all_are_ended_the_stubborn_by_force(
     assert "killed by SIGKILL" in str(children["stubborn"].exited.result(LONG))
 
 
+def test_a_child_that_is_stopped_is_named_and_killed(tmp_path: Path) -> None:
+    child, other = (start("works", str(tmp_path), hang_timeout=2.0, turn_timeout=LONG) for _ in range(2))
+    wait_until_ready([child, other], LONG)
+    time.sleep(2.5)
+    assert not child.exited.done(), "at rest, its heart beats"
+    os.kill(child.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    error = child.exited.result(LONG)
+    assert 1.0 < time.monotonic() - begun < 10.0
+    assert str(error) == "the works process has not answered for 2 s; it is stopped or hangs"
+    assert child.stands_still
+    assert child.exit_code == -signal.SIGKILL
+    assert not other.exited.done()
+    end([other])
+
+
+def test_a_child_that_stops_for_a_moment_lives_on(tmp_path: Path) -> None:
+    child = start("works", str(tmp_path), hang_timeout=4.0)
+    wait_until_ready([child], LONG)
+    for _ in range(2):
+        os.kill(child.pid, signal.SIGSTOP)
+        while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        assert not child.answers(1.0)
+        time.sleep(0.5)
+        os.kill(child.pid, signal.SIGCONT)
+        assert child.answers(LONG)
+    time.sleep(3.0)
+    assert not child.exited.done()
+    end([child])
+
+
+def test_a_main_loop_that_hangs_is_noticed_although_a_thread_beside_it_answers(tmp_path: Path) -> None:
+    child = start("hangs later", str(tmp_path), hang_timeout=1.0, turn_timeout=2.0)
+    wait_until_ready([child], LONG)
+    assert child.answers(LONG)
+    error = child.exited.result(LONG)
+    assert str(error) == "the hangs later process has made no progress for 2 s; its main loop hangs"
+
+
+def test_a_long_turn_or_start_is_not_taken_for_a_hang(tmp_path: Path) -> None:
+    busy = start("computes", str(tmp_path), hang_timeout=1.0, turn_timeout=LONG)
+    starting = start("hangs", str(tmp_path), hang_timeout=1.0)
+    assert "the computes process died: ArithmeticError: the result is 42" in str(busy.exited.result(LONG))
+    assert not starting.exited.done()
+    end([starting])
+
+
+def test_a_parent_that_was_stopped_itself_does_not_blame_its_children(tmp_path: Path) -> None:
+    script = STOPPED.format(directory=str(tmp_path))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    parent.send_signal(signal.SIGSTOP)
+    time.sleep(3.0)
+    parent.send_signal(signal.SIGCONT)
+    assert parent.stdout.read() == "the child lives\n"
+    assert parent.wait() == 0
+    parent.stdout.close()
+
+
+STOPPED = """
+import time
+from minisgl.processes import end, wait_until_ready
+from tests.test_processes import start
+child = start("works", {directory!r}, hang_timeout=1.0)
+wait_until_ready([child], 120)
+print("ready", flush=True)
+time.sleep(4)
+print(child.exited.result(0) if child.exited.done() else "the child lives", flush=True)
+end([child])
+"""
+
 PARENT = """
 import sys, time
-from minisgl.messages.processes import wait_until_ready
-from tests.messages.test_processes import start
+from minisgl.processes import wait_until_ready
+from tests.test_processes import start
 children = [start("works", sys.argv[1]), start("stubborn", sys.argv[1], sweeps=True)]
 wait_until_ready(children, 120)
 print(*(child.pid for child in children), flush=True)

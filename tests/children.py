@@ -1,4 +1,4 @@
-"""``python -m tests.messages.children``: a child process that behaves as it is told."""
+"""``python -m tests.children``: a child process that behaves as it is told."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import signal
 import time
 
+from minisgl.child_process import ChildOptions, Ready, beat, child_process
 from minisgl.errors import ConfigError
-from minisgl.messages.child import Ready, child_process
-from minisgl.messages.options import ChildOptions
 
 
 class Behaviour(ChildOptions, frozen=True, kw_only=True):
@@ -33,8 +32,14 @@ def main() -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         report(Ready({"answer": 42}))
         while True:
+            beat()
             time.sleep(0.1)
             match options.behaviour:
+                case "hangs later":
+                    time.sleep(3600)
+                case "computes":
+                    time.sleep(4)
+                    raise ArithmeticError("the result is 42")
                 case "breaks":
                     raise ZeroDivisionError("by nothing")
                 case "counts":
