@@ -19,7 +19,8 @@ from minisgl.core.config import EngineConfig
 from minisgl.core.registry import resolve
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.table import RunningTable
-from minisgl.distributed import RemoteEngine, build_engine
+from minisgl.distributed import RemoteEngine
+from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.input_processor import InputProcessor

@@ -67,7 +67,8 @@ class LLM:
         return self.core.engine
 
     def close(self) -> None:
-        """End the processes of a tensor-parallel engine, which can answer nobody after that. A single rank has none.
+        """Give the memory of the device back, and end the processes of a tensor-parallel engine. Requests get an
+        `EngineDead` after that.
 
         This also happens when the object is collected as garbage, and when the program ends."""
         self.core.close()

@@ -13,7 +13,7 @@ from minisgl.core.batch import NewRequest
 from minisgl.core.request import TokenLogprobs
 from minisgl.engine.logprobs import Logprobs, token_logprobs
 from minisgl.engine.sampler import Sampler
-from minisgl.engine.sampling_stages import SamplingInputs, SamplingRows, TokenHistory
+from minisgl.engine.sampling_stages import DeviceSampling, HostSampling, TokenHistory
 from minisgl.engine.sampling_table import SamplingTable
 from tests.rule import mask_of
 
@@ -49,7 +49,7 @@ class Row:
 
 def prepare(
     rows: Sequence[Row], slots: Sequence[int] | None = None, device: str = "cpu"
-) -> tuple[SamplingRows, SamplingInputs, TokenHistory | None]:
+) -> tuple[HostSampling, DeviceSampling, TokenHistory | None]:
     """What the engine would hand to the sampler for ``rows``, which are put into ``slots`` (0, 1, 2 … by default)."""
     where = list(range(len(rows))) if slots is None else list(slots)
     table = SamplingTable(max(where) + 1)

@@ -276,7 +276,7 @@ def test_bad_options_are_refused_before_kv_memory_is_taken(
     def no_kv(*args: object) -> None:
         raise AssertionError("KV memory was allocated")
 
-    monkeypatch.setattr("minisgl.engine.engine.KVCache", no_kv)
+    monkeypatch.setattr("minisgl.engine.build.KVCache", no_kv)
     with pytest.raises(ConfigError, match=field):
         LLM(path, **{"device": "cpu", "num_pages": 12, **options})
 

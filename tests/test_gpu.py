@@ -17,10 +17,10 @@ from minisgl.attention import ATTENTION_BACKENDS
 from minisgl.core.batch import Batch
 from minisgl.core.registry import resolve
 from minisgl.engine import PendingStep
-from minisgl.engine.runner import EagerRunner
-from minisgl.graphs import GraphRunner
-from minisgl.kernels import apply_fusions
+from minisgl.engine.runner import ModelRunner
+from minisgl.graphs import CudaGraphRunner
 from minisgl.models import ModelConfig, load_model
+from minisgl.models.fusions import fuse_layers
 from minisgl.outputs import RequestOutput
 from tests.model_zoo import hf_logits, random_tokens, tiny_checkpoint
 from tests.paged_runner import PagedRunner
@@ -90,7 +90,7 @@ def test_logits_of_fused_layers_are_those_of_transformers(tmp_path: Path, archit
     path, reference = tiny_checkpoint(tmp_path, architecture, head_dim=32)
     config = ModelConfig.from_dir(path)
     model = load_model(path, config, torch.float32, torch.device("cuda"))
-    apply_fusions(("norm", "rope", "activation"), model)
+    fuse_layers(model, ("norm", "rope", "activation"))
     runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=96, page_size=16)
     runner.backend = resolve("attention", backend, ATTENTION_BACKENDS)(runner.cache)
     (tokens,) = random_tokens(90)
@@ -149,7 +149,7 @@ def test_keys_and_values_of_eight_bits_give_the_tokens_of_the_reference(
     prompts = [shared + rng.integers(0, 200, 1 + i).tolist() for i in range(12)] + [[5], [1, 2, 3]]
     plain, fast = LLM(path, **common, **PLAIN), LLM(path, **common, prefill_attention=backend, decode_attention=backend)
     assert fast.engine.kv_cache.k.dtype == torch.float8_e4m3fn
-    assert isinstance(fast.engine.runner, GraphRunner) == (backend != "torch")
+    assert isinstance(fast.engine.runner, CudaGraphRunner) == (backend != "torch")
     expected, outputs = plain.generate(prompts, params), fast.generate(prompts, params)
     expected += plain.generate([shared], params)
     outputs += fast.generate([shared], params)
@@ -169,8 +169,8 @@ def test_graphs_hold_a_mixture_of_experts(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [[5], *(list(range(i, 3 * i)) for i in range(1, 14))]
     fused, plain = LLM(path, **common), LLM(path, **common, fusions=())
-    assert type(fused.engine.runner) is GraphRunner
-    assert type(plain.engine.runner) is EagerRunner
+    assert type(fused.engine.runner) is CudaGraphRunner
+    assert type(plain.engine.runner) is ModelRunner
     ours, expected = ([output.token_ids for output in llm.generate(prompts, params)] for llm in (fused, plain))
     assert ours == expected
 

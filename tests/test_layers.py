@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMPOSED = {"minisgl", "minisgl.kvcache", "minisgl.scheduler"}
+COMPOSED = {"minisgl", "minisgl.engine", "minisgl.kvcache", "minisgl.scheduler"}
 """Packages whose modules belong to several chapters, so that their ``__init__`` stands outside the layers."""
 
 

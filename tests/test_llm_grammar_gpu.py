@@ -15,7 +15,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.core.batch import Batch
 from minisgl.engine import PendingStep
-from minisgl.graphs import GraphRunner
+from minisgl.graphs import CudaGraphRunner
 from tests.structured import CAT, DATE, PERSON, SCHEMA
 from tests.test_gpu import PLAIN
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
@@ -45,7 +45,7 @@ def test_the_tokens_are_those_of_the_plain_engine(path: Path, options: dict[str,
     prompts, params = [[7, 8, 9 + i] for i in range(2 * len(GREEDY))], GREEDY * 2
     expected = [output.token_ids for output in make(path, **PLAIN, overlap=False).generate(prompts, params)]
     llm = make(path, overlap=overlap, **options)
-    assert isinstance(llm.engine.runner, GraphRunner) == ("enforce_eager" not in options)
+    assert isinstance(llm.engine.runner, CudaGraphRunner) == ("enforce_eager" not in options)
     assert [output.token_ids for output in llm.generate(prompts, params)] == expected
     assert_idle_and_clean(llm)
 

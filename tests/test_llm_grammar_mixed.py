@@ -11,8 +11,7 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.engine.sampler import DefaultSampler
-from minisgl.graphs import GraphRunner
-from minisgl.graphs.recorder import RerunRecorder
+from minisgl.graphs import CpuGraph, CudaGraphRunner
 from tests.structured import CAT, DATE, PERSON, SCHEMA, make, tokens
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
@@ -77,7 +76,7 @@ def test_a_step_replayed_from_a_graph_obeys_its_masks(path: Path, sampler: str) 
     """The graph has sampled without them already; the token table must hold what was sampled with them."""
     llm = make(path, sampler=sampler)
     replayed = make(path, sampler=sampler, overlap=True)
-    replayed.engine.runner = GraphRunner(replayed.engine.parts, (1, 2, 4), RerunRecorder())
+    replayed.engine.runner = CudaGraphRunner(replayed.engine.runner, (1, 2, 4), CpuGraph)
     params = [
         SamplingParams(max_tokens=7, seed=1),
         SamplingParams(regex=DATE, seed=2),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from minisgl import LLM, ConfigError, SamplingParams
 from minisgl.attention import AttentionChoice
-from minisgl.graphs import GraphRunner
-from minisgl.graphs.fused_buffers import FusedDecodeBuffers
-from minisgl.graphs.recorder import RerunRecorder
-from minisgl.graphs.runner import Model
-from minisgl.kernels import FUSIONS
-from minisgl.kernels.decoders import choose_decoders
-from minisgl.kernels.single_token import SingleTokenDecoder
+from minisgl.core import DeviceBatch, EngineConfig
+from minisgl.engine.runner import ModelRunner
+from minisgl.graphs import CpuGraph, CudaGraphRunner, build_runner
+from minisgl.models.single_token import SingleTokenDecoder
 from tests.model_zoo import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9]]
@@ -46,42 +47,45 @@ def engine(path: Path, **options: Any) -> LLM:
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     """With graphs, whose replays are run again, and the single-token decoder for the last request's steps."""
-    monkeypatch.setattr("minisgl.engine.engine.block_weights", lambda model: None)  # row-major weights, as on a GPU
+    monkeypatch.setattr("minisgl.engine.build.block_weights", lambda model: None)  # row-major weights, as on a GPU
     plain, llm = engine(path, **PLAIN, kv_dtype=kv_dtype), engine(path, **OURS, kv_dtype=kv_dtype)
     expected = [output.token_ids for output in plain.generate(PROMPTS, PARAMS)]
-    parts = llm.engine.parts
-    assert SingleTokenDecoder.supports(parts.model)
-    decoder_for = choose_decoders(parts, FUSIONS)
-    assert isinstance(decoder_for(1), SingleTokenDecoder)
-    assert decoder_for(3) is parts.model
+    eager = llm.engine.runner
+    assert SingleTokenDecoder.supports(eager.model)
+    single = SingleTokenDecoder(eager.model, eager.kv_cache)
+    llm.engine.runner = runner = CudaGraphRunner(eager, (1, 3), CpuGraph, fused=True, single_row=single)
+    assert (runner.model_for(1), runner.model_for(3)) == (single, eager.model)
     steps: list[int] = []
 
-    def counted(rows: int) -> Model:
+    def counted(rows: int) -> Callable[[DeviceBatch], torch.Tensor]:
         steps.append(rows)
-        return decoder_for(rows)
+        return single if rows == 1 else eager.model
 
-    llm.engine.runner = GraphRunner(parts, (1, 3), RerunRecorder(), FusedDecodeBuffers, counted)
-    del steps[:]
+    monkeypatch.setattr(runner, "model_for", counted)
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
     assert steps.count(1) >= 2
     assert steps.count(3) >= 2
 
 
 @pytest.mark.parametrize(
-    ("fusions", "rows", "kind"),
+    ("fusions", "kinds"),
     [
-        ((), 1, "Qwen3"),
-        (("norm", "rope"), 1, "Qwen3"),
-        (("single-token",), 1, "SingleTokenDecoder"),
-        (("single-token",), 2, "Qwen3"),
+        ((), ["Qwen3", "Qwen3"]),
+        (("norm", "rope"), ["Qwen3", "Qwen3"]),
+        (("single-token",), ["SingleTokenDecoder", "Qwen3"]),
     ],
 )
 def test_a_number_of_rows_has_its_decoder(
-    path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], rows: int, kind: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], kinds: list[str]
 ) -> None:
-    monkeypatch.setattr("minisgl.engine.engine.block_weights", lambda model: None)
-    parts = engine(path).engine.parts
-    assert type(choose_decoders(parts, fusions)(rows)).__name__ == kind
+    monkeypatch.setattr("minisgl.engine.build.block_weights", lambda model: None)
+    monkeypatch.setattr("minisgl.graphs.runner.CudaGraphPool", lambda device: SimpleNamespace(capture=CpuGraph))
+    eager = engine(path).engine.runner
+    monkeypatch.setattr(eager.attention, "capturable", True)
+    with patch.object(ModelRunner, "device", torch.device("cuda")):
+        runner = build_runner(EngineConfig(graph_batches=(1, 2)), eager, fusions)
+    assert isinstance(runner, CudaGraphRunner)
+    assert [type(runner.model_for(rows)).__name__ for rows in (1, 2)] == kinds
 
 
 @pytest.mark.parametrize(

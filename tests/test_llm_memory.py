@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl import LLM, ConfigError, InvalidRequest, SamplingParams
+from minisgl import LLM, ConfigError, EngineDead, InvalidRequest, SamplingParams
 from tests.tiny_text_model import text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -88,10 +89,10 @@ def test_the_pool_is_sized_by_either_formula(
     model_bytes = make(path).engine.model_bytes
     scale = 1_000_000
     free_before = (scale + model_bytes / 0.9) if formula == "free" else scale - 400_000
-    monkeypatch.setattr("minisgl.engine.engine.free_memory", lambda device: free_before)
-    monkeypatch.setattr("minisgl.engine.budget.free_memory", lambda device: scale - 400_000)
-    monkeypatch.setattr("minisgl.engine.budget.total_memory", lambda device: scale)
-    monkeypatch.setattr("minisgl.engine.budget.measure_peak", _no_peak)
+    monkeypatch.setattr("minisgl.engine.build.free_memory", lambda device: free_before)
+    monkeypatch.setattr("minisgl.engine.memory.free_memory", lambda device: scale - 400_000)
+    monkeypatch.setattr("minisgl.engine.memory.total_memory", lambda device: scale)
+    monkeypatch.setattr("minisgl.engine.memory.measure_peak_memory", _no_peak)
     llm = make(path, num_pages=None, memory_formula=formula, memory_ratio=0.9, kv_dtype=kv_dtype)
     engine = llm.engine
     assert engine.num_pages == budget // engine.page_bytes
@@ -117,7 +118,7 @@ def test_the_real_memory_has_room_for_pages(path: Path, formula: str) -> None:
 
 
 def test_memory_for_not_even_one_page_is_a_config_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.engine.engine.free_memory", lambda device: 1000)
+    monkeypatch.setattr("minisgl.engine.build.free_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"not one .*page fits"):
         make(path, num_pages=None)
 
@@ -128,3 +129,14 @@ def test_no_max_tokens_fills_the_context_or_the_pool(path: Path) -> None:
     assert (len(context.token_ids), context.finish_reason) == (30, "length")
     pool = make(path, num_pages=6).generate([[1] * 10], unlimited)[0]
     assert (len(pool.token_ids), pool.finish_reason) == (15, "length")  # 24 positions, and a token that needs none
+
+
+def test_a_closed_engine_gives_its_memory_back_and_says_so(path: Path) -> None:
+    """A second engine is sized by the memory that is free, so one that is done with must not keep any."""
+    llm = make(path)
+    memory = [weakref.ref(llm.engine.kv_cache), weakref.ref(llm.engine.model), weakref.ref(llm.engine.runner)]
+    llm.close()
+    assert [each() for each in memory] == [None] * 3
+    with pytest.raises(EngineDead, match="was closed"):
+        llm.generate("the cat", GREEDY)
+    llm.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.layers import Embedding, GatedMLP, RMSNorm
 from minisgl.models import CausalLM, ModelConfig
 from minisgl.models.decoder import DecoderLayer
@@ -55,7 +55,7 @@ class GemmaForCausalLM(CausalLM):
     layer = GemmaLayer
     hidden_act = "gelu_pytorch_tanh"
 
-    def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__(config, communicator)
         self.model.embed_tokens = GemmaEmbedding(config.vocab_size, config.hidden_size)
         self.model.norm = GemmaNorm(config.hidden_size, config.rms_norm_eps)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from minisgl.engine import DefaultSampler, SamplingInputs
+from minisgl.engine import DefaultSampler, DeviceSampling
 from minisgl.engine.sampling_stages import RandomStage
 
 
@@ -20,7 +20,7 @@ class TopNSigma(DefaultSampler):
     def __init__(self, n: float = math.inf) -> None:
         self.n = n
 
-    def _weights(self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]) -> torch.Tensor:
+    def _weights(self, logits: torch.Tensor, inputs: DeviceSampling, random: RandomStage[torch.Tensor]) -> torch.Tensor:
         """What the new stage takes away is at −inf for all stages after it."""
         if math.isfinite(self.n):  # ∞ × 0 is no distance, where all logits are equal
             logits = keep_top_n_sigma(logits, self.n)

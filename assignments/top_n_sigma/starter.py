@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from minisgl.engine import SampledTokens, SamplingInputs, TokenHistory
+from minisgl.engine import DeviceSampling, SampledTokens, TokenHistory
 
 
 class TopNSigma:
@@ -21,6 +21,6 @@ class TopNSigma:
     def __init__(self, n: float = math.inf) -> None:
         self.n = n
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         """See `minisgl.engine.Sampler`."""
         raise NotImplementedError("Assignment top_n_sigma: TopNSigma.sample")

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from minisgl.attention.triton_merge import FEW_ROWS, PrefixParts, merge
-from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, load_tile, softmax_step, tile_range
+from minisgl.attention.triton_tiles import LOG2_E, LOWEST, load_tile, softmax_step
 from minisgl.core import AttentionSpec, DeviceBatch
+from minisgl.kernels.launch import PDL_LAUNCH_ARGS, tile_range
 
 _TILE_BYTES = 16384
 """Of a tile of keys in the queries' dtype; the values are as many again."""
@@ -56,7 +57,7 @@ def decode_kernel(
     token_stride,
     head_stride,
     table_width,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -82,10 +83,10 @@ def decode_kernel(
         seq_lens, slots: int32[R]. page_table: int32[slots, table_width].
         shared_lens: int32[R] leading keys that are left out, if SHARED.
         scale: times log2(e).
-        EARLY: whether this is launched before the kernel before it has ended, see `triton_tiles.EARLY`.
+        USE_PDL: whether this is launched before the kernel before it has ended, see `launch.PDL_LAUNCH_ARGS`.
         WINDOW: 0 is none. BLOCK_R, BLOCK_M, BLOCK_D: R, GROUP and HEAD_DIM or more. BLOCK_N: keys a tile.
     """
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -109,7 +110,7 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    if EARLY and not SHARED:  # what was read so far was written before the step's first layer
+    if USE_PDL and not SHARED:  # what was read so far was written before the step's first layer
         tl.extra.cuda.gdc_wait()
     for tile in tile_range(begin, stop):
         positions = first + (tile - row_begin) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -138,7 +139,7 @@ def decode_kernel(
         row_begin = tl.where(row_ends, row_end, row_begin)
         first, end = key_range(seq_lens, shared_lens, row, row < num_rows, SHARED, WINDOW)
         slot = tl.load(slots + row, row < num_rows, other=0)
-    if EARLY and SHARED:  # so that whoever waits for this kernel also waits for the one before it
+    if USE_PDL and SHARED:  # so that whoever waits for this kernel also waits for the one before it
         tl.extra.cuda.gdc_wait()
 
 
@@ -200,6 +201,6 @@ def decode(
         BLOCK_D=block_d,
         num_warps=max(4 if few else 2, block_m * block_d // 1024),
         num_stages=5 if few else 3,
-        **EARLY,
+        **PDL_LAUNCH_ARGS,
     )
     merge(out, part_out, part_lse, inputs.seq_lens, programs, block_r, block_n, window, prefix)

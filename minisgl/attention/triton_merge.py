@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import EARLY, LOWEST, tile_range
+from minisgl.attention.triton_tiles import LOWEST
+from minisgl.kernels.launch import PDL_LAUNCH_ARGS, tile_range
 
 MAX_PREFIX_PARTS = 8
 
@@ -91,7 +92,7 @@ def merge_kernel(
     prefix_lse,
     num_rows,
     programs,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -131,7 +132,7 @@ def merge_kernel(
     row_end = tl.sum(tl.where(all_rows <= row, tiles, 0), 0)
     first_program = row_begin // share
     num_parts = (row_end - 1) // share - first_program + 1
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
     if SHARED or num_parts > 1:
         acc = tl.zeros([BLOCK_W], tl.float32)
@@ -188,5 +189,5 @@ def merge(
         BLOCK_P=8 if few else 2,
         BLOCK_W=block_w,
         num_warps=4,
-        **EARLY,
+        **PDL_LAUNCH_ARGS,
     )

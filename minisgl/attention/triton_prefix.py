@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from minisgl.attention.triton_merge import MAX_PREFIX_PARTS, PrefixParts
-from minisgl.attention.triton_tiles import EARLY, LOG2_E, LOWEST, attend_keys
+from minisgl.attention.triton_tiles import LOG2_E, LOWEST, attend_keys
 from minisgl.core import AttentionSpec, DeviceBatch
+from minisgl.kernels.launch import PDL_LAUNCH_ARGS
 
 
 @triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["slots"])
@@ -37,7 +38,7 @@ def prefix_kernel(
     token_stride,
     head_stride,
     table_width,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -64,7 +65,7 @@ def prefix_kernel(
         BLOCK_G, BLOCK_D: num_groups and HEAD_DIM or more. BLOCK_M: queries a tile, at least GROUP. BLOCK_N: keys a
             tile.
     """
-    if EARLY:  # `decode_kernel` needs nothing of what is computed here
+    if USE_PDL:  # `decode_kernel` needs nothing of what is computed here
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = BLOCK_M // GROUP  # in a block
@@ -201,6 +202,6 @@ def attend_prefixes(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=max(4, block_m // 16),
         num_stages=num_stages,
-        **EARLY,
+        **PDL_LAUNCH_ARGS,
     )
     return PrefixParts(tables.shared_lens, parts, out, lse)

@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-def _starts_early() -> dict[str, bool]:
-    """Arguments of a launch that make use of programmatic dependent launch where the GPU has it."""
-    nvidia = torch.version.cuda is not None and torch.cuda.is_available()
-    early = nvidia and torch.cuda.get_device_capability()[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-EARLY = _starts_early()
-"""Programmatic dependent launch, which Hopper and later GPUs have: a kernel may start when all programs of the one
-before have said ``gdc_launch_dependents``, and waits for its results at ``gdc_wait``. So the end of one overlaps with
-the start of the next."""
+from minisgl.kernels.launch import INTERPRETED, tile_range
 
 LOG2_E = 1.4426950408889634
 
-LARGEST_FP8 = tl.constexpr(448.0)
-
 LOWEST = tl.constexpr(-3.0e38)
 """Where a running maximum starts: finite, so that subtracting it from −∞ (a masked score) is never NaN."""
-
-
-def _interpreted_range(*bounds: Any) -> range:
-    """`range` for the interpreter, whose numbers are arrays of one element, which NumPy 2.4 takes for no index."""
-    return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
-
-
-tile_range = _interpreted_range if INTERPRETED.value else tl.range
-"""`range` with bounds that are known only when a kernel runs."""
-
-
-@triton.jit
-def as_stored(x, memory):
-    """``x`` in the dtype of ``memory``, a pointer into the KV cache; see `minisgl.kvcache.kv_cache.as_stored`."""
-    if memory.dtype.element_ty == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x.to(tl.float32), -LARGEST_FP8), LARGEST_FP8)
-        if INTERPRETED:
-            x = _nearest_fp8(x)
-    return x.to(memory.dtype.element_ty)
-
-
-@triton.jit
-def _nearest_fp8(x):
-    """``x`` with three bits of mantissa, or as a multiple of 2⁻⁹. The interpreter converts correctly only what it need
-    not round. Adding a large number and taking it away again leaves as many bits as the sum has room for."""
-    large = x * 1048576.0
-    coarse = (x + large) - large
-    fine = (x + 24576.0) - 24576.0
-    return tl.where(tl.abs(x) < 0.015625, fine, coarse)
-
-
-@triton.jit
-def as_computed(x, dtype: tl.constexpr):
-    """What was loaded from the KV cache, in the dtype that is computed in. Eight bits go by way of float32: that takes
-    more instructions than the direct way to bfloat16, and fast ones."""
-    if x.dtype == tl.float8e4nv:
-        x = x.to(tl.float32)
-    return x.to(dtype)
 
 
 @triton.jit

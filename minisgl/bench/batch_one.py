@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,18 +22,14 @@ from minisgl.bench.offline import make_engine
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.shapes import model_dir
 from minisgl.core import AttentionBackend, Batch, DeviceBatch, build_batch
-from minisgl.engine.runner import EagerRunner, EngineParts, StepRunner
-from minisgl.engine.sampling_stages import SamplingRows
-from minisgl.graphs.buffers import DecodeBuffers
-from minisgl.graphs.fused_buffers import FusedDecodeBuffers
-from minisgl.graphs.padding import graph_sizes
-from minisgl.graphs.recorder import CudaRecorder, RerunRecorder
-from minisgl.graphs.runner import GraphRunner, GraphRunners
-from minisgl.kernels import apply_fusions
-from minisgl.kernels.launch import launched_in_turn
-from minisgl.kernels.sampler import FusedSampler
-from minisgl.kernels.single_token import SingleTokenDecoder
+from minisgl.engine.fused_sampler import FusedSampler
+from minisgl.engine.runner import ModelRunner
+from minisgl.engine.sampling_stages import HostSampling
+from minisgl.graphs import CpuGraph, CudaGraphPool, CudaGraphRunner, graph_sizes, measure_graph_memory
+from minisgl.kernels.launch import without_pdl
 from minisgl.models.decoder import CausalLM
+from minisgl.models.fusions import fuse_layers
+from minisgl.models.single_token import SingleTokenDecoder
 
 _OPTIONS: dict[str, Any] = {**ALL_OFF, "num_pages": 512, "max_running_requests": 2}
 _TIMED_STEPS = 20
@@ -57,7 +53,7 @@ class Version:
     """
 
     name: str
-    runner: StepRunner
+    runner: ModelRunner
     detailed: bool
 
 
@@ -95,68 +91,70 @@ def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int]
     """
     with tempfile.TemporaryDirectory() as root:
         llm = make_engine(model_dir(model, Path(root)), model, {**_OPTIONS, **options})
-    parts = llm.engine.parts
-    parts.kv_cache.k.normal_()
-    parts.kv_cache.v.normal_()
-    batches = [_decode_step(parts, length) for length in lengths]
+    runner = llm.engine.runner
+    runner.kv_cache.k.normal_()
+    runner.kv_cache.v.normal_()
+    batches = [_decode_step(runner, length) for length in lengths]
     rows: list[list[Cell]] = []
     details: list[Table] = []
-    for version in _versions(parts):
+    for version in _versions(runner):
         steps = [_bound(version.runner, batch) for batch in batches]
-        times = [_milliseconds(step, parts.device, repeat) for step in steps]
-        launches = _launches(steps[1], parts.device)
+        times = [_milliseconds(step, runner.device, repeat) for step in steps]
+        launches = _launches(steps[1], runner.device)
         alone = sum(launch.end - launch.start for launch in launches) / 1e3
         rows.append([version.name, len(launches), *times, alone])
         if version.detailed:
             details += [_kernels(version.name, launches), _layer(version.name, launches)]
     settings: dict[str, Any] = {"model": model, "options": dict(options), "repeat": repeat}
-    if parts.device.type == "cuda":
+    if runner.device.type == "cuda":
         bandwidth = copy_bandwidth()
         settings["copy_bytes_per_second"] = bandwidth
-        floors = [_bytes_read(parts, length) / bandwidth * 1e3 for length in lengths]
+        floors = [_bytes_read(runner, length) / bandwidth * 1e3 for length in lengths]
         rows.append([f"these bytes copied at {bandwidth / 1e12:.2f} TB/s", 0, *floors, floors[1]])
-        details.append(_graph_memory(parts))
+        details.append(_graph_memory(runner))
     columns = ["", "launches", *(f"ms, {length} tokens" for length in lengths), "kernels added up, ms"]
     return Report("batch-one", settings, [Table(f"{model}, one token of one request", columns, rows), *details], [])
 
 
-def _versions(parts: EngineParts) -> Iterator[Version]:
+def _versions(plain: ModelRunner) -> Iterator[Version]:
     """From all plain to all that there is. Each fusion stays in the model for the versions after it."""
-    with launched_in_turn():
-        yield Version("plain kernels, launched one by one", EagerRunner(parts), False)
-        yield Version("plain kernels, in a graph", _graph(parts), True)
-        compiled = torch.compile(parts.model, dynamic=False)
-        opaque = replace(parts, attention=NotCompiled(parts.attention))
+    with without_pdl():
+        yield Version("plain kernels, launched one by one", plain, False)
+        yield Version("plain kernels, in a graph", _graph(plain), True)
+        compiled = torch.compile(plain.model, dynamic=False)
+        opaque = _with(plain, attention=NotCompiled(plain.attention))
         with torch._dynamo.config.patch(recompile_limit=256):
             yield Version("torch.compile, in a graph", _graph(opaque, decoder=compiled), True)
         for fusion, description in _FUSIONS.items():
-            apply_fusions({fusion}, parts.model)
-            yield Version(f"+ {description}", _graph(parts), False)
-        parts = replace(parts, sampler=FusedSampler())
-        yield Version("+ sampler and inputs, fused", _graph(parts, FusedDecodeBuffers), True)
-        if not SingleTokenDecoder.supports(parts.model):
+            fuse_layers(plain.model, {fusion})
+            yield Version(f"+ {description}", _graph(plain), False)
+        fused = _with(plain, sampler=FusedSampler())
+        yield Version("+ sampler and inputs, fused", _graph(fused, fused=True), True)
+        if not SingleTokenDecoder.supports(plain.model):
             return
-        decoder = SingleTokenDecoder(parts.model, parts.kv_cache)
-        yield Version("single-token decoder, kernels in turn", _graph(parts, FusedDecodeBuffers, decoder), True)
-    yield Version("single-token decoder, kernels started early", _graph(parts, FusedDecodeBuffers, decoder), True)
+        decoder = SingleTokenDecoder(plain.model, plain.kv_cache)
+        yield Version("single-token decoder, kernels in turn", _graph(fused, fused=True, decoder=decoder), True)
+    yield Version("single-token decoder, kernels started early", _graph(fused, fused=True, decoder=decoder), True)
+
+
+def _with(runner: ModelRunner, **parts: Any) -> ModelRunner:
+    """``runner`` with some of its parts exchanged."""
+    return ModelRunner(**{**vars(runner), **parts})
 
 
 def _graph(
-    parts: EngineParts,
-    buffers: type[DecodeBuffers] = DecodeBuffers,
-    decoder: Callable[[DeviceBatch], torch.Tensor] | None = None,
-) -> GraphRunner:
-    """A recording of one row; without CUDA one that is run again."""
-    recorder = CudaRecorder(parts.device) if parts.device.type == "cuda" else RerunRecorder()
-    chosen = parts.model if decoder is None else decoder
-    return GraphRunner(parts, (1,), recorder, buffers, lambda rows: chosen)
+    runner: ModelRunner, fused: bool = False, decoder: Callable[[DeviceBatch], torch.Tensor] | None = None
+) -> CudaGraphRunner:
+    """A graph of one row; without CUDA one that calls the work again."""
+    capture = CudaGraphPool(runner.device).capture if runner.device.type == "cuda" else CpuGraph
+    return CudaGraphRunner(runner, (1,), capture, fused, decoder)
 
 
-def _decode_step(parts: EngineParts, length: int) -> Batch:
+def _decode_step(runner: ModelRunner, length: int) -> Batch:
     """A step that feeds the last of ``length`` tokens of slot 0, whose pages are the first of the cache."""
-    page_size = parts.kv_cache.page_size
+    page_size = runner.kv_cache.page_size
     pages = np.arange(-(-length // page_size), dtype=np.int32)
-    parts.state.page_table[0, : len(pages)] = torch.from_numpy(pages)
+    runner.state.page_table[0, : len(pages)] = torch.from_numpy(pages)
     zero = np.zeros(1, dtype=np.int32)
     return build_batch(
         slots=zero,
@@ -170,8 +168,8 @@ def _decode_step(parts: EngineParts, length: int) -> Batch:
     )
 
 
-def _bound(runner: StepRunner, batch: Batch) -> Step:
-    return lambda: runner.run(batch, SamplingRows())
+def _bound(runner: ModelRunner, batch: Batch) -> Step:
+    return lambda: runner.run(batch, HostSampling())
 
 
 def _milliseconds(step: Step, device: torch.device, repeat: int) -> float:
@@ -252,14 +250,12 @@ def repetition(names: Sequence[str]) -> tuple[int, int]:
     return begin, period
 
 
-def _graph_memory(parts: EngineParts) -> Table:
+def _graph_memory(runner: ModelRunner) -> Table:
     """What graphs are counted with when the KV cache is sized: the largest, and each of the others like the second."""
-    parts = replace(parts, sampler=FusedSampler())
+    runner = _with(runner, sampler=FusedSampler())
     sizes = graph_sizes(_MOST_ROWS)
     largest, second = sizes[-1], sizes[-2]
-    first, both, all_of_them = (
-        GraphRunners(each, FusedDecodeBuffers).memory(parts) for each in ((largest,), (second, largest), sizes)
-    )
+    first, both, all_of_them = (measure_graph_memory(runner, each) for each in ((largest,), (second, largest), sizes))
     rows: list[list[Cell]] = [
         [f"{largest} rows", first / 1e6],
         [f"{second} rows, behind those", (both - first) / 1e6],
@@ -268,11 +264,11 @@ def _graph_memory(parts: EngineParts) -> Table:
     return Table("memory of graphs", ["", "MB"], rows)
 
 
-def _bytes_read(parts: EngineParts, length: int) -> int:
+def _bytes_read(runner: ModelRunner, length: int) -> int:
     """Weights that a step multiplies with, and keys and values that it attends to."""
-    model = cast(CausalLM, parts.model)
+    model = cast(CausalLM, runner.model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if model.lm_head is not None:  # of an embedding that is only an embedding a step reads one row
         weights -= model.model.embed_tokens.weight.nbytes
-    cache = parts.kv_cache
+    cache = runner.kv_cache
     return weights + 2 * cache.k[:, 0, 0].nbytes * length

@@ -8,8 +8,8 @@ import torch
 
 from minisgl.bench.gpu_timing import Call, buffers_needed, eager_microseconds, microseconds
 from minisgl.bench.report import Cell, Table
-from minisgl.kernels.layers import FusedExperts
 from minisgl.layers import Experts
+from minisgl.layers.fused import FusedExperts
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE = 128, 8, 2048, 768
 _DTYPE = torch.bfloat16

@@ -20,7 +20,7 @@ from minisgl.bench.offline import make_engine
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.shapes import model_dir
 from minisgl.bench.workloads import WORKLOADS, run_workload
-from minisgl.core import AttentionBackend, ForwardContext, build_batch, forward_context
+from minisgl.core import AttentionBackend, build_batch
 from minisgl.core.registry import resolve
 from minisgl.engine import Engine
 from minisgl.engine.inputs import batch_arrays, device_batch
@@ -94,20 +94,19 @@ def run_fp8_error(model: str, text: Path, num_tokens: int, window: int) -> Repor
 @torch.inference_mode()
 def read(engine: Engine, ids: Sequence[int]) -> Reading:
     """Feed all of ``ids`` but the last as one prompt, over the first pages of an engine that does nothing else."""
-    parts, count = engine.parts, len(ids) - 1
-    page_size = parts.kv_cache.page_size
+    runner, count = engine.runner, len(ids) - 1
+    page_size = runner.kv_cache.page_size
     pages = np.arange(-(-count // page_size), dtype=np.int32)[None]
     zero = np.zeros(1, dtype=np.int32)
     batch = build_batch(zero, np.array([count], dtype=np.int32), zero, pages, page_size, zero, zero, num_decode=0)
-    tokens = torch.tensor(ids, dtype=torch.int32, device=parts.device)
-    staged = to_device(batch_arrays(batch), parts.device)
-    inputs = device_batch(staged, tokens[:-1], torch.from_numpy(pages).to(parts.device))
-    inputs = replace(inputs, logit_rows=torch.arange(count, dtype=torch.int32, device=parts.device))
-    parts.attention.plan(batch, inputs)
-    with forward_context(ForwardContext(inputs, parts.attention)):
-        logits = parts.model(inputs).float()
+    tokens = torch.tensor(ids, dtype=torch.int32, device=runner.device)
+    staged = to_device(batch_arrays(batch), runner.device)
+    inputs = device_batch(staged, tokens[:-1], torch.from_numpy(pages).to(runner.device))
+    inputs = replace(inputs, logit_rows=torch.arange(count, dtype=torch.int32, device=runner.device))
+    runner.attention.plan(batch, inputs)
+    logits = runner.forward(inputs).float()
     logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None].long()).squeeze(1)
-    written = [memory[:, : pages.size].flatten(1, 2)[:, :count] for memory in (parts.kv_cache.k, parts.kv_cache.v)]
+    written = [memory[:, : pages.size].flatten(1, 2)[:, :count] for memory in (runner.kv_cache.k, runner.kv_cache.v)]
     largest_k, largest_v = (float(memory.float().abs().max()) for memory in written)
     return Reading(logprobs, logits.argmax(-1), (largest_k, largest_v))
 

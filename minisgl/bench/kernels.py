@@ -179,7 +179,8 @@ def _rope(shape: StackShape, tokens: int) -> Case:
 
         def fused() -> torch.Tensor:
             k, v = cache.k[0], cache.v[0]
-            return rotate_and_store(qkv, rotary.table, positions, locations, k, v, layer.q_norm, layer.k_norm)
+            q_norm, k_norm = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
+            return rotate_and_store(qkv, rotary.table, positions, locations, k, v, q_norm, k_norm, _EPS)
 
         return fused, plain, (qkv,)
 
@@ -231,7 +232,7 @@ def _top_sampling(rows: int, top_k: int) -> Case:
         top = TopStage(of_rows, torch.full_like(of_rows, top_k), torch.full((rows,), 0.9, device=_DEVICE), top_k)
 
         def fused() -> None:
-            sample_tokens(logits, stage, out, find_thresholds(logits, stage.temperature, top, None))
+            sample_tokens(logits, stage, out, find_thresholds(logits, stage.temperature, top[:3], None))
 
         def plain(logits: torch.Tensor) -> torch.Tensor:
             wide = logits.float()

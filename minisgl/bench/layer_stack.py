@@ -10,13 +10,12 @@ import torch
 from minisgl.bench.gpu_timing import Call, launches, microseconds
 from minisgl.bench.report import Cell, Table
 from minisgl.core import AttentionSpec, Batch, DeviceBatch, ForwardContext, forward_context
-from minisgl.kernels import LAYER_FUSIONS
-from minisgl.kernels.fuse import fuse
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.paged_attention import PagedAttention
 from minisgl.layers import RopeSettings
 from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM, Decoder
+from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
 
 _LAYERS = 4
 _FUSIONS = tuple(name for name in LAYER_FUSIONS if name != "experts")  # these layers have none
@@ -58,7 +57,7 @@ def layer_table(shape: StackShape, tokens: int, repeat: int) -> Table:
     choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in _FUSIONS)]
     for name, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
         model = _model(shape)
-        fuse(model, only=fusions)
+        fuse_layers(model, fusions)
         whole, half = (_step(model.model, shape, tokens, name == "torch.compile", n) for n in (_LAYERS, _LAYERS // 2))
         times = [min(microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
         counts = [launches(call) for call in (whole, half)]

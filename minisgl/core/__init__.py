@@ -1,8 +1,8 @@
 """Chapter 1: requests, batches and the forward context, the vocabulary that all later chapters speak."""
 
-from minisgl.core.attention import AttentionBackend, AttentionSpec
+from minisgl.core.attention import AttentionBackend, AttentionSpec, KVTensors, PagedAttentionBackend
 from minisgl.core.batch import Batch, DeviceBatch, build_batch
-from minisgl.core.communicator import ALONE, Communicator, Place, SingleRank
+from minisgl.core.communicator import SINGLE_RANK, Communicator, RankInfo, SingleRank
 from minisgl.core.config import EngineConfig
 from minisgl.core.constraint import MaskMaker, TokenConstraint
 from minisgl.core.context import ForwardContext, forward_context, get_forward_context
@@ -12,7 +12,7 @@ from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
 
 __all__ = [
-    "ALONE",
+    "SINGLE_RANK",
     "AttentionBackend",
     "AttentionSpec",
     "Batch",
@@ -21,8 +21,10 @@ __all__ = [
     "EngineConfig",
     "FinishReason",
     "ForwardContext",
+    "KVTensors",
     "MaskMaker",
-    "Place",
+    "PagedAttentionBackend",
+    "RankInfo",
     "Request",
     "RequestState",
     "RunningTable",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -83,3 +84,29 @@ class AttentionBackend(Protocol):
             [T, num_heads, head_dim], dtype of ``q``.
         """
         ...
+
+
+class KVTensors(Protocol):
+    """Keys and values of all layers, [layers, pages, page_size, num_kv_heads, head_dim] each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class PagedAttentionBackend(ABC):
+    """An `AttentionBackend` over a KV cache that stores first and then attends, so that a fused kernel may do the
+    storing."""
+
+    kv_cache: KVTensors
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """Attend over what is stored, this step's own keys and values included.
+
+        Args:
+            q: [T, num_heads, head_dim], rotary embedding applied.
+            spec: the layer.
+
+        Returns:
+            [T, num_heads, head_dim], dtype of ``q``.
+        """

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class Place(Protocol):
+class RankInfo(Protocol):
     """The place of a rank among those that compute one model together: enough to know what it holds."""
 
     rank: int
@@ -16,9 +16,9 @@ class Place(Protocol):
     """How many there are."""
 
 
-class Communicator(Place, Protocol):
+class Communicator(RankInfo, Protocol):
     """Joins the ranks. All of them call the same methods in the same order, with tensors of the same shape and dtype,
-    and each gets the same bits back."""
+    and each gets the same bits back. A subclass without a fused kernel leaves the last two methods as they are."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's ``x``, same shape and dtype. It may be ``x`` itself, written over."""
@@ -28,9 +28,30 @@ class Communicator(Place, Protocol):
         """Every rank's ``x``, [T, n], side by side in the order of the ranks: [T, size × n]."""
         ...
 
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        """Whether `all_reduce_and_norm` takes ``x``, [T, size]: one answer for a shape and dtype, on all ranks."""
+        return False
 
-class SingleRank:
-    """A rank that has everything: nobody to add to, nobody to ask."""
+    def all_reduce_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum ``x`` over the ranks, add the residual stream and normalise (RMSNorm), in one kernel.
+
+        Args:
+            x: [T, size], for which `fuses_norm` is true.
+            residual: as ``x``, or what the call before has returned; None at the stream's source.
+            weight: [size] of the norm.
+            eps: of the norm.
+
+        Returns:
+            The normalised sum, [T, size], and the residual stream, which may be spread over the ranks: it goes into
+            the next call with as many rows, and nowhere else.
+        """
+        raise RuntimeError("this communicator has no such kernel; ask `fuses_norm` first")
+
+
+class SingleRank(Communicator):
+    """A rank that has everything: all sums are complete."""
 
     rank = 0
     size = 1
@@ -44,5 +65,5 @@ class SingleRank:
         return x
 
 
-ALONE: Communicator = SingleRank()
+SINGLE_RANK: Communicator = SingleRank()
 """What every layer is built with unless told otherwise."""

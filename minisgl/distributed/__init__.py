@@ -2,7 +2,6 @@
 
 from minisgl.distributed.communicator import COMMUNICATORS, TorchCommunicator
 from minisgl.distributed.control_plane import CONTROL_PLANES, ControlPlane, StepReceiver
-from minisgl.distributed.rank_engine import build_engine
 from minisgl.distributed.remote_engine import RemoteEngine
 from minisgl.distributed.ring import RingCommunicator
 
@@ -14,5 +13,4 @@ __all__ = [
     "RingCommunicator",
     "StepReceiver",
     "TorchCommunicator",
-    "build_engine",
 ]

@@ -26,7 +26,7 @@ is 4 to 7 % (`benchmarks/results/all-reduce.json`), and four times as much memor
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """The collectives of torch.distributed. On CUDA they are ordered with the current stream's other work, wait for
     nothing on the host, and can be recorded in graphs.
 
@@ -49,6 +49,15 @@ class TorchCommunicator:
         x = x.contiguous()
         dist.all_reduce(x, group=self._group)
         return x
+
+    def fuses_norm(self, x: torch.Tensor) -> bool:
+        return self.peers is not None and self.peers.fits_norm(x)
+
+    def all_reduce_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.peers is not None, "`fuses_norm` is false"
+        return self.peers.add_and_norm(x, residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_gather`."""

@@ -13,7 +13,7 @@ from minisgl.distributed.peer_memory import exchange, share_memory
 from minisgl.distributed.peer_one_shot import one_shot_kernel
 from minisgl.distributed.peer_two_shot import two_shot_kernel
 from minisgl.errors import EngineDead
-from minisgl.kernels.launch import check_device, launch_early
+from minisgl.kernels.launch import check_device, pdl_launch_args
 
 ONE_SHOT_BYTES = {2: 1536 << 10, 4: 368 << 10, 8: 128 << 10}
 """Up to how many bytes one shot is faster than two, by ranks. ``benchmarks/results/all-reduce.json`` has the crossings
@@ -85,7 +85,7 @@ class PeerAllReduce:
         one_shot_kernel[(triton.cdiv(words, _WORDS),)](
             x, out, self._peers, self._state, self._lost, words,
             CAPACITY=self._layout.capacity, RANK=self._rank, RANKS=self._layout.ranks, BLOCK=_WORDS,
-            num_warps=4, **launch_early(x.view(1, -1)),  # one token, or as short as one
+            num_warps=4, **pdl_launch_args(x.view(1, -1)),  # one token, or as short as one
         )  # fmt: skip
         return out
 
@@ -107,20 +107,10 @@ class PeerAllReduce:
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over all ranks, add the residual stream and normalise, in two shots with the norm between them.
+        """`Communicator.all_reduce_and_norm` in two shots, with the norm between them.
 
         Each rank does this for its own rows, those with row % ranks == rank, and hands out what it has normalised. So
-        the residual stream that comes out is complete on no rank: it goes into the next call with as many rows, and
-        nowhere else.
-
-        Args:
-            x: [T, size].
-            residual: as ``x``, or what the call before has returned; None at the stream's source.
-            weight: [size] of the norm.
-            eps: of the norm.
-
-        Returns:
-            The normalised sum, [T, size], the same bits on all ranks, and the residual stream for the next call.
+        the residual stream that comes out is complete on no rank.
         """
         normed, total = torch.empty_like(x), torch.empty_like(x)
         stream, size = x if residual is None else residual, x.shape[1]
@@ -174,7 +164,7 @@ class PeerAllReduce:
         two_shot_kernel[(min(groups, most_programs),)](
             x, residual, weight, out, total, self._peers, self._state, self._lost, x.numel(),
             BLOCK=triton.next_power_of_2(size), INBOX=layout.inbox, OUTBOX=layout.outbox, PADS=layout.pads,
-            GROUPS=layout.groups, RANK=self._rank, RANKS=layout.ranks, **constants, **launch_early(x),
+            GROUPS=layout.groups, RANK=self._rank, RANKS=layout.ranks, **constants, **pdl_launch_args(x),
         )  # fmt: skip
 
 

@@ -111,13 +111,13 @@ def one_shot_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One program for BLOCK words of x: ``out = sum of the x of all ranks``."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = here < num_words
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     words = tl.load(words_of(x_ptr) + here, exists, other=0)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import tile_range
 from minisgl.distributed.peer_signals import begin_call, may_speak, memory_of, signal, wait
+from minisgl.kernels.launch import tile_range
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def two_shot_kernel(
     GROUPS: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Rows in groups of one for each rank: rank r adds up row r of every group, and normalises it if NORM.
 
@@ -54,7 +54,7 @@ def two_shot_kernel(
     columns = tl.arange(0, BLOCK)
     if NORM:
         weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     speaks = may_speak(state_ptr)

@@ -18,10 +18,10 @@ from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator
 from minisgl.distributed.control_plane import CONTROL_PLANES
 from minisgl.distributed.messages import Failed, Ready, Report, Setup, Stepped, encode_batch
-from minisgl.distributed.rank_engine import rank_device
 from minisgl.distributed.rank_group import RankGroup
 from minisgl.distributed.rendezvous import open_store
 from minisgl.distributed.reports import ReportReader
+from minisgl.engine.build import rank_device
 from minisgl.errors import ConfigError, EngineDead, MiniSGLError, ModelLoadError
 from minisgl.models import ModelConfig
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from minisgl.core.communicator import Communicator
 from minisgl.errors import ConfigError
 
 
-class RingCommunicator:
+class RingCommunicator(Communicator):
     """All ranks in a circle, each sending to the next one and receiving from the one before (Patarasuk and Yuan 2009).
 
     A tensor is cut into as many parts as there are ranks. In ``size − 1`` turns each part travels around the circle

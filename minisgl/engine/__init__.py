@@ -2,18 +2,18 @@
 
 from minisgl.engine.engine import Engine, PendingStep
 from minisgl.engine.sampler import SAMPLERS, DefaultSampler, SampledTokens, Sampler
-from minisgl.engine.sampling_stages import SamplingInputs, SamplingRows, TokenHistory
+from minisgl.engine.sampling_stages import DeviceSampling, HostSampling, TokenHistory
 from minisgl.engine.sampling_table import SamplingTable
 
 __all__ = [
     "SAMPLERS",
     "DefaultSampler",
+    "DeviceSampling",
     "Engine",
+    "HostSampling",
     "PendingStep",
     "SampledTokens",
     "Sampler",
-    "SamplingInputs",
-    "SamplingRows",
     "SamplingTable",
     "TokenHistory",
 ]

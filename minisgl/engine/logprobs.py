@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from minisgl.core.request import Int32Array, TokenLogprobs
-from minisgl.engine.sampling_stages import A, LogprobStage, SamplingRows
+from minisgl.engine.sampling_stages import A, HostSampling, LogprobStage
 
 
 class Logprobs(NamedTuple, Generic[A]):
@@ -46,7 +46,7 @@ def take_logprobs(
 
 
 def token_logprobs(
-    rows: SamplingRows, tokens: Int32Array, logprobs: Logprobs[npt.NDArray[Any]] | None
+    rows: HostSampling, tokens: Int32Array, logprobs: Logprobs[npt.NDArray[Any]] | None
 ) -> list[TokenLogprobs | None] | None:
     """Log-probabilities of a step for its requests.
 

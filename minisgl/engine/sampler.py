@@ -19,7 +19,7 @@ from minisgl.engine.logits_processors import (
 )
 from minisgl.engine.logprobs import Logprobs, take_logprobs
 from minisgl.engine.random import draw
-from minisgl.engine.sampling_stages import RandomStage, SamplingInputs, TokenHistory
+from minisgl.engine.sampling_stages import DeviceSampling, RandomStage, TokenHistory
 
 
 class SampledTokens(NamedTuple):
@@ -45,7 +45,7 @@ class Sampler(Protocol):
     capturable: bool
     """Whether `sample` may be recorded in a CUDA graph when no row needs more than the random stage."""
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         """Sample without waiting for the device and without changing ``logits``.
 
         Args:
@@ -71,7 +71,7 @@ class DefaultSampler:
 
     capturable = True
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         """See `Sampler.sample`."""
         adjusted = self._adjust(logits, inputs, history)
         tokens = adjusted.argmax(-1)
@@ -82,7 +82,7 @@ class DefaultSampler:
         logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens, inputs.logprobs)
         return SampledTokens(tokens.int(), logprobs)
 
-    def _adjust(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> torch.Tensor:
+    def _adjust(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> torch.Tensor:
         """Stages 2 to 5. A batch that is greedy and nothing else keeps the model's dtype."""
         if inputs.all_greedy and not inputs.adjusts_logits:
             return logits
@@ -99,7 +99,7 @@ class DefaultSampler:
             logits = constrain(logits, inputs.constraint)
         return logits
 
-    def _weights(self, logits: torch.Tensor, inputs: SamplingInputs, random: RandomStage[torch.Tensor]) -> torch.Tensor:
+    def _weights(self, logits: torch.Tensor, inputs: DeviceSampling, random: RandomStage[torch.Tensor]) -> torch.Tensor:
         """Stage 7, for all rows; those of a greedy row are not used. What is 0 may not be drawn."""
         temperature = random.temperature.masked_fill(random.temperature == 0, 1.0)
         weights = softmax_weights(logits, temperature)
@@ -110,4 +110,7 @@ class DefaultSampler:
         return weights
 
 
-SAMPLERS: Table[Callable[[], Sampler]] = {"default": DefaultSampler, "triton": "minisgl.kernels.sampler:FusedSampler"}
+SAMPLERS: Table[Callable[[], Sampler]] = {
+    "default": DefaultSampler,
+    "triton": "minisgl.engine.fused_sampler:FusedSampler",
+}

@@ -176,7 +176,7 @@ class SamplingStages(Generic[A]):
         return not self.adjusts_logits and all(stage is None for stage in others)
 
 
-class SamplingInputs(SamplingStages[torch.Tensor]):
+class DeviceSampling(SamplingStages[torch.Tensor]):
     """`SamplingStages` on the device."""
 
     __slots__ = ()
@@ -193,15 +193,15 @@ class SamplingInputs(SamplingStages[torch.Tensor]):
         return TokenHistory(tokens, stage.slots, stage.prompt_len, stage.token_len, stage.max_token_len)
 
 
-class SamplingRows(SamplingStages[npt.NDArray[Any]]):
+class HostSampling(SamplingStages[npt.NDArray[Any]]):
     """`SamplingStages` on the host, and the way to the device: ``rows.unpack(copy of rows.pack())``."""
 
     __slots__ = ()
 
-    def constrained(self, rows: Int32Array, masks: Int32Array) -> SamplingRows:
+    def constrained(self, rows: Int32Array, masks: Int32Array) -> HostSampling:
         """The same stages and a `ConstraintStage`."""
         stage: ConstraintStage[npt.NDArray[Any]] = ConstraintStage(rows, masks)
-        return SamplingRows(**self._map(lambda array: array) | {"constraint": stage})
+        return HostSampling(**self._map(lambda array: array) | {"constraint": stage})
 
     def pack(self) -> Int32Array:
         """All arrays of all stages as one int32[words]; empty for a batch that is greedy and nothing else."""
@@ -209,7 +209,7 @@ class SamplingRows(SamplingStages[npt.NDArray[Any]]):
         self._map(lambda array: parts.append(array.view(np.int32)))
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
-    def unpack(self, words: torch.Tensor) -> SamplingInputs:
+    def unpack(self, words: torch.Tensor) -> DeviceSampling:
         """The tensors as views of ``words`` (int32[words], contiguous), a copy of what `pack` returned."""
         taken = 0
 
@@ -219,7 +219,7 @@ class SamplingRows(SamplingStages[npt.NDArray[Any]]):
             taken += len(part)
             return part.view(_TORCH_DTYPE[array.dtype])
 
-        return SamplingInputs(**self._map(take))
+        return DeviceSampling(**self._map(take))
 
     def _map(self, function: Callable[[npt.NDArray[Any]], Any]) -> dict[str, Any]:
         """The stages with ``function`` applied to each array, always in the same order."""

@@ -13,11 +13,11 @@ from minisgl.core.request import Int32Array
 from minisgl.engine.random import draw_keys, splitmix64
 from minisgl.engine.sampling_stages import (
     BiasStage,
+    HostSampling,
     LogprobStage,
     MaskStage,
     PenaltyStage,
     RandomStage,
-    SamplingRows,
     TopStage,
 )
 
@@ -111,7 +111,7 @@ class SamplingTable:
             needs |= _Needs.LOGPROBS
         self._needs[slot] = needs
 
-    def rows(self, slots: Int32Array, output_index: Int32Array) -> SamplingRows:
+    def rows(self, slots: Int32Array, output_index: Int32Array) -> HostSampling:
         """What the sampler needs for a step.
 
         Args:
@@ -121,12 +121,12 @@ class SamplingTable:
         needs = self._needs[slots]
         any_needs = int(np.bitwise_or.reduce(needs))
         if not any_needs:
-            return SamplingRows()
+            return HostSampling()
 
         def rows_with(stage: _Needs) -> Int32Array:
             return np.flatnonzero(needs & np.uint8(stage)).astype(np.int32)
 
-        return SamplingRows(
+        return HostSampling(
             logprobs=self._logprobs(slots, rows_with(_Needs.LOGPROBS)) if any_needs & _Needs.LOGPROBS else None,
             bias=self._biases(slots, rows_with(_Needs.BIAS)) if any_needs & _Needs.BIAS else None,
             penalties=(

@@ -1,7 +1,16 @@
-"""Chapter 11: decode steps as CUDA graphs."""
+"""Decode steps as CUDA graphs."""
 
-from minisgl.graphs.choice import choose_runners
+from minisgl.graphs.capture import CpuGraph, CudaGraphPool
 from minisgl.graphs.padding import graph_sizes, pad_batch
-from minisgl.graphs.runner import GraphRunner, GraphRunners
+from minisgl.graphs.runner import CudaGraphRunner, build_runner, measure_graph_memory, sizes_to_capture
 
-__all__ = ["GraphRunner", "GraphRunners", "choose_runners", "graph_sizes", "pad_batch"]
+__all__ = [
+    "CpuGraph",
+    "CudaGraphPool",
+    "CudaGraphRunner",
+    "build_runner",
+    "graph_sizes",
+    "measure_graph_memory",
+    "pad_batch",
+    "sizes_to_capture",
+]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import torch
 
 from minisgl.core.batch import Batch, DeviceBatch
 from minisgl.core.request import Int32Array
 from minisgl.engine.device_state import DeviceState
-from minisgl.engine.sampling_stages import RandomStage, SamplingInputs, SamplingRows
+from minisgl.engine.sampling_stages import DeviceSampling, HostSampling, RandomStage
 from minisgl.engine.staging import to_device
 from minisgl.graphs.padding import pad_batch
 
@@ -27,13 +29,19 @@ class DecodeBuffers:
         state: token and page tables; their last row is the dummy slot.
         page_size: tokens a page.
         rows: B.
+        fused: whether Triton kernels look up and append tokens: one launch each, where PyTorch takes a dozen.
     """
 
-    def __init__(self, state: DeviceState, page_size: int, rows: int) -> None:
+    def __init__(self, state: DeviceState, page_size: int, rows: int, fused: bool = False) -> None:
         device = state.tokens.device
         self.state = state
         self.page_size = page_size
         self.rows = rows
+        self._kernels: ModuleType | None = None
+        if fused:
+            from minisgl.kernels import decode_inputs
+
+            self._kernels = decode_inputs
         self.dummy_slot = len(state.tokens) - 1
         self._packed = torch.zeros((_FIELDS, rows), dtype=torch.int32, device=device)
         slots, seq_lens, self.page_index, self.page_value, temperature, *keys = self._packed
@@ -47,16 +55,16 @@ class DecodeBuffers:
             page_table=state.page_table,
             logit_rows=torch.arange(rows, dtype=torch.int32, device=device),
         )
-        self.sampling = SamplingInputs(random=RandomStage(temperature.view(torch.float32), *keys))
+        self.sampling = DeviceSampling(random=RandomStage(temperature.view(torch.float32), *keys))
         """Draws a token where the temperature is not 0; the likeliest token elsewhere."""
 
-    def fill(self, batch: Batch, sampling: SamplingRows, after: Int32Array = _NOTHING) -> tuple[Batch, torch.Tensor]:
+    def fill(self, batch: Batch, sampling: HostSampling, after: Int32Array = _NOTHING) -> tuple[Batch, torch.Tensor]:
         """Write a step into the buffers, with one copy from the host.
 
         Args:
             batch: at most B decode rows, with at most B page-table changes.
             sampling: of the batch; only its random stage is used here.
-            after: int32[words] for the time after the replay, which travels along; no recording can read it.
+            after: int32[words] for the time after the replay, which travels along; no graph can read it.
 
         Returns:
             The batch padded to B rows, and ``after`` on the device.
@@ -78,8 +86,8 @@ class DecodeBuffers:
         return padded, arrived
 
     def _send(self, host: torch.Tensor, after: Int32Array) -> torch.Tensor:
-        """A step alone goes to where the recordings read. In company, whose size is never the same, it goes by way of
-        memory that is new, since a second copy from the host would cost more than one on the device."""
+        """Copy the step to where the graphs read. With ``after``, whose size differs from step to step, it goes by way
+        of newly allocated memory: a second copy from the host would cost more than one on the device."""
         if len(after) == 0:
             self._packed.copy_(host, non_blocking=True)
             return self._packed.new_empty(0)
@@ -90,6 +98,20 @@ class DecodeBuffers:
     def derive(self) -> None:
         """Apply the page-table changes, then look up where each row's new token is, and where its KV goes."""
         inputs, tables = self.inputs, self.state
+        if self._kernels is not None:
+            self._kernels.derive_inputs(
+                slots=inputs.slots,
+                seq_lens=inputs.seq_lens,
+                tokens=tables.tokens,
+                page_table=tables.page_table,
+                page_index=self.page_index,
+                page_value=self.page_value,
+                page_size=self.page_size,
+                positions=inputs.positions,
+                out_locs=inputs.out_locs,
+                input_ids=inputs.input_ids,
+            )
+            return
         tables.page_table.view(-1)[self.page_index] = self.page_value
         torch.sub(inputs.seq_lens, 1, out=inputs.positions)
         inputs.input_ids.copy_(tables.input_ids(inputs.slots, inputs.positions))
@@ -98,6 +120,9 @@ class DecodeBuffers:
 
     def append(self, tokens: torch.Tensor) -> None:
         """Write sampled tokens, int32[B], behind the rows' sequences."""
+        if self._kernels is not None:
+            self._kernels.append_tokens(self.inputs.slots, self.inputs.seq_lens, self.state.tokens, tokens)
+            return
         self.state.append(self.inputs.slots, self.inputs.seq_lens, tokens)
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import launch_early, wide
+from minisgl.kernels.launch import pdl_launch_args, wide
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _silu_and_mul_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program a row and BLOCK columns: ``out = gate × sigmoid(gate) × up``.
 
@@ -26,7 +26,7 @@ def _silu_and_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = columns < SIZE
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=exists, other=0.0).to(WIDE)
@@ -46,6 +46,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         SIZE=size,
         BLOCK=block,
         WIDE=wide(gate_up.dtype),
-        **launch_early(gate_up),
+        **pdl_launch_args(gate_up),
     )
     return out

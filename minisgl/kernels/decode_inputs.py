@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.core import DeviceBatch
-from minisgl.kernels.launch import launch_early
+from minisgl.kernels.launch import pdl_launch_args
 
 
 @triton.jit
@@ -49,31 +48,42 @@ def _derive_kernel(
 
 
 def derive_inputs(
-    inputs: DeviceBatch, tokens: torch.Tensor, page_index: torch.Tensor, page_value: torch.Tensor, page_size: int
+    *,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tokens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_index: torch.Tensor,
+    page_value: torch.Tensor,
+    page_size: int,
+    positions: torch.Tensor,
+    out_locs: torch.Tensor,
+    input_ids: torch.Tensor,
 ) -> None:
-    """Apply changes to the page table, and fill in positions, token ids and locations of a decode step.
+    """Apply changes to the page table, and fill in positions, locations and token ids of a decode step.
 
     Args:
-        inputs: slots and lengths are read, the page table is changed, ``positions``, ``out_locs`` and ``input_ids``
-            are written, [B] each.
+        slots, seq_lens: int32[B] of its rows.
         tokens: int32[slots, max_seq_len] token table.
+        page_table: int32[slots, pages], changed.
         page_index, page_value: int32[B] entries of the flattened page table, and what they become.
         page_size: tokens a page.
+        positions, out_locs, input_ids: int32[B], written; as in `minisgl.core.DeviceBatch`.
     """
-    rows = len(inputs.slots)
+    rows = len(slots)
     _derive_kernel[(1,)](
         page_index,
         page_value,
-        inputs.slots,
-        inputs.seq_lens,
+        slots,
+        seq_lens,
         tokens,
-        inputs.page_table,
-        inputs.positions,
-        inputs.out_locs,
-        inputs.input_ids,
+        page_table,
+        positions,
+        out_locs,
+        input_ids,
         rows,
         tokens.stride(0),
-        inputs.page_table.stride(0),
+        page_table.stride(0),
         PAGE_SIZE=page_size,
         BLOCK=triton.next_power_of_2(rows),
         num_warps=4,
@@ -89,36 +99,36 @@ def _append_kernel(
     rows: tl.tensor,
     token_width: tl.tensor,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program, a row a thread: ``tokens[slot, length] = sampled``."""
     row = tl.arange(0, BLOCK)
     exists = row < rows
     slot = tl.load(slot_ptr + row, mask=exists, other=0).to(tl.int64)
     length = tl.load(length_ptr + row, mask=exists, other=0)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
     sampled = tl.load(sampled_ptr + row, mask=exists, other=0)
     tl.store(tokens_ptr + slot * token_width + length, sampled, mask=exists)
 
 
-def append_tokens(inputs: DeviceBatch, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+def append_tokens(slots: torch.Tensor, seq_lens: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
     """Write sampled tokens, int32[B], behind the sequences of a decode step.
 
     Args:
-        inputs: slots and lengths are read.
+        slots, seq_lens: int32[B] of its rows.
         tokens: int32[slots, max_seq_len] token table.
         sampled: int32[B].
     """
     rows = len(sampled)
     _append_kernel[(1,)](
-        inputs.slots,
-        inputs.seq_lens,
+        slots,
+        seq_lens,
         sampled,
         tokens,
         rows,
         tokens.stride(0),
         BLOCK=triton.next_power_of_2(rows),
         num_warps=4,
-        **launch_early(sampled),
+        **pdl_launch_args(sampled),
     )

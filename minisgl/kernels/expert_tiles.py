@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import tile_range
-from minisgl.kernels.launch import launch_early
+from minisgl.kernels.launch import pdl_launch_args, tile_range
 
 _LARGEST_BLOCK = 2048
 
@@ -33,7 +32,7 @@ def _sort_kernel(
     num_pairs: tl.tensor,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Program e: put the pairs of expert e behind those of all smaller ones, and cut them into tiles.
 
@@ -45,7 +44,7 @@ def _sort_kernel(
     """
     expert = tl.program_id(0)
     within = tl.arange(0, BLOCK)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -126,6 +125,6 @@ def expert_tiles(experts: torch.Tensor, num_experts: int, rows: int) -> ExpertTi
         ROWS=rows,
         BLOCK=block,
         num_warps=min(max(block // 256, 1), 8),
-        **launch_early(experts),
+        **pdl_launch_args(experts),
     )
     return ExpertTiles(pairs, tile_experts, begins, ends, rows)

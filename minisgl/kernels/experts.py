@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import INTERPRETED
 from minisgl.kernels.expert_tiles import ExpertTiles, expert_tiles
-from minisgl.kernels.launch import launch_early, wide
+from minisgl.kernels.launch import INTERPRETED, pdl_launch_args, wide
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Program (n, t): the rows of tile t times BLOCK_N rows of its expert's weight, BLOCK_K of their length at a time.
 
@@ -51,7 +50,7 @@ def _product_kernel(
 
     x: [T or pairs, K] with any row stride. weight: [E, 2 N or N, K]. pair_weight: [pairs]. out: [pairs, N].
     """
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1)
@@ -110,7 +109,7 @@ def _sum_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Program (t, b): BLOCK columns of token t, ``out[t] = Σ parts[t]``.
 
@@ -119,7 +118,7 @@ def _sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, PARTS)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     mask = (part < TOP_K)[:, None] & (column < SIZE)[None, :]
@@ -207,7 +206,7 @@ def sum_of_experts(
         PARTS=triton.next_power_of_2(top_k),
         BLOCK=block,
         WIDE=wide(x.dtype),
-        **launch_early(x),
+        **pdl_launch_args(x),
     )
     return out
 
@@ -244,5 +243,5 @@ def _product(
         WIDE=wide(x.dtype),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
-        **launch_early(x),
+        **pdl_launch_args(x),
     )

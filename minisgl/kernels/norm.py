@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import launch_early, wide
+from minisgl.kernels.launch import pdl_launch_args, wide
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _add_and_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program a row: ``total = x + residual`` rounded to the model's dtype, ``normed = RMSNorm(total)``.
 
@@ -38,7 +38,7 @@ def _add_and_norm_kernel(
     columns = tl.arange(0, BLOCK)
     exists = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=exists, other=0.0).to(WIDE)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -88,6 +88,6 @@ def add_and_norm(
         ADD=residual is not None,
         WIDE=wide(x.dtype),
         num_warps=min(max(block // 256, 1), 8),
-        **launch_early(x),
+        **pdl_launch_args(x),
     )
     return normed, total

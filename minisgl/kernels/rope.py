@@ -12,9 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import as_stored
-from minisgl.kernels.launch import launch_early, wide
-from minisgl.layers import RMSNorm
+from minisgl.kernels.launch import pdl_launch_args, to_kv_dtype, wide
 
 _HEADS_PER_PROGRAM = 8
 
@@ -31,8 +29,7 @@ def _rotate_and_store_kernel(
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
     qkv_stride: tl.tensor,
-    Q_EPS: tl.constexpr,
-    K_EPS: tl.constexpr,
+    EPS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -40,7 +37,7 @@ def _rotate_and_store_kernel(
     HALF_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program a token and HEADS heads, all of them query heads, or key heads, or value heads.
 
@@ -63,7 +60,7 @@ def _rotate_and_store_kernel(
     cos = tl.load(table_ptr + position * HEAD_DIM + columns, mask=exists, other=0.0).to(WIDE)
     sin = tl.load(table_ptr + position * HEAD_DIM + half + columns, mask=exists, other=0.0).to(WIDE)
     location = tl.load(out_locs_ptr + token).to(tl.int64)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -76,7 +73,7 @@ def _rotate_and_store_kernel(
         source = row_ptr + first * HEAD_DIM + within
         low, high = _load_halves(source, mask, half, WIDE)
         if NORM:
-            low, high = _normalise(low, high, q_weight_ptr, columns, exists, Q_EPS, HEAD_DIM, WIDE)
+            low, high = _normalise(low, high, q_weight_ptr, columns, exists, EPS, HEAD_DIM, WIDE)
         q_target = q_ptr + (token * NUM_HEADS + first) * HEAD_DIM + within
         tl.store(q_target, low * cos - high * sin, mask=mask)
         tl.store(q_target + half, high * cos + low * sin, mask=mask)
@@ -86,18 +83,18 @@ def _rotate_and_store_kernel(
         source = row_ptr + (NUM_HEADS + first) * HEAD_DIM + within
         low, high = _load_halves(source, mask, half, WIDE)
         if NORM:
-            low, high = _normalise(low, high, k_weight_ptr, columns, exists, K_EPS, HEAD_DIM, WIDE)
+            low, high = _normalise(low, high, k_weight_ptr, columns, exists, EPS, HEAD_DIM, WIDE)
         target = k_cache_ptr + (location * NUM_KV_HEADS + first) * HEAD_DIM + within
-        tl.store(target, as_stored(low * cos - high * sin, k_cache_ptr), mask=mask)
-        tl.store(target + half, as_stored(high * cos + low * sin, k_cache_ptr), mask=mask)
+        tl.store(target, to_kv_dtype(low * cos - high * sin, k_cache_ptr), mask=mask)
+        tl.store(target + half, to_kv_dtype(high * cos + low * sin, k_cache_ptr), mask=mask)
     else:
         first = (group - q_groups - kv_groups) * HEADS
         mask = (first + heads < NUM_KV_HEADS) & exists[None, :]
         source = row_ptr + (NUM_HEADS + NUM_KV_HEADS + first) * HEAD_DIM + within
         low, high = _load_halves(source, mask, half, WIDE)
         target = v_cache_ptr + (location * NUM_KV_HEADS + first) * HEAD_DIM + within
-        tl.store(target, as_stored(low, v_cache_ptr), mask=mask)
-        tl.store(target + half, as_stored(high, v_cache_ptr), mask=mask)
+        tl.store(target, to_kv_dtype(low, v_cache_ptr), mask=mask)
+        tl.store(target + half, to_kv_dtype(high, v_cache_ptr), mask=mask)
 
 
 @triton.jit
@@ -137,8 +134,9 @@ def rotate_and_store(
     out_locs: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    q_norm: RMSNorm | None = None,
-    k_norm: RMSNorm | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, and write keys and values to the cache.
 
@@ -150,7 +148,8 @@ def rotate_and_store(
         table: float32[max_positions, head_dim], `minisgl.layers.Rotary.table`.
         positions, out_locs: [T] int32 as in `minisgl.core.DeviceBatch`.
         k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim], one layer of a `KVCache`.
-        q_norm, k_norm: QK-norm where the model has it, both or neither.
+        q_norm, k_norm: [head_dim] weights of QK-norm where the model has it, both or neither.
+        eps: of both norms.
 
     Returns:
         [T, num_heads, head_dim] queries.
@@ -161,28 +160,26 @@ def rotate_and_store(
     heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     half_block = triton.next_power_of_2(head_dim // 2)
-    norm = q_norm is not None and k_norm is not None
     _rotate_and_store_kernel[(len(qkv), groups)](
         qkv,
         table,
         positions,
         out_locs,
-        q_norm.weight if q_norm is not None else table,
-        k_norm.weight if k_norm is not None else table,
+        table if q_norm is None else q_norm,
+        table if k_norm is None else k_norm,
         q,
         k_cache,
         v_cache,
         qkv.stride(0),
-        Q_EPS=q_norm.eps if q_norm is not None else 0.0,
-        K_EPS=k_norm.eps if k_norm is not None else 0.0,
+        EPS=eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HEADS=heads,
         HALF_BLOCK=half_block,
-        NORM=norm,
+        NORM=q_norm is not None,
         WIDE=wide(qkv.dtype),
         num_warps=2,
-        **launch_early(qkv),
+        **pdl_launch_args(qkv),
     )
     return q

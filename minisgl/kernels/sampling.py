@@ -11,18 +11,12 @@ programs search one row together, and a second, small kernel compares what they 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
 from minisgl.kernels.launch import INTERPRETED, wide
-
-if TYPE_CHECKING:
-    from minisgl.engine.sampling_stages import RandomStage
-    from minisgl.kernels.threshold import Thresholds
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -138,17 +132,18 @@ def _log(x: tl.tensor, FAST_LOG: tl.constexpr) -> tl.tensor:
 
 def sample_tokens(
     logits: torch.Tensor,
-    random: RandomStage[torch.Tensor] | None,
+    random: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
-    thresholds: Thresholds | None = None,
+    thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Sample one token a row. May be recorded in a CUDA graph.
 
     Args:
         logits: [S, vocab] of any floating-point dtype, each row contiguous.
-        random: temperatures and keys; None if all rows are greedy, and greedy is a row of temperature 0.
+        random: temperatures, float32[S] and 0 in greedy rows, and both halves of the keys, int32[S] each, see
+            `minisgl.engine.random.draw_keys`; None if all rows are greedy.
         out: int32[S], receives the tokens. Among equal scores the lowest id wins; −inf wins against nothing else.
-        thresholds: what may be drawn in each row; None for every token.
+        thresholds: `minisgl.kernels.threshold.Thresholds`, what may be drawn in each row; None for every token.
     """
     num_rows, vocab = logits.shape
     # A row alone needs many small parts to fill the GPU; many rows need fewer and larger ones. A vocabulary smaller

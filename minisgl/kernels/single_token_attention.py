@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton_tiles import as_computed, as_stored, tile_range
-from minisgl.kernels.launch import launch_early, wide
+from minisgl.kernels.launch import from_kv_dtype, pdl_launch_args, tile_range, to_kv_dtype, wide
 
 SPLITS = 16
 """Most programs that share one KV head's keys."""
@@ -85,7 +84,7 @@ def _attention_kernel(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Program (h, s): the query heads of KV head h over the s-th part of its keys.
 
@@ -120,7 +119,7 @@ def _attention_kernel(
         k_cache_ptr, v_cache_ptr, page_row, first, stop, position, kv_head,
         WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK,
     )  # fmt: skip
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if split < num_parts:
@@ -141,8 +140,9 @@ def _attention_kernel(
         narrow = qkv_ptr.dtype.element_ty
         narrow_q1, narrow_q2 = q1.to(narrow), q2.to(narrow)
         for start in tile_range(first, stop, BLOCK):
-            scores = tl.dot(narrow_q1, as_computed(k1, narrow), input_precision="ieee", out_dtype=tl.float32).to(WIDE)
-            scores += tl.dot(narrow_q2, as_computed(k2, narrow), input_precision="ieee", out_dtype=tl.float32).to(WIDE)
+            scores = tl.dot(narrow_q1, from_kv_dtype(k1, narrow), input_precision="ieee", out_dtype=tl.float32).to(WIDE)
+            upper = tl.dot(narrow_q2, from_kv_dtype(k2, narrow), input_precision="ieee", out_dtype=tl.float32)
+            scores += upper.to(WIDE)
             scores = tl.where(visible[None, :], scores * scale, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             # A block may be hidden as a whole by the window; −inf minus −inf is no number.
@@ -150,7 +150,7 @@ def _attention_kernel(
             weights = tl.exp(scores - base[:, None])
             shrink = tl.exp(top - base)
             total = total * shrink + tl.sum(weights, axis=1)
-            block_v = as_computed(v, narrow)
+            block_v = from_kv_dtype(v, narrow)
             product = tl.dot(weights.to(narrow), block_v, input_precision="ieee", out_dtype=tl.float32)
             acc = acc * shrink[:, None] + product.to(WIDE)
             top = new_top
@@ -161,19 +161,19 @@ def _attention_kernel(
 
         if split == num_parts - 1:
             own1, own2 = _norm_and_rotate(own1, own2, k_norm1, k_norm2, cos, sin, eps, HEAD_DIM, NORM)
-            stored1, stored2 = as_stored(own1, k_cache_ptr), as_stored(own2, k_cache_ptr)
-            stored_v = as_stored(own_v, v_cache_ptr)
+            stored1, stored2 = to_kv_dtype(own1, k_cache_ptr), to_kv_dtype(own2, k_cache_ptr)
+            stored_v = to_kv_dtype(own_v, v_cache_ptr)
             page = tl.load(page_row + position // PAGE_SIZE).to(tl.int64)
             place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
             tl.store(k_cache_ptr + place + half, stored1)
             tl.store(k_cache_ptr + place + HALF + half, stored2)
             tl.store(v_cache_ptr + place + full, stored_v)
-            own1, own2 = as_computed(stored1, WIDE), as_computed(stored2, WIDE)  # what later steps will see
+            own1, own2 = from_kv_dtype(stored1, WIDE), from_kv_dtype(stored2, WIDE)  # what later steps will see
             score = (tl.sum(q1 * own1[None, :], axis=1) + tl.sum(q2 * own2[None, :], axis=1)) * scale
             new_top = tl.maximum(top, score)
             shrink, weight = tl.exp(top - new_top), tl.exp(score - new_top)
             total = total * shrink + weight
-            acc = acc * shrink[:, None] + weight[:, None] * as_computed(stored_v, WIDE)[None, :]
+            acc = acc * shrink[:, None] + weight[:, None] * from_kv_dtype(stored_v, WIDE)[None, :]
             top = new_top
 
         seen = total > 0.0
@@ -195,7 +195,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Program h: the parts of head h as one, each weighted by its share of the sum of all weights.
 
@@ -206,7 +206,7 @@ def _merge_kernel(
     full = tl.arange(0, HEAD_DIM)
     _, _, num_parts = _cut(tl.load(length_ptr) - 1, WINDOW, SPLITS, BLOCK)
     there = parts < num_parts
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     index = parts * HEADS + head
@@ -229,10 +229,9 @@ class SingleTokenAttention:
         self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        shape = (SPLITS, num_heads)
         precise = torch.promote_types(dtype, torch.float32)
-        self._parts = torch.empty((*shape, head_dim), dtype=precise, device=device)
-        self._part_lse = torch.empty(shape, dtype=precise, device=device)
+        self._parts = torch.empty((SPLITS, num_heads, head_dim), dtype=precise, device=device)
+        self._part_lse = torch.empty((SPLITS, num_heads), dtype=precise, device=device)
 
     def __call__(
         self,
@@ -290,7 +289,7 @@ class SingleTokenAttention:
             NORM=norms is not None,
             WIDE=wide(qkv.dtype),
             num_warps=4,
-            **launch_early(qkv.unsqueeze(0)),
+            **pdl_launch_args(qkv.unsqueeze(0)),
         )
         _merge_kernel[(self.kv_heads * self.group,)](
             self._parts,
@@ -303,5 +302,5 @@ class SingleTokenAttention:
             SPLITS=SPLITS,
             BLOCK=_BLOCK,
             num_warps=4,
-            **launch_early(qkv.unsqueeze(0)),
+            **pdl_launch_args(qkv.unsqueeze(0)),
         )

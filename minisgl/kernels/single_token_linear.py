@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import launch_early, wide
+from minisgl.kernels.launch import pdl_launch_args, wide
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _linear_kernel(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One program computes BLOCK_N of the N outputs: ``out = W x``, the dot products of rows of W with x.
 
@@ -64,7 +64,7 @@ def _linear_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     weight, up_weight, gain = _fetch(weight_ptr, norm_ptr, rows, columns, N, K, NORM, GATED)
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -146,7 +146,7 @@ def linear(
         ADD=residual is not None,
         WIDE=wide(x.dtype),
         num_warps=num_warps,
-        **launch_early(x.unsqueeze(0)),
+        **pdl_launch_args(x.unsqueeze(0)),
     )
 
 

@@ -12,7 +12,7 @@ Likewise for weights: if the chunk maxima from some logit on weigh enough, so do
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,9 +31,6 @@ from minisgl.kernels.search import (
     weigh_from,
     weight_of,
 )
-
-if TYPE_CHECKING:
-    from minisgl.engine.sampling_stages import TopStage
 
 _CHUNK = 128
 _ENTRIES = 512
@@ -211,7 +208,10 @@ def _entry_of(rows: tl.tensor, top_row_ptr: tl.tensor, num_top: tl.tensor) -> tl
 
 
 def find_thresholds(
-    logits: torch.Tensor, temperature: torch.Tensor, top: TopStage[torch.Tensor] | None, min_p: torch.Tensor | None
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    min_p: torch.Tensor | None,
 ) -> Thresholds:
     """What top-k, top-p and min-p leave, in two launches. May be recorded in a CUDA graph.
 
@@ -223,7 +223,7 @@ def find_thresholds(
     Args:
         logits: [S, vocab] of any floating-point dtype, each row contiguous; fewer than 2**24 tokens.
         temperature: [S] float32, 0 in greedy rows.
-        top: of some of the rows.
+        top: rows that have top-k or top-p, int32[F], their k, int32[F], and their p, float32[F].
         min_p: [S] float32, 0 where it is off.
     """
     num_rows, vocab = logits.shape
@@ -240,22 +240,35 @@ def find_thresholds(
         torch.empty(num_rows, dtype=scores, device=logits.device),
         torch.empty(num_rows, dtype=torch.int32, device=logits.device),
     )
-    sizes = num_rows, vocab, logits.stride(0), num_chunks
     _chunks_kernel[(triton.cdiv(num_rows * num_chunks, block),)](
-        logits, temperature, maximum, weight, *sizes, CHUNK=chunk, CHUNKS=block
+        logits,
+        temperature,
+        maximum,
+        weight,
+        num_rows,
+        vocab,
+        logits.stride(0),
+        num_chunks,
+        CHUNK=chunk,
+        CHUNKS=block,
     )
-    num_top = 0 if top is None else len(top.rows)
+    top_row, top_k, top_p = top or (temperature,) * 3
     _threshold_kernel[(triton.cdiv(num_rows, rows),)](
         logits,
         temperature,
-        *((temperature,) * 3 if top is None else (top.rows, top.top_k, top.top_p)),
+        top_row,
+        top_k,
+        top_p,
         temperature if min_p is None else min_p,
         maximum,
         weight,
         listed,
         *thresholds,
-        *sizes,
-        num_top,
+        num_rows,
+        vocab,
+        logits.stride(0),
+        num_chunks,
+        0 if top is None else len(top_row),
         ROWS=rows,
         CHUNK=chunk,
         CHUNKS=min(_ENTRIES, triton.next_power_of_2(num_chunks)),

@@ -54,22 +54,22 @@ class KVCache:
         """
         locs = out_locs.long()
         for memory, new in ((self.k[layer], k), (self.v[layer], v)):
-            movable(memory).flatten(0, 1).index_copy_(0, locs, movable(as_stored(new, memory.dtype)))
+            byte_view(memory).flatten(0, 1).index_copy_(0, locs, byte_view(to_kv_dtype(new, memory.dtype)))
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """A copy of whole pages, [2, layers, n, page_size, num_kv_heads, head_dim], keys first; ``pages`` is int64[n].
 
         The numbers are as they lie in memory: those of eight bits are bytes.
         """
-        return torch.stack([movable(memory).index_select(1, pages) for memory in (self.k, self.v)])
+        return torch.stack([byte_view(memory).index_select(1, pages) for memory in (self.k, self.v)])
 
     def write_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
         """Put back what `read_pages` returned, into the same or other pages."""
         for memory, saved in zip((self.k, self.v), content, strict=True):
-            movable(memory).index_copy_(1, pages, saved)
+            byte_view(memory).index_copy_(1, pages, saved)
 
 
-def as_stored(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+def to_kv_dtype(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     """``x`` in the dtype of the KV memory. What is too large for eight bits becomes the largest number they hold;
     PyTorch alone makes NaN of it."""
     if kv_dtype.itemsize == 1:
@@ -78,6 +78,6 @@ def as_stored(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     return x.to(kv_dtype)
 
 
-def movable(x: torch.Tensor) -> torch.Tensor:
+def byte_view(x: torch.Tensor) -> torch.Tensor:
     """The same memory, as PyTorch can index it on every device: numbers of eight bits as plain bytes."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

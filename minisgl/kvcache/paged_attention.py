@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable
 
 import torch
 
-from minisgl.core import AttentionSpec, Batch, DeviceBatch
+from minisgl.core import AttentionSpec, Batch, DeviceBatch, PagedAttentionBackend
 from minisgl.kvcache.kv_cache import KVCache
 
 
-class PagedAttention(ABC):
+class PagedAttention(PagedAttentionBackend):
     """An `AttentionBackend` over a `KVCache`. Only positions that were written are ever read. What is read is converted
     to the dtype of the queries, which the cache may be narrower than.
 
@@ -19,6 +19,7 @@ class PagedAttention(ABC):
         kv_cache: where keys and values live.
     """
 
+    kv_cache: KVCache
     capturable: bool = False
 
     def __init__(self, kv_cache: KVCache) -> None:
@@ -29,18 +30,6 @@ class PagedAttention(ABC):
     @abstractmethod
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """See `AttentionBackend.plan`. Sets ``inputs``."""
-
-    @abstractmethod
-    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """Attend over what is stored, this step's own keys and values included.
-
-        Args:
-            q: [T, num_heads, head_dim], rotary embedding applied.
-            spec: the layer.
-
-        Returns:
-            [T, num_heads, head_dim], dtype of ``q``.
-        """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """Store all rows' keys and values first: a row may read pages that another row of the step writes."""

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.core import AttentionSpec, Batch, DeviceBatch
 from minisgl.core.request import Int32Array
-from minisgl.kvcache.kv_cache import KVCache, movable
+from minisgl.kvcache.kv_cache import KVCache, byte_view
 from minisgl.kvcache.paged_attention import PagedAttention
 from minisgl.layers import causal_mask, grouped_query_attention
 
@@ -102,7 +102,7 @@ class TorchAttention(PagedAttention):
         memory of their own if the cache is narrower than what is computed in."""
         cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
         for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
-            torch.index_select(movable(memory).flatten(0, 1), 0, locs.flatten(), out=movable(out))
+            torch.index_select(byte_view(memory).flatten(0, 1), 0, locs.flatten(), out=byte_view(out))
         keys, values = gathered.to(cache.dtype).unflatten(1, locs.shape)
         return keys, values
 

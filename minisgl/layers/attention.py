@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from minisgl.core import ALONE, AttentionSpec, Communicator, get_forward_context
-from minisgl.layers.linear import PackedLinear, RowParallelLinear
+from minisgl.core import SINGLE_RANK, AttentionSpec, Communicator, get_forward_context
+from minisgl.layers.linear import QKVParallelLinear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotation, rotate
 from minisgl.layers.shares import divide, divide_kv_heads
@@ -36,15 +36,14 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
-        communicator: Communicator = ALONE,
+        communicator: Communicator = SINGLE_RANK,
     ) -> None:
         super().__init__()
         heads = divide("num_attention_heads", spec.num_heads, communicator)
         kv_heads = divide_kv_heads(spec.num_kv_heads, communicator)
         self.spec = replace(spec, num_heads=heads.size, num_kv_heads=kv_heads.size)
-        q, kv = heads.of_width(spec.head_dim), kv_heads.of_width(spec.head_dim)
-        self.qkv_proj = PackedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, qkv_bias)
-        self.o_proj = RowParallelLinear(q, hidden_size, o_bias, communicator)
+        self.qkv_proj = QKVParallelLinear(hidden_size, heads, kv_heads, spec.head_dim, qkv_bias)
+        self.o_proj = RowParallelLinear(heads.of_width(spec.head_dim), hidden_size, o_bias, communicator)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
 

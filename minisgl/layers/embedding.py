@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.layers.linear import Linear
 from minisgl.layers.shares import divide_vocabulary
-from minisgl.layers.weights import Cut, weight
+from minisgl.layers.weights import ShardSpec, weight
 
 
 class Embedding(nn.Module):
@@ -23,18 +23,18 @@ class Embedding(nn.Module):
         communicator: joins the ranks that share its rows.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, communicator: Communicator = ALONE) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
-        self.share = divide_vocabulary(vocab_size, communicator)
+        self.shard = divide_vocabulary(vocab_size, communicator)
         self.communicator = communicator
-        self.weight = weight(self.share.size, hidden_size)
+        self.weight = weight(self.shard.size, hidden_size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int32 → [T, hidden_size]. A rank has zeros for the rows that it does not hold; the sum has them all."""
         if self.communicator.size == 1:
             return F.embedding(input_ids, self.weight)
-        row = input_ids - self.share.start
-        elsewhere = (row < 0) | (row >= self.share.size)
+        row = input_ids - self.shard.start
+        elsewhere = (row < 0) | (row >= self.shard.size)
         rows = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
         return self.communicator.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
@@ -44,10 +44,10 @@ class Embedding(nn.Module):
 
     def complete(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits, [S, rows], → those of all ranks, [S, vocab_size]."""
-        return _complete(logits, self.share.total, self.communicator)
+        return _complete(logits, self.shard.total, self.communicator)
 
-    def weight_cuts(self) -> dict[str, Cut]:
-        return {"weight": Cut(0, self.share)}
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        return {"weight": ShardSpec(0, self.shard)}
 
 
 class LMHead(Linear):
@@ -58,9 +58,9 @@ class LMHead(Linear):
         communicator: joins the ranks that share its rows.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, communicator: Communicator = ALONE) -> None:
-        self.share = divide_vocabulary(vocab_size, communicator)
-        super().__init__(hidden_size, self.share.size)
+    def __init__(self, hidden_size: int, vocab_size: int, communicator: Communicator = SINGLE_RANK) -> None:
+        self.shard = divide_vocabulary(vocab_size, communicator)
+        super().__init__(hidden_size, self.shard.size)
         self.communicator = communicator
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,10 +69,10 @@ class LMHead(Linear):
 
     def complete(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Embedding.complete`."""
-        return _complete(logits, self.share.total, self.communicator)
+        return _complete(logits, self.shard.total, self.communicator)
 
-    def weight_cuts(self) -> dict[str, Cut]:
-        return {"weight": Cut(0, self.share)}
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        return {"weight": ShardSpec(0, self.shard)}
 
 
 def _complete(logits: torch.Tensor, vocab_size: int, communicator: Communicator) -> torch.Tensor:

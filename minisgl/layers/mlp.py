@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.layers.activation import silu_and_mul
-from minisgl.layers.linear import PackedLinear, RowParallelLinear
+from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minisgl.layers.shares import divide
 
 
@@ -25,12 +25,12 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool = False, communicator: Communicator = ALONE
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, communicator: Communicator = SINGLE_RANK
     ) -> None:
         super().__init__()
-        share = divide("intermediate_size", intermediate_size, communicator)
-        self.gate_up_proj = PackedLinear(hidden_size, {"gate_proj": share, "up_proj": share}, bias)
-        self.down_proj = RowParallelLinear(share, hidden_size, bias, communicator)
+        shard = divide("intermediate_size", intermediate_size, communicator)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, {"gate_proj": shard, "up_proj": shard}, bias)
+        self.down_proj = RowParallelLinear(shard, hidden_size, bias, communicator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] → [T, hidden_size]."""

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.layers.activation import silu_and_mul
 from minisgl.layers.linear import Linear
-from minisgl.layers.shares import Share, divide, whole
-from minisgl.layers.weights import Cut, WeightPart, weight
+from minisgl.layers.shares import Shard, divide, whole
+from minisgl.layers.weights import ShardSpec, WeightPart, weight
 
 
 class Experts(nn.Module):
@@ -19,7 +19,7 @@ class Experts(nn.Module):
 
     Args:
         num_experts: E.
-        hidden_size, intermediate_size: widths of an expert; of the latter, also this rank's share. The result is this
+        hidden_size, intermediate_size: widths of an expert; of the latter, also this rank's shard. The result is this
             rank's part of a sum then.
     """
 
@@ -27,11 +27,11 @@ class Experts(nn.Module):
     """Whether `forward` may be recorded in a CUDA graph, as all other layers may. This one asks the device how many
     tokens each expert got, and does different work for different answers."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int | Share) -> None:
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int | Shard) -> None:
         super().__init__()
-        self.share = whole(intermediate_size) if isinstance(intermediate_size, int) else intermediate_size
-        self.gate_up_proj = weight(num_experts, 2 * self.share.size, hidden_size)
-        self.down_proj = weight(num_experts, hidden_size, self.share.size)
+        self.shard = whole(intermediate_size) if isinstance(intermediate_size, int) else intermediate_size
+        self.gate_up_proj = weight(num_experts, 2 * self.shard.size, hidden_size)
+        self.down_proj = weight(num_experts, hidden_size, self.shard.size)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum of each token's experts, weighted.
@@ -66,7 +66,7 @@ class Experts(nn.Module):
     def weight_parts(self) -> list[WeightPart]:
         num_experts, rows, _ = self.gate_up_proj.shape
         gate, up = slice(0, rows // 2), slice(rows // 2, rows)
-        by_rows, by_columns = Cut(0, self.share), Cut(1, self.share)
+        by_rows, by_columns = ShardSpec(0, self.shard), ShardSpec(1, self.shard)
         parts: list[WeightPart] = []
         for expert in range(num_experts):
             name = f"experts.{expert}"
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         num_experts: int,
         experts_per_token: int,
         normalize: bool,
-        communicator: Communicator = ALONE,
+        communicator: Communicator = SINGLE_RANK,
     ) -> None:
         super().__init__()
         self.gate = Linear(hidden_size, num_experts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl.core import Place
+from minisgl.core import RankInfo
 from minisgl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """Elements ``start … stop`` of a dimension that has ``total`` of them.
 
     The last ranks' shares of a vocabulary may reach beyond ``total``; what lies there is padding that no checkpoint
@@ -30,17 +30,17 @@ class Share:
         """Whether one rank has it all."""
         return self.start == 0 and self.stop == self.total
 
-    def of_width(self, width: int) -> Share:
+    def of_width(self, width: int) -> Shard:
         """The same share where every element is ``width`` rows wide, as a head is ``head_dim`` rows."""
-        return Share(self.start * width, self.stop * width, self.total * width)
+        return Shard(self.start * width, self.stop * width, self.total * width)
 
 
-def whole(size: int) -> Share:
+def whole(size: int) -> Shard:
     """All of ``size`` elements."""
-    return Share(0, size, size)
+    return Shard(0, size, size)
 
 
-def divide(name: str, size: int, ranks: Place) -> Share:
+def divide(name: str, size: int, ranks: RankInfo) -> Shard:
     """An equal share for every rank.
 
     Args:
@@ -56,10 +56,10 @@ def divide(name: str, size: int, ranks: Place) -> Share:
             f"tensor_parallel_size: {ranks.size} ranks cannot share {name} of {size} equally; choose a divisor of it"
         )
     each = size // ranks.size
-    return Share(ranks.rank * each, (ranks.rank + 1) * each, size)
+    return Shard(ranks.rank * each, (ranks.rank + 1) * each, size)
 
 
-def divide_kv_heads(num_kv_heads: int, ranks: Place) -> Share:
+def divide_kv_heads(num_kv_heads: int, ranks: RankInfo) -> Shard:
     """An equal share of the KV heads. Where there are fewer heads than ranks, neighbouring ranks hold the same one,
     which is the one that their query heads share.
 
@@ -69,10 +69,10 @@ def divide_kv_heads(num_kv_heads: int, ranks: Place) -> Share:
     if ranks.size <= num_kv_heads or ranks.size % num_kv_heads:
         return divide("num_key_value_heads", num_kv_heads, ranks)
     head = ranks.rank * num_kv_heads // ranks.size
-    return Share(head, head + 1, num_kv_heads)
+    return Shard(head, head + 1, num_kv_heads)
 
 
-def divide_vocabulary(vocab_size: int, ranks: Place) -> Share:
+def divide_vocabulary(vocab_size: int, ranks: RankInfo) -> Shard:
     """An equal share of the vocabulary, padded at its end to a multiple of the ranks."""
     each = -(-vocab_size // ranks.size)
-    return Share(ranks.rank * each, (ranks.rank + 1) * each, vocab_size)
+    return Shard(ranks.rank * each, (ranks.rank + 1) * each, vocab_size)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from minisgl.layers.shares import Share
+from minisgl.layers.shares import Shard
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -17,21 +17,21 @@ def weight(*shape: int) -> nn.Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a checkpoint tensor that a rank reads: a share of one dimension, and all of the others.
+class ShardSpec:
+    """The part of a checkpoint tensor that a rank reads: a shard of one dimension, and all of the others.
 
     Args:
         dim: the dimension.
-        share: of it.
+        shard: of it.
     """
 
     dim: int
-    share: Share
+    shard: Shard
 
     @property
     def index(self) -> tuple[slice, ...]:
         """What is read, as an index of the checkpoint tensor."""
-        start, stop, total = self.share.start, self.share.stop, self.share.total
+        start, stop, total = self.shard.start, self.shard.stop, self.shard.total
         return (*(slice(None),) * self.dim, slice(min(start, total), min(stop, total)))
 
 
@@ -42,14 +42,14 @@ class WeightPart:
     Args:
         source: the tensor's name in the checkpoint, relative to the parent of the module that owns the parameter.
         parameter: the parameter's name in its module.
-        index: the region, ``module.<parameter>[index]``; it has the shape of the tensor, or of its ``cut``.
-        cut: what this rank reads of the tensor; None is all of it.
+        index: the region, ``module.<parameter>[index]``; it has the shape of the tensor, or of its shard.
+        shard_spec: what this rank reads of the tensor; None is all of it.
     """
 
     source: str
     parameter: str
     index: tuple[int | slice, ...]
-    cut: Cut | None = None
+    shard_spec: ShardSpec | None = None
 
 
 @runtime_checkable
@@ -65,9 +65,9 @@ class PackedWeights(Protocol):
 
 
 @runtime_checkable
-class CutWeights(Protocol):
-    """A module some of whose parameters hold a rank's share of the checkpoint tensor of their own name."""
+class ShardedParameters(Protocol):
+    """A module some of whose parameters hold a rank's shard of the checkpoint tensor of their own name."""
 
-    def weight_cuts(self) -> dict[str, Cut]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         """By the parameter's name: what this rank reads of the tensor."""
         ...

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.core.registry import Table, resolve
 from minisgl.errors import ModelLoadError
 from minisgl.layers import ROPE_TYPES, RopeSettings
@@ -155,7 +155,7 @@ class Architecture(Protocol):
     hidden_act: str
     """The non-linearity of the MLPs, as ``config.json`` calls it. A checkpoint with another is refused."""
 
-    def __call__(self, config: ModelConfig, communicator: Communicator = ALONE) -> nn.Module:
+    def __call__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> nn.Module:
         """Build this rank's share of the model; under ``torch.device("meta")`` its parameters take no memory."""
         ...
 

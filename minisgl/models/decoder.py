@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from minisgl.core import ALONE, AttentionSpec, Communicator, DeviceBatch
+from minisgl.core import SINGLE_RANK, AttentionSpec, Communicator, DeviceBatch
 from minisgl.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm, Rotary, Rotation
 from minisgl.models.config import ModelConfig
 
@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
         communicator: joins the ranks that share the layer.
     """
 
-    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = ALONE) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
         communicator: joins the ranks that share the model.
     """
 
-    def __init__(self, config: ModelConfig, layer: type[nn.Module], communicator: Communicator = ALONE) -> None:
+    def __init__(self, config: ModelConfig, layer: type[nn.Module], communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, communicator)
         self.layers = nn.ModuleList(layer(config, layer_id, communicator) for layer_id in range(config.num_layers))
@@ -121,7 +121,7 @@ class CausalLM(nn.Module):
     hidden_act: ClassVar[str] = "silu"
     """Non-linearity of the MLPs; a subclass whose layers have another names it here."""
 
-    def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         self.config = config
         self.communicator = communicator

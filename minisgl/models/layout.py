@@ -24,6 +24,6 @@ def block_weights(model: nn.Module) -> None:
 
 def _untied(table: Embedding) -> LMHead:
     with torch.device("meta"):
-        head = LMHead(table.weight.shape[1], table.share.total, table.communicator)
+        head = LMHead(table.weight.shape[1], table.shard.total, table.communicator)
     head.weight = table.weight
     return head

@@ -17,10 +17,10 @@ import xxhash
 from safetensors import safe_open
 from torch import nn
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.core.registry import resolve
 from minisgl.errors import ModelLoadError
-from minisgl.layers import Cut, CutWeights, PackedWeights, RMSNorm
+from minisgl.layers import PackedWeights, RMSNorm, ShardedParameters, ShardSpec
 from minisgl.models.checkpoint import TensorHeader, read_headers
 from minisgl.models.config import MODELS, ModelConfig
 
@@ -36,13 +36,13 @@ class Target:
         module: owner of the parameter.
         parameter: its name there.
         index: the region to fill; () is all of it.
-        cut: what is read of the tensor; None is all of it.
+        shard_spec: what is read of the tensor; None is all of it.
     """
 
     module: nn.Module
     parameter: str
     index: tuple[int | slice, ...]
-    cut: Cut | None = None
+    shard_spec: ShardSpec | None = None
 
     @property
     def region(self) -> torch.Tensor:
@@ -54,8 +54,8 @@ class Target:
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint tensor, all of it."""
         shape = list(self.region.shape)
-        if self.cut is not None:
-            shape[self.cut.dim] = self.cut.share.total
+        if self.shard_spec is not None:
+            shape[self.shard_spec.dim] = self.shard_spec.shard.total
         return tuple(shape)
 
     def put(self, piece: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
-    communicator: Communicator = ALONE,
+    communicator: Communicator = SINGLE_RANK,
 ) -> nn.Module:
     """Build the model of ``config``, or a rank's share of it, and fill in its weights.
 
@@ -116,17 +116,18 @@ def checkpoint_targets(model: nn.Module) -> dict[str, Target]:
         parts = module.weight_parts() if isinstance(module, PackedWeights) else []
         parent = prefix.rpartition(".")[0]
         for part in parts:
-            targets[_join(parent, part.source)] = Target(module, part.parameter, part.index, _unless_whole(part.cut))
+            spec = _unless_whole(part.shard_spec)
+            targets[_join(parent, part.source)] = Target(module, part.parameter, part.index, spec)
         packed = {part.parameter for part in parts}
-        cuts = module.weight_cuts() if isinstance(module, CutWeights) else {}
+        specs = module.shard_specs() if isinstance(module, ShardedParameters) else {}
         for name, _ in module.named_parameters(recurse=False):
             if name not in packed:
-                targets[_join(prefix, name)] = Target(module, name, (), _unless_whole(cuts.get(name)))
+                targets[_join(prefix, name)] = Target(module, name, (), _unless_whole(specs.get(name)))
     return targets
 
 
-def _unless_whole(cut: Cut | None) -> Cut | None:
-    return None if cut is None or cut.share.is_whole else cut
+def _unless_whole(shard_spec: ShardSpec | None) -> ShardSpec | None:
+    return None if shard_spec is None or shard_spec.shard.is_whole else shard_spec
 
 
 def _join(prefix: str, name: str) -> str:
@@ -179,10 +180,10 @@ def _fill(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> None:
         with safe_open(file, framework="pt") as shard:
             for name in names:
                 target = targets[name]
-                if target.cut is None:
+                if target.shard_spec is None:
                     target.region.copy_(shard.get_tensor(name))
                 else:
-                    target.put(shard.get_slice(name)[target.cut.index])
+                    target.put(shard.get_slice(name)[target.shard_spec.index])
 
 
 def _fill_randomly(targets: dict[str, Target], device: torch.device, seed: int) -> None:
@@ -193,8 +194,8 @@ def _fill_randomly(targets: dict[str, Target], device: torch.device, seed: int) 
             target.region.fill_(1.0)
             continue
         generator.manual_seed(xxhash.xxh64_intdigest(name.encode(), seed))
-        if target.cut is None:
+        if target.shard_spec is None:
             target.region.normal_(std=_DUMMY_STD, generator=generator)
         else:
             tensor = torch.empty(target.shape, dtype=target.region.dtype, device=device)
-            target.put(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.cut.index])
+            target.put(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.shard_spec.index])

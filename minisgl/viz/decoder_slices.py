@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from minisgl.core import Place
+from minisgl.core import RankInfo
 from minisgl.errors import ConfigError
-from minisgl.layers import Share, divide, divide_kv_heads, divide_vocabulary
+from minisgl.layers import Shard, divide, divide_kv_heads, divide_vocabulary
 from minisgl.models import ModelConfig
 from minisgl.viz.svg import counted
 from minisgl.viz.units import byte_size
@@ -16,7 +16,7 @@ from minisgl.viz.weight_slices import Range, SlicedMatrix
 
 @dataclass
 class _Rank:
-    """A `Place` among ranks that are not there."""
+    """A `RankInfo` among ranks that are not there."""
 
     rank: int
     size: int
@@ -99,7 +99,7 @@ def _equal(name: str, size: int, ranks: int, width: int = 1) -> tuple[Range, ...
     return _ranges(ranks, lambda rank: divide(name, size, rank).of_width(width))
 
 
-def _ranges(ranks: int, share_of: Callable[[Place], Share]) -> tuple[Range, ...]:
+def _ranges(ranks: int, share_of: Callable[[RankInfo], Shard]) -> tuple[Range, ...]:
     """Where the share of each rank begins and ends."""
     shares = [share_of(_Rank(rank, ranks)) for rank in range(ranks)]
     return tuple((share.start, share.stop) for share in shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from minisgl.layers import PackedLinear
+from minisgl.layers import MergedColumnParallelLinear
 from minisgl.viz.svg import WIDTH, Canvas, Picture, request_colors
 
 _MARGIN = 14
@@ -15,7 +15,7 @@ _APART = 10.0
 _SMALLEST = 24.0
 
 
-def packed_rows(modules: Mapping[str, PackedLinear]) -> Picture:
+def packed_rows(modules: Mapping[str, MergedColumnParallelLinear]) -> Picture:
     """Checkpoint tensors on the left, and on the right the one parameter whose rows they become.
 
     Args:
@@ -35,7 +35,7 @@ def packed_rows(modules: Mapping[str, PackedLinear]) -> Picture:
     return canvas.picture(lowest + 14, "\n".join(says))
 
 
-def _draw(canvas: Canvas, module: PackedLinear, left: float, width: float) -> tuple[float, str]:
+def _draw(canvas: Canvas, module: MergedColumnParallelLinear, left: float, width: float) -> tuple[float, str]:
     """One column; returns where it ends, and what it says."""
     parts = [part for part in module.weight_parts() if part.parameter == "weight"]
     rows, _ = module.weight.shape

@@ -51,7 +51,7 @@ def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
 
 ALONE = {"SHARED": False, "shared_lens": None, "prefix_parts": None, "prefix_out": None, "prefix_lse": None}
 for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {"SHARED": True})):
-    options = {"WINDOW": window, "EARLY": early, **shared}
+    options = {"WINDOW": window, "USE_PDL": early, **shared}
     loop = build(decode_kernel, 2, 3, BLOCK_M=16, **options)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
     build(merge_kernel, 4, 3, **options)
@@ -61,11 +61,11 @@ for heads in (1, 5):
     loop = build(rows_kernel, 4, 3, BLOCK_M=16, WINDOW=0, HEADS=heads)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 2, "the loop over tiles is pipelined"
 build(merge_pieces_kernel, 4, 3, PIECES=16, BLOCK_P=16)
-assert "wgmma" in build(prefix_kernel, 8, 5, BLOCK_M=128, EARLY=True)["ptx"]
+assert "wgmma" in build(prefix_kernel, 8, 5, BLOCK_M=128, USE_PDL=True)["ptx"]
 for built in (
-    build(decode_kernel, 2, 3, "*fp8e4nv", BLOCK_M=16, WINDOW=0, EARLY=True, **ALONE),
+    build(decode_kernel, 2, 3, "*fp8e4nv", BLOCK_M=16, WINDOW=0, USE_PDL=True, **ALONE),
     build(prefill_kernel, 8, 3, "*fp8e4nv", BLOCK_M=128, WINDOW=0),
-    build(prefix_kernel, 8, 5, "*fp8e4nv", BLOCK_M=128, EARLY=True),
+    build(prefix_kernel, 8, 5, "*fp8e4nv", BLOCK_M=128, USE_PDL=True),
 ):
     assert built["ttgir"].count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
     assert "cvt.rn.f16x2.e4m3x2" in built["ptx"]

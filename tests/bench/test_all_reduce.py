@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from minisgl.bench.tensor_parallel import crossing, run_all_reduce
 
-from minisgl.bench import all_reduce
-from minisgl.bench.all_reduce import crossing, run_all_reduce
+from minisgl.bench import tensor_parallel
 from minisgl.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def test_it_says_how_many_gpus_it_needs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_where_lines_cross() -> None:
-    kilobytes = all_reduce.WIDTH * 2 / 1e3
+    kilobytes = tensor_parallel.WIDTH * 2 / 1e3
     falling, rising = {"1": 1.0, "3": 5.0, "9": 9.0}, {"1": 3.0, "3": 3.0, "9": 3.0}
     assert crossing(falling, rising) == pytest.approx(2 * kilobytes)
     assert crossing(rising, falling) == 1 * kilobytes  # faster from the smallest size on
@@ -36,16 +36,16 @@ def test_a_rank_that_fails_ends_them_all(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_report_has_a_row_a_size_and_the_crossings(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["NCCL", "one shot", "two shots", "torch one shot", "torch two shots"]
     ways += ["NCCL, then norm", "peer memory, then norm", "one kernel"]
-    times = {way: {str(rows): float(number + 1) for rows in all_reduce.ROWS} for number, way in enumerate(ways)}
+    times = {way: {str(rows): float(number + 1) for rows in tensor_parallel.ROWS} for number, way in enumerate(ways)}
     times["one shot"] = {"1": 3.5}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(all_reduce, "_run_ranks", lambda size: times)
+    monkeypatch.setattr(tensor_parallel, "_run_ranks", lambda size: times)
     report = run_all_reduce([2])
     crossings, plain, norms = report.tables
-    assert [row[0] for row in plain.rows] == list(all_reduce.ROWS) == [row[0] for row in norms.rows]
+    assert [row[0] for row in plain.rows] == list(tensor_parallel.ROWS) == [row[0] for row in norms.rows]
     assert plain.rows[0][3:5] == [3.5, 3.0]
     assert plain.rows[1][3] == "–"
-    smallest = all_reduce.WIDTH * 2 / 1e3
+    smallest = tensor_parallel.WIDTH * 2 / 1e3
     assert crossings.rows == [[2, smallest, "–", smallest]]
     assert report.targets[0].value == 3.5
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from minisgl import LLM, SamplingParams, demo
-from minisgl.bench import compare, preemption
+from minisgl.bench import offline, preemption, workloads
 from minisgl.bench.__main__ import main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
 from minisgl.outputs import RequestOutput
@@ -146,10 +146,10 @@ def test_compare_climbs_the_ladder(
         used.append(dict(options))
         return LLM(path, device="cpu", max_seq_len=256, num_pages=64)
 
-    monkeypatch.setattr(compare, "make_engine", on_the_cpu)
+    monkeypatch.setattr(workloads, "make_engine", on_the_cpu)
     record = bench(tmp_path, "compare", "--model", str(model), "--work", "bs1", "--repeat", "1")
     rows = record["tables"][0]["rows"]
-    assert [row[0] for row in rows] == [label for label, _ in compare.LADDER]
+    assert [row[0] for row in rows] == [label for label, _ in offline.LADDER]
     assert all(row[1] > 0 for row in rows)
     assert used[0]["enforce_eager"] is True
     assert used[0]["overlap"] is False
@@ -210,7 +210,7 @@ def test_preemption_measures_every_way_on_the_same_requests(
     record = bench(tmp_path, "preemption", "--model", str(model), *sizes, *options)
     pressure, back = record["tables"]
     ways = {row[0]: dict(zip(pressure["columns"], row, strict=True)) for row in pressure["rows"]}
-    assert list(ways) == [way.label for way in preemption.WAYS]
+    assert list(ways) == [way.label for way in preemption.CASES]
     for label, way in ways.items():
         assert way["output tokens/s"] > 0
         assert (way["preemptions"] > 0) == label.startswith("optimistic")

@@ -35,16 +35,16 @@ def engine_of(path: Path, **options: Any) -> Engine:
 def test_a_reading_is_that_of_transformers(tmp_path: Path) -> None:
     path, reference = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     ids = [int(token) for token in torch.randint(211, (50,), generator=torch.Generator().manual_seed(0))]
-    reading = fp8.read(engine_of(path), ids)
+    reading = fp8.score_text(engine_of(path), ids)
     logits = hf_logits(reference, ids)[:-1]
     expected = logits.log_softmax(-1)[range(49), ids[1:]]
     torch.testing.assert_close(reading.logprobs, expected, rtol=1e-3, atol=1e-3)
-    assert torch.equal(reading.likeliest, logits.argmax(-1))
+    assert torch.equal(reading.argmax, logits.argmax(-1))
 
 
 def test_a_reading_is_over_what_is_stored(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
-    exact, rounded = (fp8.read(engine_of(path, kv_dtype=name), [*range(1, 60)]) for name in ("auto", "fp8"))
+    exact, rounded = (fp8.score_text(engine_of(path, kv_dtype=name), [*range(1, 60)]) for name in ("auto", "fp8"))
     assert 1e-3 < (exact.logprobs - rounded.logprobs).abs().mean() < 1.0
     assert all(torch.tensor(value).to(torch.float8_e4m3fn).item() == value for value in rounded.largest)
     assert rounded.largest == pytest.approx(exact.largest, rel=0.07)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.bench.host import SimulatedDevice
 from minisgl.bench.roofline import Machine, Work, step_work
-from minisgl.bench.shapes import model_dir
-from minisgl.bench.simulation import SimulatedDevice
+from minisgl.bench.workloads import model_dir
 from minisgl.core import Batch, build_batch
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache

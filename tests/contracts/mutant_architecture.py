@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.layers import Rotary, Rotation
 from minisgl.models import CausalLM, ModelConfig
 
@@ -18,6 +18,6 @@ class Unrotated(Rotary):
 class GraniteForCausalLM(CausalLM):
     """Granite without rotation. As long as its multipliers are 1, the default, it is a Llama otherwise."""
 
-    def __init__(self, config: ModelConfig, communicator: Communicator = ALONE) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__(config, communicator)
         self.model.rotary = Unrotated(config.head_dim, config.max_position_embeddings, config.rope)

@@ -14,7 +14,7 @@ from minisgl.core.request import Int32Array
 from minisgl.distributed import TorchCommunicator
 from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
-from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
+from minisgl.engine.sampling_stages import DeviceSampling, TokenHistory
 from minisgl.kvcache.eviction import LeastRecentlyUsed
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.prefix import Insert
@@ -143,14 +143,14 @@ class KeepsAPageBack(Reserve):
 class ForgetsTheConstraints(DefaultSampler):
     """Every token may follow."""
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         return super().sample(logits, replace(inputs, constraint=None), history)
 
 
 class ConstrainsTheFirstRows(DefaultSampler):
     """Takes the masks in order for those of the first rows."""
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         if inputs.constraint is not None:
             rows = torch.arange(len(inputs.constraint.rows), device=logits.device)
             inputs = replace(inputs, constraint=inputs.constraint._replace(rows=rows))

@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minisgl.distributed import peer_all_reduce
+from minisgl.distributed import TorchCommunicator, peer_all_reduce
 from minisgl.distributed.peer_all_reduce import _ELEMENTS, _SECONDS_A_LOOK, PeerAllReduce
 from minisgl.distributed.peer_memory import share_memory
-from minisgl.distributed.reducing_norm import ReducingRMSNorm
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.kernels.norm import add_and_norm
 from minisgl.layers import RMSNorm
+from minisgl.layers.fused import FusedAllReduceRMSNorm
 from tests.kernels.closeness import assert_close
 
 EPS = 1e-6
@@ -145,7 +145,7 @@ def norms(ranks: Ranks) -> None:
             norm.weight.data.copy_(ranks.inputs((shape[1],), dtype, 90)[0])
             inputs = [ranks.inputs(shape, dtype, 100 + 3 * seed + layer) for layer in range(3)]
             _assert_layers(ranks, peers, norm, inputs)
-            alike = ReducingRMSNorm(norm, peers.all_reduce, peers)
+            alike = FusedAllReduceRMSNorm(norm, TorchCommunicator(ranks.group, ranks.device, peers))
             normed, residual = alike.add_and_norm(inputs[0][ranks.rank], None)
             normed, _ = alike.add_and_norm(inputs[1][ranks.rank], residual)
             ranks.assert_same_bits(normed)

@@ -45,7 +45,7 @@ def process_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     return group
 
 
-class TakingTurns:
+class TakingTurns(Communicator):
     """Only one rank computes at a time, until it waits for the others: Triton's interpreter is not for several threads.
 
     Args:
@@ -84,7 +84,7 @@ def in_turns(size: int, job: Callable[[Communicator], T]) -> list[T]:
     return on_ranks(size, locked)
 
 
-class Position:
+class Position(Communicator):
     """The place of a rank among others that are not there."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.distributed import TorchCommunicator, communicator
 from minisgl.distributed.communicator import choose_communicator, peers_of
 from minisgl.distributed.peer_all_reduce import PeerAllReduce
@@ -56,4 +56,4 @@ def test_kernels_wait_as_long_as_the_options_say(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_rank_has_no_peers() -> None:
-    assert peers_of(ALONE) is None
+    assert peers_of(SINGLE_RANK) is None

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.core import EngineConfig
-from minisgl.distributed import build_engine
-from minisgl.distributed.rank_engine import rank_device
-from minisgl.engine.budget import pages_that_fit
-from minisgl.engine.ranks import check_balance, gather
+from minisgl.core import Communicator, EngineConfig
+from minisgl.engine.build import build_engine, rank_device
+from minisgl.engine.memory import check_balance, gather, pages_that_fit
 from minisgl.errors import ConfigError
 from tests.distributed.ranks import CPU, on_ranks
 from tests.model_zoo import tiny_checkpoint
@@ -19,7 +17,7 @@ from tests.model_zoo import tiny_checkpoint
 GIB = 1 << 30
 
 
-class Gathered:
+class Gathered(Communicator):
     """Two ranks, of which the other one has said this."""
 
     rank, size = 0, 2
@@ -39,7 +37,7 @@ def test_every_rank_learns_every_number() -> None:
 
 
 def test_ranks_far_apart_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.engine.ranks.gather", lambda value, ranks, device: [value, ranks.other])
+    monkeypatch.setattr("minisgl.engine.memory.gather", lambda value, ranks, device: [value, ranks.other])
     cuda = torch.device("cuda", 0)
     check_balance(80 * GIB, Gathered(78 * GIB), cuda)
     with pytest.raises(ConfigError, match="rank 1 has 79872 MiB free and rank 0 has 81921 MiB"):
@@ -50,20 +48,30 @@ def test_ranks_far_apart_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rank_with_fewest_pages_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     pages = iter([70, 50])
-    monkeypatch.setattr("minisgl.engine.engine.pages_that_fit", lambda *arguments: next(pages))
+    monkeypatch.setattr("minisgl.engine.build.pages_that_fit", lambda *arguments, **sizes: next(pages))
     config = EngineConfig(model=str(path), device="cpu", tensor_parallel_size=2)
     assert on_ranks(2, lambda ranks: build_engine(config, path, ranks).kv_cache.num_pages) == [50, 50]
 
 
 @pytest.mark.parametrize("formula", ["free", "peak"])
 def test_ranks_on_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, formula: str) -> None:
-    monkeypatch.setattr("minisgl.engine.budget.free_memory", lambda device: 3 * GIB)
-    monkeypatch.setattr("minisgl.engine.budget.total_memory", lambda device: 4 * GIB)
-    monkeypatch.setattr("minisgl.engine.budget.warm_up", lambda *arguments: None)
+    monkeypatch.setattr("minisgl.engine.memory.free_memory", lambda device: 3 * GIB)
+    monkeypatch.setattr("minisgl.engine.memory.total_memory", lambda device: 4 * GIB)
+    monkeypatch.setattr("minisgl.engine.memory._run_largest_prefill", lambda *arguments: None)
     config = EngineConfig(memory_formula=formula, memory_ratio=0.5, max_running_requests=65536)
 
     def pages(num_ranks: int) -> int:
-        return pages_that_fit(config, torch.nn.Linear(1, 1), 0, 0, 3 * GIB, 1 << 20, 1 << 16, CPU, num_ranks)
+        return pages_that_fit(
+            config,
+            torch.nn.Linear(1, 1),
+            model_bytes=0,
+            runner_bytes=0,
+            free_before=3 * GIB,
+            max_seq_len=1 << 20,
+            page_bytes=1 << 16,
+            device=CPU,
+            num_ranks=num_ranks,
+        )
 
     assert pages(4) == pages(1) // 4
 

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from minisgl.core import ALONE, Communicator
+from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.errors import ConfigError, ModelLoadError
-from minisgl.kernels import apply_fusions
 from minisgl.layers import Linear
 from minisgl.models import CausalLM, ModelConfig, block_weights, load_model
+from minisgl.models.fusions import fuse_layers
 from tests.distributed.ranks import CPU, Position, in_turns, on_ranks
 from tests.model_zoo import ARCHITECTURES, Variant, hf_logits, random_tokens, run_dense, tiny_checkpoint
 
 PROMPTS = random_tokens(31, 1)
 
 
-def load(path: Path, ranks: Communicator = ALONE, dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
+def load(path: Path, ranks: Communicator = SINGLE_RANK, dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
     config = ModelConfig.from_dir(path)
     model = load_model(path, config, dtype, CPU, communicator=ranks, **options)
     assert isinstance(model, CausalLM)
@@ -71,7 +71,7 @@ def test_bfloat16_departs_from_one_rank_at_ties_only(tmp_path: Path) -> None:
     def scores(ranks: Communicator) -> torch.Tensor:
         return torch.cat(run_dense(load(path, ranks, torch.bfloat16), *prompts)).float()
 
-    alone = scores(ALONE)
+    alone = scores(SINGLE_RANK)
     first, other = on_ranks(2, scores)
     assert torch.equal(first, other)
     departs = first.argmax(-1) != alone.argmax(-1)
@@ -160,7 +160,7 @@ def test_fused_layers_hold_a_share_as_well(tmp_path: Path, architecture: str) ->
 
     def scores(ranks: Communicator) -> torch.Tensor:
         model: nn.Module = load(path, ranks)
-        apply_fusions(("norm", "activation", "experts"), model)
+        fuse_layers(model, ("norm", "activation", "experts"))
         return run_dense(model, PROMPTS[0][:9])[0]
 
     for logits in in_turns(2, scores):

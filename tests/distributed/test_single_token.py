@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from minisgl.core import Communicator
-from minisgl.kernels.single_token import SingleTokenDecoder
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.layers import divide_kv_heads
 from minisgl.models import ModelConfig, load_model
+from minisgl.models.single_token import SingleTokenDecoder
 from tests.distributed.ranks import CPU, in_turns
 from tests.model_zoo import Variant, random_tokens
 from tests.paged_runner import PagedRunner

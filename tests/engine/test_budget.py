@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from minisgl.core import DeviceBatch, EngineConfig
-from minisgl.engine.budget import pages_that_fit
-from minisgl.engine.peak import Peak
+from minisgl.engine.memory import MemoryPeak, pages_that_fit
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 40
@@ -28,9 +27,9 @@ class Watched(torch.nn.Module):
         self.steps.append((self.memory_is_watched, inputs.positions.tolist()))
 
     @contextmanager
-    def measure_peak(self, device: torch.device) -> Iterator[Peak]:
+    def measure_peak_memory(self, device: torch.device) -> Iterator[MemoryPeak]:
         self.memory_is_watched = True
-        yield Peak()
+        yield MemoryPeak()
         self.memory_is_watched = False
 
 
@@ -47,12 +46,21 @@ def test_the_peak_is_that_of_the_largest_legal_prefill(
     monkeypatch: pytest.MonkeyPatch, max_prefill_tokens: int, max_running_requests: int, q_lens: list[int]
 ) -> None:
     model = Watched()
-    monkeypatch.setattr("minisgl.engine.budget.measure_peak", model.measure_peak)
+    monkeypatch.setattr("minisgl.engine.memory.measure_peak_memory", model.measure_peak_memory)
     config = EngineConfig(
         memory_formula="peak",
         memory_ratio=1.0,
         max_prefill_tokens=max_prefill_tokens,
         max_running_requests=max_running_requests,
     )
-    pages_that_fit(config, model, 0, 0, 0, MAX_SEQ_LEN, page_bytes=1024, device=CPU)
+    pages_that_fit(
+        config,
+        model,
+        model_bytes=0,
+        runner_bytes=0,
+        free_before=0,
+        max_seq_len=MAX_SEQ_LEN,
+        page_bytes=1024,
+        device=CPU,
+    )
     assert model.steps == [(True, [position for q_len in q_lens for position in range(q_len)])]

@@ -9,19 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-import minisgl.engine.engine as construction
+import minisgl.engine.build as construction
 from minisgl import ConfigError
 from minisgl.core import EngineConfig
-from minisgl.engine.engine import Engine, longest_sequence, resolve_kv_dtype
-from minisgl.engine.runner import EagerRunners, EngineParts, StepRunner
-from minisgl.kvcache.torch_attention import TorchAttention
-from minisgl.models import ModelConfig
+from minisgl.engine.build import build_engine, resolve_kv_dtype
+from minisgl.engine.memory import INT32_MAX, longest_sequence
 from tests.model_zoo import tiny_checkpoint
 
 
 def test_the_longest_sequence_is_what_was_asked_for_or_what_the_model_has() -> None:
     assert longest_sequence(EngineConfig(max_seq_len=4096), 40960) == 4096
     assert longest_sequence(EngineConfig(), 40960) == 40960
+
+
+def test_the_last_entry_of_the_largest_token_table_has_an_int32_for_its_index() -> None:
+    rows = 65536 + 1
+    longest = longest_sequence(EngineConfig(max_running_requests=rows - 1), 131_072)
+    assert rows * longest <= INT32_MAX < rows * (longest + 1)
 
 
 def test_tables_that_an_int32_cannot_index_are_refused() -> None:
@@ -45,38 +49,23 @@ def test_a_gpu_without_eight_bit_floats_is_refused(monkeypatch: pytest.MonkeyPat
     assert resolve_kv_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
 
 
-class WatchedRunners(EagerRunners):
-    """Notes when a runner is tried, and when it is built."""
-
-    def __init__(self, steps: list[str]) -> None:
-        self.steps = steps
-
-    def memory(self, parts: EngineParts) -> int:
-        self.steps.append("trial")
-        return super().memory(parts)
-
-    def build(self, parts: EngineParts) -> StepRunner:
-        self.steps.append("runner")
-        return super().build(parts)
-
-
 def test_each_part_is_built_after_those_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is read before the model takes its share. A runner is tried before the pages are counted, which have to
     leave room for it, and built last, since it may record where everything else lies."""
     steps: list[str] = []
 
     def watched(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*arguments: Any) -> Any:
+        def noting(*arguments: Any, **options: Any) -> Any:
             steps.append(name)
-            return make(*arguments)
+            return make(*arguments, **options)
 
         return noting
 
-    for name in ("free_memory", "load_model", "pages_that_fit", "KVCache", "DeviceState"):
+    names = ("free_memory", "load_model", "measure_graph_memory", "pages_that_fit", "build_runner", "Engine")
+    for name in (*names, "KVCache", "DeviceState", "ModelRunner"):
         monkeypatch.setattr(construction, name, watched(name, getattr(construction, name)))
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
-    attention = watched("attention", TorchAttention)
-    config = EngineConfig(model=str(path), device="cpu", sampler="default")
-    Engine(config, path, ModelConfig.from_dir(path), attention, runners=WatchedRunners(steps))
-    parts = ["KVCache", "DeviceState", "attention"]
-    assert steps == ["free_memory", "load_model", *parts, "trial", "pages_that_fit", *parts, "runner"]
+    build_engine(EngineConfig(model=str(path), device="cpu"), path)
+    parts = ["KVCache", "DeviceState", "ModelRunner"]
+    before = ["free_memory", "load_model", *parts, "measure_graph_memory", "pages_that_fit"]
+    assert steps == [*before, *parts, "build_runner", "Engine"]

@@ -10,7 +10,7 @@ from minisgl.core import SamplingParams
 from minisgl.core.batch import NewRequest
 from minisgl.core.request import Int32Array
 from minisgl.engine.random import draw_keys, splitmix64
-from minisgl.engine.sampling_stages import SamplingRows
+from minisgl.engine.sampling_stages import HostSampling
 from minisgl.engine.sampling_table import SamplingTable
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -45,18 +45,18 @@ def table(*params: SamplingParams) -> SamplingTable:
 
 def test_a_greedy_batch_needs_nothing() -> None:
     rows = table(GREEDY, GREEDY).rows(ints(1, 0), ints(0, 3))
-    assert rows == SamplingRows()
+    assert rows == HostSampling()
     assert rows.all_greedy
     assert len(rows.pack()) == 0
 
 
 def test_an_empty_batch_needs_nothing() -> None:
-    assert table(EVERYTHING).rows(ints(), ints()) == SamplingRows()
+    assert table(EVERYTHING).rows(ints(), ints()) == HostSampling()
 
 
 def test_a_greedy_request_needs_no_filter() -> None:
     params = SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)
-    assert table(params).rows(ints(0), ints(0)) == SamplingRows()
+    assert table(params).rows(ints(0), ints(0)) == HostSampling()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_parameter_switches_its_stage_on(params: SamplingParams, stages: set[s
     names = {"logprobs", "bias", "penalties", "mask", "random", "top", "min_p"}
     assert {name for name in names if getattr(rows, name) is not None} == stages
     assert rows.all_greedy == ("random" not in stages)
-    assert table(GREEDY, params).rows(ints(0), ints(0)) == SamplingRows(), "the other row alone needs nothing"
+    assert table(GREEDY, params).rows(ints(0), ints(0)) == HostSampling(), "the other row alone needs nothing"
 
 
 def test_stages_list_the_rows_that_need_them() -> None:
@@ -204,7 +204,7 @@ def test_history_is_there_for_penalties_only() -> None:
     assert history is not None
     assert history.tokens is tokens
     assert [history.slots.tolist(), history.prompt_len.tolist(), history.token_len.tolist()] == [[1], [5], [7]]
-    assert SamplingRows().unpack(torch.zeros(0, dtype=torch.int32)).history(tokens) is None
+    assert HostSampling().unpack(torch.zeros(0, dtype=torch.int32)).history(tokens) is None
 
 
 def test_splitmix64_gives_the_published_numbers() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Batch
-from minisgl.engine.runner import EagerRunner
-from minisgl.engine.warm_up import warm_up
+from minisgl.engine.runner import ModelRunner
+from minisgl.engine.warm_up import warm_up_kernels
 from tests.model_zoo import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7] * 6, [9], list(range(20))]
@@ -28,9 +28,9 @@ def test_the_largest_step_is_run_and_a_few_tokens_behind_cached_ones(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, max_prefill_tokens: int
 ) -> None:
     batches: list[Batch] = []
-    run = EagerRunner.run
-    monkeypatch.setattr(EagerRunner, "run", lambda self, batch, rows: batches.append(batch) or run(self, batch, rows))
-    warm_up(llm.engine.parts, max_prefill_tokens)
+    run = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda self, batch, rows: batches.append(batch) or run(self, batch, rows))
+    warm_up_kernels(llm.engine.runner, max_prefill_tokens)
     assert max(batch.num_tokens for batch in batches) == min(max_prefill_tokens, 3 * 39)
     assert max(batch.seq_lens.max() for batch in batches) <= 39
     assert any((batch.seq_lens > batch.q_lens).all() for batch in batches)
@@ -41,10 +41,10 @@ def test_the_largest_step_is_run_and_a_few_tokens_behind_cached_ones(
 
 def test_what_requests_own_is_left_alone(llm: LLM) -> None:
     expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
-    state, cache = llm.engine.parts.state, llm.engine.kv_cache
+    state, cache = llm.engine.runner.state, llm.engine.kv_cache
     owned = [state.tokens[:-1], state.page_table, cache.k[:, :-1], cache.v[:, :-1]]
     before = [tensor.clone() for tensor in owned]
-    warm_up(llm.engine.parts, 64)
+    warm_up_kernels(llm.engine.runner, 64)
     for tensor, earlier in zip(owned, before, strict=True):
         assert torch.equal(tensor, earlier)
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected

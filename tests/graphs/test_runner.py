@@ -1,10 +1,11 @@
-"""Replayed decode steps give the tokens of eager ones. Without CUDA a recording is replayed by running it again."""
+"""Replayed decode steps give the tokens of eager ones. Without CUDA a `CpuGraph` calls the work again."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,16 +13,13 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import Batch, DeviceBatch
+from minisgl.core import Batch, DeviceBatch, EngineConfig
 from minisgl.core.request import Int32Array
 from minisgl.engine import staging
-from minisgl.engine.runner import EagerRunner, StepRunner
-from minisgl.graphs import GraphRunner, GraphRunners
-from minisgl.graphs.buffers import DecodeBuffers
-from minisgl.graphs.fused_buffers import FusedDecodeBuffers
-from minisgl.graphs.recorder import RerunRecorder
-from minisgl.kernels.fuse import fuse
+from minisgl.engine.runner import ModelRunner
+from minisgl.graphs import CpuGraph, CudaGraphRunner, build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.models.fusions import fuse_layers
 from tests.kernels.closeness import DEVICE
 from tests.model_zoo import tiny_checkpoint
 
@@ -41,7 +39,7 @@ def path(tmp_path: Path) -> Path:
     return tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")[0]
 
 
-def engine(path: Path, sizes: tuple[int, ...] | None, buffers: type[DecodeBuffers] = DecodeBuffers) -> LLM:
+def engine(path: Path, sizes: tuple[int, ...] | None, fused: bool = False) -> LLM:
     llm = LLM(
         path,
         device=DEVICE,
@@ -56,7 +54,7 @@ def engine(path: Path, sizes: tuple[int, ...] | None, buffers: type[DecodeBuffer
         sampler="default",
     )
     if sizes is not None:
-        llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder(), buffers)
+        llm.engine.runner = CudaGraphRunner(llm.engine.runner, sizes, CpuGraph, fused)
     return llm
 
 
@@ -65,11 +63,9 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (8,), (3,), (1, 5)])
-@pytest.mark.parametrize("buffers", [DecodeBuffers, FusedDecodeBuffers])
-def test_the_tokens_are_those_of_an_eager_engine(
-    path: Path, sizes: tuple[int, ...], buffers: type[DecodeBuffers]
-) -> None:
-    assert tokens(engine(path, sizes, buffers)) == tokens(engine(path, None))
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_tokens_are_those_of_an_eager_engine(path: Path, sizes: tuple[int, ...], fused: bool) -> None:
+    assert tokens(engine(path, sizes, fused)) == tokens(engine(path, None))
 
 
 def test_logprobs_come_from_the_replayed_logits(path: Path) -> None:
@@ -81,14 +77,14 @@ def test_logprobs_come_from_the_replayed_logits(path: Path) -> None:
 
 def test_every_size_is_recorded_once_largest_first(path: Path) -> None:
     runner = engine(path, SIZES).engine.runner
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, CudaGraphRunner)
     assert [size for size, _ in runner.graphs] == [8, 4, 2, 1]
 
 
 def test_steps_that_no_graph_holds_run_eagerly(path: Path) -> None:
     llm = engine(path, (2,))
     runner = llm.engine.runner
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, CudaGraphRunner)
     sizes: list[int | None] = []
     size_for = runner.size_for
 
@@ -103,8 +99,8 @@ def test_steps_that_no_graph_holds_run_eagerly(path: Path) -> None:
 
 def test_a_sampler_that_cannot_be_captured_samples_after_the_replay(path: Path) -> None:
     llm = engine(path, None)
-    llm.engine.parts.sampler.capturable = False
-    llm.engine.runner = GraphRunner(llm.engine.parts, SIZES, RerunRecorder())
+    llm.engine.runner.sampler.capturable = False
+    llm.engine.runner = CudaGraphRunner(llm.engine.runner, SIZES, CpuGraph)
     assert tokens(llm) == tokens(engine(path, None))
 
 
@@ -130,7 +126,7 @@ def test_what_is_sampled_after_the_replay_came_with_the_step(
     to_device = staging.to_device
     llm = engine(path, (2,))
     runner = llm.engine.runner
-    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner, CudaGraphRunner)
     run = runner.run
 
     def watched(batch: Batch, rows: Any) -> Any:
@@ -149,35 +145,46 @@ def test_what_is_sampled_after_the_replay_came_with_the_step(
     assert of_steps == [beside_the_buffers] * 3
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM, bool], StepRunner]:
-    """What `GraphRunners` builds over an attention backend that can be captured, or cannot, here without CUDA."""
-    monkeypatch.setattr("minisgl.graphs.runner.CudaRecorder", lambda device: RerunRecorder())
+CONFIG = EngineConfig(graph_batches=SIZES)
 
-    def build(llm: LLM, attention: bool) -> StepRunner:
-        monkeypatch.setattr(llm.engine.parts.attention, "capturable", attention)
-        return GraphRunners(SIZES).build(llm.engine.parts)
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM, bool], ModelRunner]:
+    """What `build_runner` builds over an attention backend that can be captured, or cannot, as if there were CUDA."""
+    pool = SimpleNamespace(capture=CpuGraph)
+    monkeypatch.setattr("minisgl.graphs.runner.CudaGraphPool", lambda device: pool)
+
+    def build(llm: LLM, attention: bool) -> ModelRunner:
+        monkeypatch.setattr(llm.engine.runner.attention, "capturable", attention)
+        with patch.object(ModelRunner, "device", torch.device("cuda")):
+            return build_runner(CONFIG, llm.engine.runner)
 
     return build
 
 
 def test_graphs_need_an_attention_backend_that_can_be_captured(path: Path, build: Any) -> None:
     llm = engine(path, None)
-    assert type(build(llm, attention=True)) is GraphRunner
-    assert type(build(llm, attention=False)) is EagerRunner
-    assert GraphRunners(SIZES).memory(llm.engine.parts) == 0
+    assert type(build(llm, attention=True)) is CudaGraphRunner
+    assert type(build(llm, attention=False)) is ModelRunner
 
 
 def test_graphs_need_layers_that_can_be_captured(tmp_path: Path, build: Any) -> None:
     """The plain experts wait for the device; as grouped products they do not."""
     llm = engine(tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM")[0], None)
     expected = tokens(llm)
-    assert type(build(llm, attention=True)) is EagerRunner
-    assert GraphRunners(SIZES).memory(llm.engine.parts) == 0
-    fuse(llm.engine.parts.model, only={"experts"})
+    assert build(llm, attention=True) is llm.engine.runner
+    fuse_layers(llm.engine.model, {"experts"})
     llm.engine.runner = build(llm, attention=True)
-    assert type(llm.engine.runner) is GraphRunner
+    assert type(llm.engine.runner) is CudaGraphRunner
     assert tokens(llm) == expected
+
+
+def test_without_cuda_steps_run_eagerly_and_graphs_take_no_memory(path: Path) -> None:
+    runner = engine(path, None).engine.runner
+    sizes = sizes_to_capture(CONFIG, runner)
+    assert sizes == ()
+    assert build_runner(CONFIG, runner) is runner
+    assert measure_graph_memory(runner, sizes) == 0
 
 
 class NamesItsSteps(TorchAttention):
@@ -191,10 +198,8 @@ class NamesItsSteps(TorchAttention):
 def test_each_name_of_a_step_has_its_own_graph(path: Path) -> None:
     llm = engine(path, None)
     backend = NamesItsSteps(llm.engine.kv_cache)
-    parts = llm.engine.parts
-    llm.engine.runner = runner = GraphRunner(
-        type(parts)(parts.model, parts.kv_cache, backend, parts.state, parts.sampler), SIZES, RerunRecorder()
-    )
+    llm.engine.runner.attention = backend
+    llm.engine.runner = runner = CudaGraphRunner(llm.engine.runner, SIZES, CpuGraph)
     assert {name for _, name in runner.graphs} == {"long", "short"}
     assert tokens(llm) == tokens(engine(path, None))
 

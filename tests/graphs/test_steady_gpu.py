@@ -12,7 +12,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Batch
-from minisgl.graphs import GraphRunner
+from minisgl.graphs import CudaGraphRunner
 from tests.model_zoo import tiny_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -54,8 +54,8 @@ class Steady:
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on, note what becomes of each step."""
         runner = self.llm.engine.runner
-        assert isinstance(runner, GraphRunner)
-        plan, size_for = runner.parts.attention.plan, runner.size_for
+        assert isinstance(runner, CudaGraphRunner)
+        plan, size_for = runner.attention.plan, runner.size_for
 
         def noted_size(batch: Batch) -> int | None:
             if (size := size_for(batch)) is None:
@@ -68,7 +68,7 @@ class Steady:
             return key
 
         monkeypatch.setattr(runner, "size_for", noted_size)
-        monkeypatch.setattr(runner.parts.attention, "plan", noted_plan)
+        monkeypatch.setattr(runner.attention, "plan", noted_plan)
 
     def run(self) -> None:
         """`STEPS` steps, and wait for the last one."""

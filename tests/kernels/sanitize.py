@@ -6,11 +6,8 @@ import tempfile
 from pathlib import Path
 
 from minisgl import LLM, SamplingParams
-from minisgl.graphs import GraphRunner
-from minisgl.graphs.fused_buffers import FusedDecodeBuffers
-from minisgl.graphs.recorder import RerunRecorder
-from minisgl.kernels import FUSIONS
-from minisgl.kernels.decoders import choose_decoders
+from minisgl.graphs import CpuGraph, CudaGraphRunner
+from minisgl.models.single_token import SingleTokenDecoder
 from tests.model_zoo import tiny_checkpoint
 
 
@@ -25,10 +22,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as root:
             path, _ = tiny_checkpoint(Path(root), architecture, head_dim=64)
             llm = LLM(path, device="cuda", dtype="bfloat16", num_pages=64, page_size=4, enforce_eager=True)
-        parts = llm.engine.parts
-        decoders = choose_decoders(parts, FUSIONS)
+        runner, single = llm.engine.runner, None
+        if SingleTokenDecoder.supports(runner.model):
+            single = SingleTokenDecoder(runner.model, runner.kv_cache)
         # Not graphs but the same kernels one by one, which the sanitizer tells apart.
-        llm.engine.runner = GraphRunner(parts, (1, 4), RerunRecorder(), FusedDecodeBuffers, decoders)
+        llm.engine.runner = CudaGraphRunner(runner, (1, 4), CpuGraph, fused=True, single_row=single)
         outputs = llm.generate([[1, 2, 3] * 30, [5], [7, 8] * 9], params)
         assert [len(output.token_ids) for output in outputs] == [3, 4, 9]
     print("all requests were answered")

@@ -7,8 +7,8 @@ import torch
 
 from minisgl.kernels.expert_tiles import ExpertTiles, expert_tiles
 from minisgl.kernels.experts import Blocks, Plan, choose_plan, sum_of_experts
-from minisgl.kernels.layers import FusedExperts
 from minisgl.layers import Experts
+from minisgl.layers.fused import FusedExperts
 from tests.kernels.closeness import DEVICE, TOLERANCE, every_dtype, random, spread
 
 NUM_EXPERTS, TOP_K = 6, 2

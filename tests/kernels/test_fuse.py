@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from minisgl.errors import ConfigError
-from minisgl.kernels.fuse import LAYER_FUSIONS, fuse
-from minisgl.kernels.layers import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.layers import Attention, GatedMLP, MoE, RMSNorm, Rotary
+from minisgl.layers.fused import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.models import ModelConfig, load_model
 from minisgl.models.decoder import CausalLM, DecoderLayer
+from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
 from tests.kernels.closeness import DEVICE
 from tests.model_zoo import ARCHITECTURES, random_tokens, run_dense, tiny_checkpoint
 from tests.paged_runner import PagedRunner
@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_plain_model(variant: Any, tmp_path: Path) -> No
     path, _ = variant.checkpoint(tmp_path)
     model, config = load(path)
     expected = steps(model, config)
-    fuse(model)
+    fuse_layers(model)
     for ours, plain in zip(steps(model, config), expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
 
@@ -56,7 +56,7 @@ def test_each_fusion_alone(fusion: str, tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     model, config = load(path)
     expected = steps(model, config)
-    fuse(model, only={fusion})
+    fuse_layers(model, {fusion})
     kinds = {type(module) for module in model.modules()}
     assert (FusedRMSNorm in kinds, RMSNorm in kinds) == (fusion == "norm", fusion != "norm")
     assert (FusedAttention in kinds, Attention in kinds) == (fusion == "rope", fusion != "rope")
@@ -70,7 +70,7 @@ def test_parameters_stay_the_same_tensors_under_the_same_names(tmp_path: Path) -
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", attention_bias=True)
     model, _ = load(path)
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    fuse(model)
+    fuse_layers(model)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     assert set(model.state_dict()) == set(before)
 
@@ -81,7 +81,7 @@ def test_without_a_kv_cache_the_fused_model_still_runs(tmp_path: Path) -> None:
     model, _ = load(path)
     [tokens] = random_tokens(11)
     [expected] = run_dense(model, tokens)
-    fuse(model)
+    fuse_layers(model)
     torch.testing.assert_close(run_dense(model, tokens)[0], expected, rtol=2e-5, atol=2e-5)
 
 
@@ -89,7 +89,7 @@ def test_the_experts_of_a_mixture_are_fused_and_its_router_stays(tmp_path: Path)
     path, _ = tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM")
     model, config = load(path)
     expected = steps(model, config)
-    fuse(model)
+    fuse_layers(model)
     assert all(type(layer.mlp) is MoE for layer in model.model.layers)
     assert all(type(layer.mlp.experts) is FusedExperts for layer in model.model.layers)
     for ours, plain in zip(steps(model, config), expected, strict=True):
@@ -108,7 +108,7 @@ def test_subclasses_of_the_plain_layers_stay(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     model, _ = load(path)
     model.model.norm.__class__ = StudentsNorm
-    fuse(model)
+    fuse_layers(model)
     assert type(model.model.norm) is StudentsNorm
     assert type(model.model.layers[0].input_layernorm) is FusedRMSNorm
 
@@ -119,7 +119,7 @@ def test_layers_of_another_class_keep_the_rotation_that_they_may_read(tmp_path: 
     expected = steps(model, config)
     for layer in model.model.layers:
         layer.__class__ = StudentsLayer
-    fuse(model)
+    fuse_layers(model)
     assert type(model.model.rotary) is Rotary
     for ours, plain in zip(steps(model, config), expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
@@ -127,8 +127,8 @@ def test_layers_of_another_class_keep_the_rotation_that_they_may_read(tmp_path: 
 
 def test_an_unknown_fusion_is_refused_by_name(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
-    with pytest.raises(ConfigError, match=r"only: no fusion is called 'conv'; choose from norm, rope, activation"):
-        fuse(load(path)[0], only={"conv"})
+    with pytest.raises(ConfigError, match=r"fusions: no fusion is called 'conv'; choose from norm, rope, activation"):
+        fuse_layers(load(path)[0], {"conv"})
 
 
 def test_a_device_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +136,4 @@ def test_a_device_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("minisgl.kernels.launch.INTERPRETED", False)
     model = load(path)[0].cpu()
     with pytest.raises(ConfigError, match="Triton kernels run on CUDA, not on 'cpu'"):
-        fuse(model)
+        fuse_layers(model)

@@ -67,8 +67,9 @@ class Case:
             self.out_locs,
             cache.k[1],
             cache.v[1],
-            self.layer.q_norm,
-            self.layer.k_norm,
+            None if self.layer.q_norm is None else self.layer.q_norm.weight,
+            None if self.layer.k_norm is None else self.layer.k_norm.weight,
+            1e-4,
         )
         return self.read(q, cache)
 

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from minisgl.core import SamplingParams
+from minisgl.engine.fused_sampler import FusedSampler
 from minisgl.engine.random import draw_keys, exponentials, splitmix64, token_hash
 from minisgl.engine.sampler import DefaultSampler
 from minisgl.engine.sampling_stages import RandomStage
 from minisgl.kernels.launch import INTERPRETED
-from minisgl.kernels.sampler import FusedSampler
 from minisgl.kernels.sampling import _log_exponential, sample_tokens
 from minisgl.kernels.threshold import Thresholds
 from tests.kernels.closeness import DEVICE, every_dtype, random, spread

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minisgl.kernels import single_token_attention, single_token_linear
-from minisgl.kernels.single_token import SingleTokenDecoder
 from minisgl.kernels.single_token_linear import linear
+from minisgl.models.single_token import SingleTokenDecoder
 from tests.kernels.loading import DEVICE, load
 from tests.model_zoo import Variant, random_tokens
 from tests.paged_runner import PagedRunner
@@ -87,10 +87,10 @@ def test_every_kernel_of_a_step_may_start_early(tmp_path: Path, monkeypatch: pyt
 
     def noted(tensor: torch.Tensor) -> dict[str, bool]:
         rows.append(len(tensor))
-        return {"EARLY": False}
+        return {"USE_PDL": False}
 
     for module in (single_token_linear, single_token_attention):
-        monkeypatch.setattr(module, "launch_early", noted)
+        monkeypatch.setattr(module, "pdl_launch_args", noted)
     model, config = load(tmp_path, VARIANTS[-1])
     runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=8, page_size=8)
     runner.model = SingleTokenDecoder(model, runner.cache)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from minisgl.core import SamplingParams
-from minisgl.engine.sampling_stages import TopStage
+from minisgl.engine.fused_sampler import FusedSampler
 from minisgl.kernels import threshold
-from minisgl.kernels.sampler import FusedSampler
 from minisgl.kernels.threshold import Thresholds, find_thresholds
 from tests.kernels.closeness import DEVICE, every_dtype, random, spread
 from tests.sampling import Row, prepare, sample
@@ -57,7 +56,7 @@ def find(logits: torch.Tensor, limits: list[Limits]) -> Thresholds:
     rows = [i for i, row in enumerate(limits) if row.top_k < OFF or row.top_p < 1.0]
     of = [limits[i] for i in rows]
     top_k, top_p = (torch.tensor([row[i] for row in of]) for i in (0, 1))
-    top = TopStage(torch.tensor(rows).int().to(DEVICE), top_k.int().to(DEVICE), top_p.float().to(DEVICE), OFF)
+    top = torch.tensor(rows).int().to(DEVICE), top_k.int().to(DEVICE), top_p.float().to(DEVICE)
     min_p, temperature = (torch.tensor([row[i] for row in limits]).to(DEVICE) for i in (2, 3))
     return find_thresholds(logits, temperature, top if rows else None, min_p if min_p.any() else None)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl.layers import Embedding, GatedMLP, Linear, MoE, PackedLinear, silu_and_mul
+from minisgl.layers import Embedding, GatedMLP, Linear, MergedColumnParallelLinear, MoE, silu_and_mul
 
 
 def randomize(module: torch.nn.Module) -> None:
@@ -12,7 +12,7 @@ def randomize(module: torch.nn.Module) -> None:
 
 
 def test_packed_linear_is_its_parts_side_by_side() -> None:
-    packed = PackedLinear(6, {"q_proj": 4, "k_proj": 2, "v_proj": 3}, bias=True)
+    packed = MergedColumnParallelLinear(6, {"q_proj": 4, "k_proj": 2, "v_proj": 3}, bias=True)
     randomize(packed)
     x = torch.randn(5, 6)
     outputs = packed(x).split([4, 2, 3], dim=1)
@@ -24,7 +24,7 @@ def test_packed_linear_is_its_parts_side_by_side() -> None:
 
 
 def test_packed_linear_without_bias_declares_none() -> None:
-    packed = PackedLinear(6, {"gate_proj": 4, "up_proj": 4})
+    packed = MergedColumnParallelLinear(6, {"gate_proj": 4, "up_proj": 4})
     assert [part.source for part in packed.weight_parts()] == ["gate_proj.weight", "up_proj.weight"]
 
 

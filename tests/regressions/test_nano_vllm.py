@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl import LLM, InvalidRequest, SamplingParams
-from minisgl.graphs import GraphRunner, graph_sizes
-from minisgl.graphs.recorder import RerunRecorder
+from minisgl.graphs import CpuGraph, CudaGraphRunner, graph_sizes
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -65,7 +64,7 @@ def test_nano_vllm_a_batch_of_18_has_no_graph_if_20_may_run(path: Path, sizes: t
     )
     prompts = [[i + 1] * 5 for i in range(20)]
     expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
-    llm.engine.runner = GraphRunner(llm.engine.parts, sizes, RerunRecorder())
+    llm.engine.runner = CudaGraphRunner(llm.engine.runner, sizes, CpuGraph)
     for rows in range(1, 21):
         assert [o.token_ids for o in llm.generate(prompts[:rows], GREEDY)] == expected[:rows]
 

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.core import Batch, FinishReason, RequestState, SamplingParams
 from minisgl.core.batch import PendingStep
-from minisgl.engine.budget import largest_prefill
+from minisgl.engine.memory import largest_prefill
 from minisgl.errors import InvariantError
 from tests.fake_executor import expected_output
 from tests.scheduler.harness import DELAYS, Harness

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from minisgl.bench.load import read_trace
 
-from minisgl.bench.serve.traces import read_trace
-from tests.bench.serve.test_traces import EXAMPLES
+from tests.bench.test_load import EXAMPLES
 
 
 @pytest.mark.parametrize(("name", "size"), [("mooncake", 512), ("qwen", 16)])

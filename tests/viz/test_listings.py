@@ -59,7 +59,7 @@ def test_chapter_map_has_a_row_a_concept_in_the_order_of_the_chapters() -> None:
     numbers = [int(re.split("[|, ]+", row)[1]) for row in rows]
     assert numbers == sorted(numbers)
     assert len(rows) == len(set(rows)) == sum(len(each.concepts) for each in load_table().chapters.values())
-    modules = "`minisgl.kvcache.sizing`, `minisgl.engine.budget`"
+    modules = "`minisgl.kvcache.sizing`, `minisgl.engine.memory`"
     test = "`tests/kvcache/test_sizing.py::test_pages_from_peak`"
     assert f"| 4, 11 | KV pages by peak memory | {modules} | {test} |" in rows
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from minisgl.layers import PackedLinear
+from minisgl.layers import MergedColumnParallelLinear
 from minisgl.viz import memory_curve, packed_rows
 from minisgl.viz.svg import WIDTH, Picture
 
@@ -28,7 +28,7 @@ def boxes(picture: Picture) -> list[tuple[float, float, float, float]]:
 
 def test_packed_rows_stack_the_tensors_in_their_order() -> None:
     with torch.device("meta"):
-        qkv = PackedLinear(32, {"q_proj": 400, "k_proj": 200, "v_proj": 200}, bias=True)
+        qkv = MergedColumnParallelLinear(32, {"q_proj": 400, "k_proj": 200, "v_proj": 200}, bias=True)
     picture = packed_rows({"qkv_proj": qkv})
     assert {"qkv_proj.weight", "800 × 32, filled by", "k_proj", "rows 400–599"} <= set(texts(picture))
     assert picture.text == (
@@ -43,7 +43,7 @@ def test_packed_rows_stack_the_tensors_in_their_order() -> None:
 
 def test_columns_of_packed_rows_stay_on_the_card_and_apart() -> None:
     with torch.device("meta"):
-        module = PackedLinear(4096, {"gate_proj": 14336, "up_proj": 14336, "tiny": 8})
+        module = MergedColumnParallelLinear(4096, {"gate_proj": 14336, "up_proj": 14336, "tiny": 8})
     drawn = boxes(packed_rows({"one": module, "other": module}))
     assert max(x + width for x, _, width, _ in drawn) <= WIDTH
     assert max(x + width for x, _, width, _ in drawn[:6]) < min(x for x, *_ in drawn[6:])

@@ -1,4 +1,4 @@
-"""A server that answers by rote, whatever it is asked."""
+"""Requests and records made by hand, and a server that answers by rote, whatever it is asked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,28 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from minisgl.bench.serve.client import Client, Target
-from minisgl.bench.serve.records import Record
-from minisgl.bench.serve.workload import Planned
+from minisgl.bench.client import Client, Outcome, RequestRecord, ServerAddress
+from minisgl.bench.load import PlannedRequest
+
+
+def planned(index: int = 0, **fields: Any) -> PlannedRequest:
+    return PlannedRequest(**{"index": index, "input_len": 4, "output_len": 3, **fields})
+
+
+def record(due: float, *token_times: float, tokens: int | None = None, **fields: Any) -> RequestRecord:
+    """A request that finished with one token at each of these times, unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "planned": planned(),
+        "due": due,
+        "sent": due,
+        "ended": token_times[-1] if token_times else due,
+        "outcome": Outcome.FINISHED,
+        "status": 200,
+        "token_times": list(token_times),
+        "tokens": len(token_times) if tokens is None else tokens,
+    }
+    return RequestRecord(**{**defaults, **fields})
+
 
 Script = Callable[["Conversation"], Awaitable[None]]
 
@@ -66,7 +85,7 @@ def usage(tokens: int) -> dict[str, Any]:
 ERROR = {"error": {"message": "no luck", "type": "server_error", "param": None, "code": None}}
 
 
-def ask(script: Script, *requests: Planned, timeout: float = 20.0) -> list[Record]:
+def ask(script: Script, *requests: PlannedRequest, timeout: float = 20.0) -> list[RequestRecord]:
     """What a client makes of a server that follows ``script`` for each request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,11 +98,11 @@ def ask(script: Script, *requests: Planned, timeout: float = 20.0) -> list[Recor
         finally:
             writer.close()
 
-    async def scenario() -> list[Record]:
+    async def scenario() -> list[RequestRecord]:
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with listening:
             port = listening.sockets[0].getsockname()[1]
-            client = Client(Target("127.0.0.1", port, "a-model", 100), seed=0, timeout=timeout)
+            client = Client(ServerAddress("127.0.0.1", port, "a-model", 100), seed=0, timeout=timeout)
             records = list(await asyncio.gather(*(client.ask(planned) for planned in requests)))
             assert client.in_flight == 0
             assert client.streaming == 0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from minisgl.bench.tensor_parallel import ParallelRun, run_tp, scaling_efficiency
 
-from minisgl.bench.control_planes import decode_batch_of, prefill_batch_of
-from minisgl.bench.tp import Case, of_linear, run_cases
+from minisgl.bench.host import decode_batch_of, prefill_batch_of
 from minisgl.errors import ConfigError
 from tests.bench.test_commands import bench, small_workloads
 from tests.model_zoo import tiny_checkpoint
@@ -76,17 +76,17 @@ def test_runs_have_repeats_and_sums_of_their_own(tmp_path: Path) -> None:
 )
 def test_a_run_says_what_is_wrong_with_it(values: dict[str, object], wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"run: {wrong}"):
-        Case.of(values)
+        ParallelRun.of(values)
 
 
 def test_a_run_that_is_there_twice_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(ConfigError, match="m over 2 is there more than once"):
-        run_cases([Case("m", 2, 1), Case("m", 1, 1), Case("m", 2, 3)], [2], ["bs1"], 5, {})
+        run_tp(["m"], [2, 1, 2], ["bs1"], 1, 5, {})
 
 
 def test_efficiency_is_of_what_as_many_ranks_could_do() -> None:
-    assert of_linear(alone=100.0, together=300.0, ranks=4, more_is_better=True) == 75.0
-    assert of_linear(alone=8.0, together=4.0, ranks=4, more_is_better=False) == 50.0
+    assert scaling_efficiency(alone=100.0, together=300.0, ranks=4, more_is_better=True) == 75.0
+    assert scaling_efficiency(alone=8.0, together=4.0, ranks=4, more_is_better=False) == 50.0
 
 
 def test_the_steps_are_what_they_are_said_to_be() -> None:

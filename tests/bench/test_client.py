@@ -1,18 +1,28 @@
-"""The client against servers that do their duty, and servers that do not."""
+"""The client against servers that do their duty and servers that do not, and its loops."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
+import time
+from collections.abc import Sequence
 
 import pytest
+from minisgl.bench.client import (
+    Client,
+    ClientMonitor,
+    Outcome,
+    RequestRecord,
+    ServerAddress,
+    address_of,
+    closed_loop,
+    monitor_client,
+    open_loop,
+)
+from minisgl.bench.load import LoadError, PlannedRequest
 
-from minisgl.bench.serve.client import Client, Target, address_of
-from minisgl.bench.serve.errors import LoadError
-from minisgl.bench.serve.records import Outcome, Record
-from tests.bench.serve.records import planned
-from tests.bench.serve.scripted import ERROR, Conversation, ask, chunk, event, text, usage
+from tests.bench.scripted import ERROR, Conversation, ask, chunk, event, planned, record, text, usage
 
 
 async def good(server: Conversation) -> None:
@@ -84,7 +94,7 @@ def test_a_whole_answer_is_one_piece() -> None:
     assert (record.outcome, record.tokens, record.token_times) == (Outcome.FINISHED, 3, [record.ended])
 
 
-def outcome(script: object, **fields: object) -> Record:
+def outcome(script: object, **fields: object) -> RequestRecord:
     (record,) = ask(script, planned(**fields))
     return record
 
@@ -191,7 +201,7 @@ def test_a_client_leaves_when_it_was_planned(pieces: int) -> None:
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    record = asyncio.run(Client(Target("127.0.0.1", port, "m", 10), 0, timeout=5.0).ask(planned()))
+    record = asyncio.run(Client(ServerAddress("127.0.0.1", port, "m", 10), 0, timeout=5.0).ask(planned()))
     assert record.outcome is Outcome.UNREACHABLE
     assert not record.answered
 
@@ -216,3 +226,83 @@ def test_urls_that_cannot_be_loaded(url: str) -> None:
     assert address_of("http://127.0.0.1:1919/") == ("127.0.0.1", 1919)
     with pytest.raises(LoadError, match=r"^url: "):
         address_of(url)
+
+
+class SlowClient(Client):
+    """Answers every request after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(ServerAddress("127.0.0.1", 1, "m", 10), seed=0, timeout=1.0)
+        self.seconds = seconds
+        self.most = 0
+
+    async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
+        sent = time.perf_counter()
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await self.answer()
+        self.in_flight -= 1
+        return record(sent if due is None else due, time.perf_counter(), planned=planned, sent=sent)
+
+    async def answer(self) -> None:
+        await asyncio.sleep(self.seconds)
+
+
+def run_open(client: Client, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    return asyncio.run(open_loop(client, requests))
+
+
+def test_an_open_loop_waits_for_nobody() -> None:
+    class Reluctant(SlowClient):
+        """Answers nobody before all have asked."""
+
+        async def answer(self) -> None:
+            if self.in_flight == 10:
+                all_have_asked.set()
+            await asyncio.wait_for(all_have_asked.wait(), 60.0)
+
+    client, all_have_asked = Reluctant(0.0), asyncio.Event()
+    requests = [planned(index, due=0.01 * index) for index in range(10)]
+    records = run_open(client, requests)
+    assert client.most == 10
+    assert [each.planned for each in records] == requests
+    first = records[0].due
+    for number, each in enumerate(records):
+        assert abs(each.due - first - 0.01 * number) < 1e-6
+        assert each.sent >= each.due
+
+
+def test_what_a_late_client_does_to_a_request_counts() -> None:
+    class Busy(SlowClient):
+        async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
+            time.sleep(0.05)
+            return await super().ask(planned, due)
+
+    records = run_open(Busy(0.0), [planned(index) for index in range(3)])
+    assert all(each.sent - each.due >= 0.05 * number for number, each in enumerate(records, start=1))
+    assert all(each.ttft >= 0.05 * number for number, each in enumerate(records, start=1))
+
+
+def test_a_closed_loop_keeps_its_users_busy_and_asks_everything_once() -> None:
+    client = SlowClient(0.01)
+    requests = [planned(index) for index in range(23)]
+    records = asyncio.run(closed_loop(client, requests, users=4))
+    assert client.most == 4
+    assert sorted(each.planned.index for each in records) == list(range(23))
+
+
+def test_a_heartbeat_sees_a_client_that_is_held_up() -> None:
+    client = SlowClient(0.0)
+    client.in_flight = 5
+
+    async def scenario() -> ClientMonitor:
+        async with monitor_client(client) as monitor:
+            await asyncio.sleep(0.05)
+            time.sleep(0.1)
+            await asyncio.sleep(0.05)
+        return monitor
+
+    monitor = asyncio.run(scenario())
+    assert max(monitor.delays) >= 0.05
+    assert 0.0 < monitor.in_flight <= 5 * monitor.seconds
+    assert monitor.seconds >= 0.2

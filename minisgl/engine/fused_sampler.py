@@ -6,7 +6,7 @@ import torch
 
 from minisgl.engine.logprobs import take_logprobs
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
-from minisgl.engine.sampling_stages import SamplingInputs, TokenHistory
+from minisgl.engine.sampling_stages import DeviceSampling, TokenHistory
 from minisgl.kernels.launch import check_device
 from minisgl.kernels.sampling import sample_tokens
 from minisgl.kernels.threshold import find_thresholds
@@ -29,12 +29,12 @@ class FusedSampler(DefaultSampler):
     def __init__(self) -> None:
         check_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def sample(self, logits: torch.Tensor, inputs: SamplingInputs, history: TokenHistory | None) -> SampledTokens:
-        """See `minisgl.engine.Sampler.sample`."""
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         adjusted = self._adjust(logits, inputs, history) if inputs.adjusts_logits else logits
         thresholds = None
         if inputs.random is not None and (inputs.top is not None or inputs.min_p is not None):
-            thresholds = find_thresholds(adjusted, inputs.random.temperature, inputs.top, inputs.min_p)
+            top = None if inputs.top is None else (inputs.top.rows, inputs.top.top_k, inputs.top.top_p)
+            thresholds = find_thresholds(adjusted, inputs.random.temperature, top, inputs.min_p)
         tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         sample_tokens(adjusted, inputs.random, tokens, thresholds)
         logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens.long(), inputs.logprobs)

@@ -1,4 +1,4 @@
-"""Recording a piece of work once, to replay it many times in the same memory."""
+"""Capturing a piece of work once, to replay it many times in the same memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Work = Callable[[], tuple[torch.Tensor, ...]]
 """Computes some tensors from others, whose addresses never change."""
 
 
-class Recording(Protocol):
-    """Recorded work."""
+class CapturedGraph(Protocol):
+    """Captured work."""
 
     outputs: tuple[torch.Tensor, ...]
     """Where each replay leaves its results."""
@@ -22,32 +22,24 @@ class Recording(Protocol):
         ...
 
 
-class Recorder(Protocol):
-    """Makes recordings."""
-
-    def record(self, work: Work) -> Recording:
-        """Run ``work`` at least once, and keep it."""
-        ...
+GraphCapture = Callable[[Work], CapturedGraph]
+"""Runs some work at least once, and keeps it: `CudaGraphPool.capture` on a GPU, the class `CpuGraph` elsewhere."""
 
 
-class CudaRecording:
-    """A captured CUDA graph."""
+class CudaGraph:
+    """A captured CUDA graph: the driver's list of kernels, with all of their arguments."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[torch.Tensor, ...]) -> None:
         self.graph = graph
         self.outputs = outputs
 
     def replay(self) -> None:
-        """One launch for all kernels."""
+        """Launch all kernels at once."""
         self.graph.replay()
 
 
-class CudaRecorder:
-    """Captures CUDA graphs in one memory pool.
-
-    They can share it because no two of them ever run at the same time. Before a capture the work runs once: libraries
-    allocate workspaces, Triton compiles and cuBLAS chooses its kernels at the first call, and none of that may be
-    recorded.
+class CudaGraphPool:
+    """Captures CUDA graphs in one memory pool, which they can share because no two of them ever run at the same time.
 
     Args:
         device: where the work runs.
@@ -57,8 +49,12 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work) -> CudaRecording:
-        """See `Recorder.record`. What runs on the current stream comes first."""
+    def capture(self, work: Work) -> CudaGraph:
+        """Run ``work`` once, then capture it. What runs on the current stream comes first.
+
+        At its first call work does more than at later ones: libraries allocate workspaces, Triton compiles, cuBLAS
+        chooses its kernels. None of that may be captured.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
@@ -66,25 +62,18 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = work()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return CudaRecording(graph, outputs)
+        return CudaGraph(graph, outputs)
 
 
-class RerunRecording:
-    """Stands for a graph where there is no GPU: does the work again, and moves the results to where they were."""
+class CpuGraph:
+    """Stands for a graph where there is no GPU. It keeps the work itself in place of a list of kernels: a replay calls
+    it again, Python and all, and moves the results to where they were. It saves nothing, and shows everything else."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self.outputs = work()
 
     def replay(self) -> None:
-        """Run the work."""
+        """Call the work."""
         for kept, new in zip(self.outputs, self._work(), strict=True):
             kept.copy_(new)
-
-
-class RerunRecorder:
-    """Makes recordings that run on any device and save nothing, to look into and to test with."""
-
-    def record(self, work: Work) -> RerunRecording:
-        """See `Recorder.record`."""
-        return RerunRecording(work)

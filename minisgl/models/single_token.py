@@ -7,11 +7,9 @@ from typing import TypeGuard, cast
 import torch
 from torch import nn
 
-from minisgl.core import DeviceBatch
-from minisgl.kernels.layers import FusedAttention
+from minisgl.core import DeviceBatch, KVTensors
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
-from minisgl.kvcache.kv_cache import KVCache
 from minisgl.layers import GatedMLP, RowParallelLinear
 from minisgl.models.decoder import CausalLM, DecoderLayer
 
@@ -24,11 +22,11 @@ class SingleTokenDecoder:
     and residual addition. Ranks that share the model add up their results of 4 and of 6.
 
     Args:
-        model: of plain decoder layers, see `supports`.
-        kv_cache: its keys and values.
+        model: one that `supports` says yes to.
+        kv_cache: keys and values.
     """
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KVTensors) -> None:
         decoder = model.model
         self.model = model
         self._ranks = model.communicator
@@ -40,11 +38,10 @@ class SingleTokenDecoder:
         self.attend = SingleTokenAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, weight.dtype, weight.device
         )
-        # Fused attention layers keep the table that the decoder then no longer needs.
-        self._rotary = (attention.rotary if isinstance(attention, FusedAttention) else decoder.rotary).table
+        self._rotary = decoder.rotary.table
         self._qkv = weight.new_empty(len(attention.qkv_proj.weight))
         self._attended = weight.new_empty(spec.num_heads * spec.head_dim)
-        self._hidden = weight.new_empty(cast(GatedMLP, first.mlp).down_proj.in_share.size)
+        self._hidden = weight.new_empty(cast(GatedMLP, first.mlp).down_proj.in_shard.size)
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:

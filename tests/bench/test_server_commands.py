@@ -1,4 +1,4 @@
-"""The commands from end to end, against real servers. Nothing that was timed is asserted."""
+"""The commands that load servers, from end to end. Nothing that was timed is asserted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
+from minisgl.bench.overhead import all_targets
+from minisgl.bench.server import RunningServer, ServerFailed, served_model, server
 
 from minisgl.bench.__main__ import main
-from minisgl.bench.serve.errors import ServerFailed
-from minisgl.bench.serve.models import served_model
-from minisgl.bench.serve.server import RunningServer, server
-from tests.bench.serve.test_traces import EXAMPLES
+from tests.bench.test_load import EXAMPLES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Itera
     """A server with tiny random weights, for all tests that do no harm to it."""
     root = tmp_path_factory.mktemp("server")
     model = served_model("tiny", root)
-    with server(model.path, model.vocab_size, model.options, root, timeout=200) as started:
+    with server(model, {}, root, timeout=200) as started:
         yield started
 
 
@@ -45,7 +44,7 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def load(tmp_path: Path, running: RunningServer, *arguments: str) -> dict[str, dict[str, Any]]:
     """Run ``serve`` against the server: rows of all tables as dicts, by load."""
-    url = f"http://{running.target.host}:{running.target.port}"
+    url = f"http://{running.address.host}:{running.address.port}"
     record = bench(tmp_path, "serve", "--url", url, "--vocab-size", "512", *arguments)
     rows: dict[str, dict[str, Any]] = {}
     for table in record["tables"]:
@@ -173,7 +172,7 @@ def test_the_servers_time_is_told_from_the_engines(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_in_time_is_ended(tmp_path: Path) -> None:
     model = served_model("tiny", tmp_path)
-    late = server(model.path, model.vocab_size, model.options, tmp_path, timeout=0.0)
+    late = server(model, {}, tmp_path, timeout=0.0)
     with pytest.raises(ServerFailed, match="did not answer within 0 s; raise --start-timeout"), late:
         pass
 
@@ -182,8 +181,19 @@ def test_a_client_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> 
     model = served_model("tiny", tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(SystemExit) as caught, server(model.path, model.vocab_size, {}, tmp_path, timeout=100):
+    with pytest.raises(SystemExit) as caught, server(model, {}, tmp_path, timeout=100):
         pass
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not [child for child in psutil.Process().children() if model.path in child.cmdline()]
+
+
+def test_a_millisecond_at_256_streams_and_growth_no_faster_than_theirs() -> None:
+    targets = all_targets({256: 2.0, 1024: 7.0}, {256: 0.5, 512: 1.5})
+    assert [(target.value, target.limit, target.met) for target in targets] == [
+        (2.0, 1.0, False),
+        (3.5, 4.0, True),
+        (0.5, 1.0, True),
+        (3.0, 2.0, False),
+    ]
+    assert all_targets({512: 2.0}, {512: 1.0}) == []

@@ -1,0 +1,209 @@
+"""The composition root of one rank: an engine out of its parts, each built after those that it needs."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from minisgl.attention import attention_choice, select_backend
+from minisgl.core.communicator import SINGLE_RANK, Communicator
+from minisgl.core.config import EngineConfig
+from minisgl.core.registry import resolve
+from minisgl.engine.device_state import DeviceState
+from minisgl.engine.engine import Engine, device_guard, parameter_bytes
+from minisgl.engine.memory import check_balance, check_num_pages, gather, longest_sequence, pages_that_fit
+from minisgl.engine.runner import ModelRunner
+from minisgl.engine.sampler import SAMPLERS
+from minisgl.engine.warm_up import warm_up_kernels
+from minisgl.errors import ConfigError
+from minisgl.graphs import build_runner, measure_graph_memory, sizes_to_capture
+from minisgl.kernels import has_triton
+from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.sizing import free_memory, page_bytes
+from minisgl.layers import divide_kv_heads
+from minisgl.models import ModelConfig, block_weights, load_model
+from minisgl.models.fusions import fuse_layers, select_fusions
+
+_FP8_CAPABILITY = (8, 9)
+
+
+def build_engine(config: EngineConfig, path: Path, communicator: Communicator = SINGLE_RANK) -> Engine:
+    """Build what ``config`` describes, on this rank.
+
+    1. Device, dtypes and names of implementations, from the options and the checkpoint.
+    2. The memory that is free now, since formula A takes its share of that; ranks compare theirs.
+    3. The model: built on the meta device, filled from the checkpoint, laid out for the CPU or fused.
+    4. The memory that CUDA graphs will need, by a trial over a KV cache of one page.
+    5. The number of KV pages, from all of these; of several ranks, the one with fewest pages decides.
+    6. KV tensors; token and page tables, whose padding points to the page after the last; the attention backend, which
+       reads the KV tensors.
+    7. The runner, which may capture all of these in CUDA graphs.
+    8. On CUDA, steps on the dummy page, in which kernels are compiled and chosen before the first request.
+
+    Args:
+        config: options.
+        path: directory of the checkpoint.
+        communicator: joins the ranks that share the model.
+
+    Raises:
+        ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
+        ModelLoadError: the checkpoint is not usable.
+    """
+    device = rank_device(config, communicator.rank)
+    with device_guard(device):
+        return _build(config, path, communicator, device)
+
+
+def _build(config: EngineConfig, path: Path, communicator: Communicator, device: torch.device) -> Engine:
+    config = replace(config, device=str(device), sampler=select_sampler(config.sampler, device))
+    model_config = ModelConfig.from_dir(path, config.architecture)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
+    max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
+    make_sampler = resolve("sampler", config.sampler, SAMPLERS)
+    make_attention = select_backend(config.prefill_attention, config.decode_attention)
+    fusions = select_fusions(config.fusions, device)
+
+    if device.type == "cuda":  # an engine that is gone may linger in a cycle, its memory in PyTorch's cache
+        gc.collect()
+        torch.cuda.empty_cache()
+    free_before = free_memory(device)
+    check_balance(free_before, communicator, device)
+
+    model = load_model(
+        path,
+        model_config,
+        dtype,
+        device,
+        load_format=config.load_format,
+        seed=config.seed,
+        communicator=communicator,
+    )
+    if device.type == "cpu":
+        block_weights(model)
+    fuse_layers(model, fusions)
+    sampler = make_sampler()
+    kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
+
+    def make_runner(num_pages: int) -> ModelRunner:
+        kv_cache = KVCache(
+            num_layers=model_config.num_layers,
+            num_kv_heads=kv_heads,
+            head_dim=model_config.head_dim,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+        )
+        state = DeviceState(config.max_running_requests, max_seq_len, config.page_size, num_pages, device)
+        return ModelRunner(model, kv_cache, make_attention(kv_cache), state, sampler)
+
+    bytes_per_page = page_bytes(
+        num_layers=model_config.num_layers,
+        num_kv_heads=kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=config.page_size,
+        itemsize=kv_dtype.itemsize,
+    )
+    num_pages, runner_bytes = config.num_pages, 0
+    if num_pages is None:
+        trial = make_runner(num_pages=1)
+        runner_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
+        del trial
+        num_pages = pages_that_fit(
+            config,
+            model,
+            model_bytes=parameter_bytes(model),
+            runner_bytes=runner_bytes,
+            free_before=free_before,
+            max_seq_len=max_seq_len,
+            page_bytes=bytes_per_page,
+            device=device,
+            num_ranks=communicator.size,
+        )
+    num_pages = min(gather(num_pages, communicator, device))
+    check_num_pages(num_pages, config.page_size, bytes_per_page, device)
+
+    eager = make_runner(num_pages)
+    runner = build_runner(config, eager, fusions)
+    if device.type == "cuda":
+        warm_up_kernels(eager, config.max_prefill_tokens)
+    choice = attention_choice(config, eager.kv_cache)
+    return Engine(config, model_config, runner, choice, bytes_per_page, runner_bytes, communicator)
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of a rank: of several, rank r has the GPU r.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks, or one GPU was named for several ranks.
+    """
+    device = resolve_device(config.device)
+    if config.tensor_parallel_size == 1 or device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ConfigError(
+            f"device: {config.device!r} is one GPU and tensor_parallel_size is {config.tensor_parallel_size}; use "
+            "'cuda', and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    if torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size: {config.tensor_parallel_size} ranks need as many GPUs, and "
+            f"{torch.cuda.device_count()} are present"
+        )
+    return torch.device("cuda", rank)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called ``name``; ``"auto"`` is CUDA where it is present, else the CPU.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is not a device; use 'cpu', 'cuda', 'cuda:N' or 'auto'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {name!r} is not supported; use 'cpu', 'cuda', 'cuda:N' or 'auto'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} is not present ({torch.cuda.device_count()} CUDA devices); use 'cpu'")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype called ``name``; ``"auto"`` is the checkpoint's on CUDA and float32 on the CPU, which computes
+    half-width floats slowly or not at all."""
+    if name == "auto":
+        return checkpoint if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the KV memory called ``name``; ``"auto"`` is the model's.
+
+    Raises:
+        ConfigError: this GPU has no instructions for 8-bit floats.
+    """
+    if name == "auto":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FP8_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (_FP8_CAPABILITY, capability))
+        raise ConfigError(
+            f"kv_dtype: 'fp8' needs a GPU of compute capability {needed} or later, this has {found}; use 'auto'"
+        )
+    return torch.float8_e4m3fn
+
+
+def select_sampler(name: str, device: torch.device) -> str:
+    """Registered name of the sampler called ``name``; ``"auto"`` is the fastest on ``device``."""
+    if name != "auto":
+        return name
+    return "triton" if device.type == "cuda" and has_triton() else "default"

@@ -1,0 +1,225 @@
+"""How many KV pages an engine gets, by either formula of `minisgl.kvcache.sizing`, and what its ranks agree on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from minisgl.core.batch import build_batch
+from minisgl.core.communicator import Communicator
+from minisgl.core.config import EngineConfig
+from minisgl.core.context import ForwardContext, forward_context
+from minisgl.engine.inputs import batch_arrays, device_batch
+from minisgl.engine.staging import to_device
+from minisgl.errors import ConfigError
+from minisgl.kvcache.sizing import free_memory, pages_from_free_memory, pages_from_peak, total_memory
+from minisgl.layers import DenseAttention
+
+INT32_MAX = 2**31 - 1
+"""Most entries of the token table, and most positions in KV memory (page id × page size + offset): both are indexed by
+int32. Only toy models come near."""
+_DEFAULT_MEMORY_RATIO = {"cuda": 0.9, "cpu": 0.25}
+_RSS_INTERVAL_S = 0.005
+_LARGEST_IMBALANCE = 2 << 30
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def pages_that_fit(
+    config: EngineConfig,
+    model: torch.nn.Module,
+    *,
+    model_bytes: int,
+    runner_bytes: int,
+    free_before: int,
+    max_seq_len: int,
+    page_bytes: int,
+    device: torch.device,
+    num_ranks: int = 1,
+) -> int:
+    """Number of pages for ``config.memory_ratio`` and ``config.memory_formula``.
+
+    Args:
+        config: options.
+        model: loaded, for the profile of formula B.
+        model_bytes: size of its parameters.
+        runner_bytes: what CUDA graphs will allocate after this.
+        free_before: bytes that were free before the model was loaded, for formula A.
+        max_seq_len: longest sequence in tokens.
+        page_bytes: bytes of a page over all layers.
+        device: of the KV cache.
+        num_ranks: that build an engine like this one. On a CPU they share its memory; else each has a device.
+    """
+    sharing = num_ranks if device.type == "cpu" else 1
+    ratio = config.memory_ratio or _DEFAULT_MEMORY_RATIO[device.type]
+    if config.memory_formula == "peak":
+        memory = profile_peak_memory(config, model, max_seq_len, device)
+        total = total_memory(device) // sharing
+        used = total - free_memory(device) // sharing + runner_bytes
+        pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
+    else:
+        pages = pages_from_free_memory(free_before // sharing, model_bytes + runner_bytes, ratio, page_bytes)
+    pages = min(pages, INT32_MAX // config.page_size - 1)
+    if device.type == "cuda":
+        return pages
+    # What exceeds all slots at full length serves the prefix cache only; leave main memory to others then.
+    return min(pages, config.max_running_requests * -(-max_seq_len // config.page_size))
+
+
+def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: torch.device) -> None:
+    """Refuse a pool that the device cannot hold, or whose positions an int32 cannot index.
+
+    Raises:
+        ConfigError: naming the limit.
+    """
+    limit = min(total_memory(device) // page_bytes, INT32_MAX // page_size - 1)
+    if num_pages > limit:
+        raise ConfigError(
+            f"num_pages: {num_pages} pages of {page_bytes} bytes do not fit; this device can hold at most {limit}"
+        )
+
+
+def longest_sequence(config: EngineConfig, model_limit: int) -> int:
+    """``max_seq_len``, or what the model's positions and the int32 indices of the token table allow.
+
+    Raises:
+        ConfigError: ``max_seq_len`` is more than either.
+    """
+    indexable = INT32_MAX // (config.max_running_requests + 1)
+    wanted = config.max_seq_len
+    if wanted is None:
+        return min(model_limit, indexable)
+    if wanted > model_limit:
+        raise ConfigError(f"max_seq_len: the model has {model_limit} positions, got {wanted}; lower it")
+    if wanted > indexable:
+        raise ConfigError(
+            f"max_seq_len: {wanted} tokens for {config.max_running_requests} max_running_requests are more than an "
+            f"int32 can index; lower one of them (at most {indexable} tokens)"
+        )
+    return wanted
+
+
+# -- the peak of a step ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class MemoryPeak:
+    """Bytes that this process had allocated on a device: at the worst moment of a block, and after it."""
+
+    peak: int = 0
+    current: int = 0
+
+
+@contextmanager
+def measure_peak_memory(device: torch.device) -> Iterator[MemoryPeak]:
+    """Fill in the yielded `MemoryPeak` when the block ends.
+
+    On CUDA the allocator keeps the books. For main memory, the resident size of the process is sampled every 5 ms,
+    so a peak that is shorter may be missed.
+    """
+    result = MemoryPeak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield result
+        torch.cuda.synchronize(device)
+        result.peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()
+        result.current = torch.cuda.memory_allocated(device)
+        return
+    process = psutil.Process()
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(_RSS_INTERVAL_S):
+            result.peak = max(result.peak, process.memory_info().rss)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield result
+    finally:
+        done.set()
+        sampler.join()
+    result.current = process.memory_info().rss
+    result.peak = max(result.peak, result.current)
+
+
+def largest_prefill(max_tokens: int, max_rows: int, max_seq_len: int) -> list[int]:
+    """Tokens that each row feeds in a step that feeds as many as any may: whole sequences, and a chunk of one more."""
+    total = min(max_tokens, max_rows * max_seq_len)
+    return [min(max_seq_len, total - begin) for begin in range(0, total, max_seq_len)]
+
+
+def profile_peak_memory(
+    config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device
+) -> MemoryPeak:
+    """Measure the largest legal prefill. There is no KV memory yet: each row attends to the step's own tokens."""
+    with measure_peak_memory(device) as memory:
+        _run_largest_prefill(config, model, max_seq_len, device)
+    return memory
+
+
+@torch.inference_mode()
+def _run_largest_prefill(config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device) -> None:
+    q_lens = largest_prefill(config.max_prefill_tokens, config.max_running_requests, max_seq_len)
+    rows = len(q_lens)
+    batch = build_batch(
+        slots=np.arange(rows, dtype=np.int32),
+        q_lens=np.array(q_lens, dtype=np.int32),
+        kv_lens=np.zeros(rows, dtype=np.int32),
+        page_table=np.zeros((rows, max(q_lens)), dtype=np.int32),
+        page_size=1,
+        sample_rows=np.arange(rows, dtype=np.int32),
+        output_index=np.zeros(rows, dtype=np.int32),
+        num_decode=0,
+    )
+    staged = to_device(batch_arrays(batch), device)
+    no_pages = torch.zeros((rows, 1), dtype=torch.int32, device=device)
+    inputs = device_batch(staged, torch.zeros_like(staged["positions"]), no_pages)
+    attention = DenseAttention()
+    attention.plan(batch, inputs)
+    with forward_context(ForwardContext(inputs, attention)):
+        model(inputs)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def gather(value: int, communicator: Communicator, device: torch.device) -> list[int]:
+    """Every rank's ``value``, in the order of the ranks."""
+    numbers = torch.tensor([[value]], dtype=torch.int64, device=device)
+    values: list[int] = communicator.all_gather(numbers)[0].tolist()
+    return values
+
+
+def check_balance(free: int, communicator: Communicator, device: torch.device) -> None:
+    """Refuse to start where the ranks' free memory is far apart: the fullest device would decide for all of them.
+
+    The numbers are gathered, although one minimum of (free, −free) over the ranks would give the least and the most as
+    well: an error has to name the ranks that they belong to.
+
+    Args:
+        free: bytes that are free on this rank's device.
+        communicator: joins the ranks.
+        device: of this rank. Ranks on a CPU share one memory, and always agree.
+
+    Raises:
+        ConfigError: two ranks are more than 2 GiB apart. All ranks raise it, and name those two.
+    """
+    if device.type != "cuda":
+        return
+    by_rank = gather(free, communicator, device)
+    least, most = min(by_rank), max(by_rank)
+    if most - least > _LARGEST_IMBALANCE:
+        raise ConfigError(
+            f"memory: rank {by_rank.index(least)} has {least >> 20} MiB free and rank {by_rank.index(most)} has "
+            f"{most >> 20} MiB, which is more than {_LARGEST_IMBALANCE >> 20} MiB apart; end what else runs on the "
+            "fuller device, or choose other devices with CUDA_VISIBLE_DEVICES"
+        )

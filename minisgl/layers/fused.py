@@ -1,0 +1,143 @@
+"""Layers that compute with fused kernels. Each is made from the plain layer that it replaces, and has its parameters
+under the same names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minisgl.core import Communicator, PagedAttentionBackend, get_forward_context
+from minisgl.kernels.activation import silu_and_mul
+from minisgl.kernels.experts import sum_of_experts
+from minisgl.kernels.norm import add_and_norm
+from minisgl.kernels.rope import rotate_and_store
+from minisgl.layers.attention import Attention
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import Experts
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary, Rotation
+
+
+def _take_over(fused: nn.Module, plain: nn.Module) -> None:
+    """Give ``fused`` all that ``plain`` has: parameters, submodules and settings. This stands in place of the parent's
+    constructor, which would allocate them anew."""
+    state = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(plain).items()}
+    vars(fused).update(state)
+
+
+class FusedRMSNorm(RMSNorm):
+    """Residual addition and norm as one kernel.
+
+    Args:
+        norm: to replace.
+    """
+
+    def __init__(self, norm: RMSNorm) -> None:
+        _take_over(self, norm)
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_and_norm(x, residual, self.weight, self.eps)
+
+
+class FusedAllReduceRMSNorm(RMSNorm):
+    """Sum over the ranks, residual addition and norm: one kernel where the communicator has it, else two steps.
+
+    All norms of a decoder that stand behind a row-parallel product are exchanged, or none: between two of them the
+    residual stream may be spread over the ranks. The product itself must no longer add up.
+
+    Args:
+        norm: to replace.
+        communicator: joins the ranks.
+    """
+
+    def __init__(self, norm: RMSNorm, communicator: Communicator) -> None:
+        _take_over(self, norm)
+        self._communicator = communicator
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RMSNorm.add_and_norm`, with ``x`` the part of the sum that this rank has computed."""
+        if self._communicator.fuses_norm(x):
+            return self._communicator.all_reduce_and_norm(x, residual, self.weight, self.eps)
+        return add_and_norm(self._communicator.all_reduce(x), residual, self.weight, self.eps)
+
+
+class FusedGatedMLP(GatedMLP):
+    """SiLU·mul as one kernel.
+
+    Args:
+        mlp: to replace.
+    """
+
+    def __init__(self, mlp: GatedMLP) -> None:
+        _take_over(self, mlp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
+
+
+class FusedExperts(Experts):
+    """All experts as two grouped products, without the host in between.
+
+    Args:
+        experts: to replace.
+    """
+
+    capturable = True
+
+    def __init__(self, experts: Experts) -> None:
+        _take_over(self, experts)
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return sum_of_experts(x, self.gate_up_proj, self.down_proj, experts, weights)
+
+
+class FusedAttention(Attention):
+    """QK-norm, rotary embedding and KV store as one kernel, then attention over what is stored.
+
+    It looks up each token's rotation itself, in the table, and does not read the one that it is handed. Over a backend
+    without a KV cache, as in the profile of peak memory, it is the plain layer.
+
+    Args:
+        attention: to replace.
+        rotary: of the model.
+    """
+
+    def __init__(self, attention: Attention, rotary: Rotary) -> None:
+        _take_over(self, attention)
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        context = get_forward_context()
+        inputs, backend, spec = context.inputs, context.attention, self.spec
+        if not isinstance(backend, PagedAttentionBackend):
+            return super().forward(x, self.rotary(inputs.positions, x.dtype))
+        q = rotate_and_store(
+            self.qkv_proj(x),
+            self.rotary.table,
+            inputs.positions,
+            inputs.out_locs,
+            backend.kv_cache.k[spec.layer_id],
+            backend.kv_cache.v[spec.layer_id],
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        out: torch.Tensor = self.o_proj(backend.attend(q, spec).flatten(1))
+        return out
+
+
+class NoRotary(Rotary):
+    """The rotary module of a decoder whose attention layers all look their rotations up themselves.
+
+    Args:
+        rotary: to replace, whose table it keeps.
+    """
+
+    def __init__(self, rotary: Rotary) -> None:
+        _take_over(self, rotary)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """Return an empty rotation. A layer that reads it all the same fails, because no head has width 0."""
+        nothing = torch.empty((0, 1, 0), dtype=dtype, device=positions.device)
+        return Rotation(nothing, nothing)
