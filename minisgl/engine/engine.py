@@ -54,7 +54,7 @@ class Engine:
         config: options.
         model_config: of the model.
         runner: computes steps, over all that they need.
-        attention_choice: which attention backend the runner has, and why.
+        attention_choice: which attention backends the runner has, and why.
         page_bytes: bytes of a KV page over all layers.
         runner_bytes: what the runner's CUDA graphs were found to need; 0 if that was not measured.
         communicator: joins the ranks that share the model; each has an engine, and is told of every step.
@@ -81,13 +81,13 @@ class Engine:
         self.num_pages = runner.kv_cache.num_pages
         self.max_seq_len = runner.state.tokens.shape[1]
         self.model_bytes = parameter_bytes(runner.model)
+        self.attention_choice = attention_choice
         self.page_bytes = page_bytes
         self.runner_bytes = runner_bytes
         self.sampling = SamplingTable(config.max_running_requests)
-        self.attention_choice = attention_choice
+        self.closed = False
         self.observers: list[StepObserver] = []
         """Are told when a step is sent to the device, and when all of it has been sent."""
-        self.closed = False
 
     def close(self) -> None:
         """Give the model's, the KV cache's and the graphs' memory back, so that another engine can be sized by it. May
