@@ -18,7 +18,7 @@ from minisgl.core.config import EngineConfig
 from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator
 from minisgl.distributed.control_plane import CONTROL_PLANES
-from minisgl.distributed.messages import Failed, Ready, Report, Setup, Stepped, encode_batch
+from minisgl.distributed.messages import EngineInfo, RankOptions, Stepped, encode_batch
 from minisgl.distributed.rank_group import RankGroup
 from minisgl.distributed.rendezvous import open_store
 from minisgl.distributed.reports import ReportReader

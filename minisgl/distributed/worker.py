@@ -15,15 +15,11 @@ from minisgl.core.batch import StepResult
 from minisgl.core.registry import resolve
 from minisgl.distributed.communicator import choose_communicator, peers_of
 from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
-from minisgl.distributed.messages import Failed, Ready, Setup, Stepped, decode_batch
+from minisgl.distributed.messages import EngineInfo, RankOptions, Stepped, decode_batch
 from minisgl.distributed.rendezvous import join_group
 from minisgl.distributed.reports import send_report
 from minisgl.engine import Engine, PendingStep
 from minisgl.engine.build import build_engine, rank_device
-
-_PR_SET_PDEATHSIG = 1
-_LOOK = 1.0
-"""Seconds after which a rank that hears of no step looks whether its last sums were complete."""
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from minisgl.distributed import TorchCommunicator, peer_all_reduce
-from minisgl.distributed.peer_all_reduce import _ELEMENTS, _SECONDS_A_LOOK, PeerAllReduce
+from minisgl.distributed.peer_all_reduce import _ELEMENTS, _POLL_SECONDS, PeerAllReduce
 from minisgl.distributed.peer_memory import share_memory
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.kernels.norm import add_and_norm
