@@ -28,7 +28,7 @@ help: ## list the targets
 
 .PHONY: demo
 demo: $(READY) ## answer eight chat prompts in one continuous batch
-	@$(BIN)/python -m minisgl.demo
+	@$(BIN)/python -m minisgl demo
 
 .PHONY: serve
 serve: $(READY) ## start the server: an OpenAI-compatible API on port 1919
@@ -74,7 +74,7 @@ unit: $(READY_FOR_ALL) model ## run the tests of the package, in three processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(WITHOUT:%=--without %)
 
 .PHONY: course
-course: $(READY_FOR_ALL) ## prove that starters, checks and snapshots of all chapters work; CHAPTER=6 for one
+course: $(READY_FOR_ALL) ## prove that the tasks of all chapters can be solved one after the other; CHAPTER=6 for one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.course $(CHAPTER)
 
 .PHONY: check-pairs

@@ -1,7 +1,8 @@
-"""``python -m minisgl.demo [MODEL]``: eight chat prompts in one continuous batch."""
+"""``python -m minisgl demo [MODEL]``: eight chat prompts in one continuous batch."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import textwrap
 import time
@@ -32,13 +33,12 @@ QUESTIONS = (
 """All begin with the model's own system prompt, two of them with the same note as well."""
 
 
-def main(model: str = "default") -> None:
-    """Load a chat model, answer all questions together, and show where each request's time went.
-
-    Args:
-        model: ``"default"``, a directory, or a hub id.
-    """
+def main(argv: Sequence[str] | None = None) -> None:
+    """Load a chat model, answer all questions together, and show where each request's time went."""
+    parser = argparse.ArgumentParser("python -m minisgl demo", description="Answer eight prompts in one batch.")
+    parser.add_argument("model", nargs="?", default="default", help="a directory or a hub id. Default: default.")
     console = Console(highlight=False)
+    model = parser.parse_args(argv).model
     started = time.perf_counter()
     llm = LLM(model)
     console.print(f"model loaded in {time.perf_counter() - started:.1f} s")
@@ -82,4 +82,4 @@ def _table(outputs: Sequence[RequestOutput]) -> Table:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,11 +1,10 @@
 """The proof that the course works, for every chapter: ``python -m tools.course [CHAPTER ...]``.
 
-- The starter can be imported, and in it each test of a task fails because a function of its chapter is not written.
+- Every module of a chapter's starter can be imported, and each test of a task fails there because a function of the
+  chapter is not written.
 - With the tasks before it written, each test of a task fails with the message of exactly this task, and the tests of
   the tasks before pass: so a reader can go task by task.
-- The snapshot passes the test suites of all chapters so far on its own, in a folder without the later modules. From
-  chapter 10 on, where they take minutes, it passes the tests of its chapter and of all tasks so far, and every test
-  file of the chapters before can be imported there.
+- With all tasks written, all their tests pass.
 
 Two chapters are proved at a time. The proof fails if it finds no tasks.
 """
@@ -22,20 +21,34 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from minisgl.course.errors import CourseError
-from minisgl.course.running import Result, fits, results_of, run_tests_of
-from minisgl.course.sources import TESTS, Sources, repository
-from minisgl.course.table import Chapter, Task, load_table
-from minisgl.course.workspace import package_with_stubs, snapshot, starter, write
+from minisgl.book.checks import Result, fits, results_of, run_tests
+from minisgl.book.course_table import Chapter, CourseError, Task, load_table
+from minisgl.book.starters import Sources, repository, write
 from tools.pytest_copies import PytestCopies
 
-WHOLE_SUITES = tuple(range(1, 10))
-"""Chapters whose snapshots run every test. What those of the last chapters pass is known from `make unit`."""
 WORKERS = 2
 SECONDS_PER_TEST = 120
 
+IMPORTS = "tests/test_imports_of_the_starter.py"
+"""A test that the proof adds to a starter: it imports every module, but for what this machine has not installed."""
+_IMPORTS_TEXT = """
+import importlib
+import pkgutil
+
+import minisgl
+
+
+def test_imports():
+    for module in pkgutil.walk_packages(minisgl.__path__, "minisgl."):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                assert not error.name.startswith("minisgl"), error
+"""
+
 Run = Callable[..., list[Result]]
-"""`run_tests_of`, with what the proof chooses already chosen."""
+"""`run_tests`, with what the proof chooses already chosen."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,23 +67,19 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def prove(sources: Sources, chapters: Sequence[Chapter], whole: Sequence[int] = WHOLE_SUITES) -> list[str]:
+def prove(sources: Sources, chapters: Sequence[Chapter]) -> list[str]:
     """What is wrong with the course."""
     if not chapters:
         return ["the table has no tasks, so there is nothing to prove"]
-    sources.test_files()  # a test file that belongs to no chapter is an error
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-proof-")))
         copies: SimpleQueue[PytestCopies] = SimpleQueue()
         for _ in range(WORKERS):
             copies.put(stack.enter_context(PytestCopies()))
         pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
-        run = partial(run_tests_of, timeout=SECONDS_PER_TEST, launch=partial(_in_a_copy, copies))
-        jobs = [
-            pool.submit(_prove_chapter, sources, chapter, folder / str(chapter.number), chapter.number in whole, run)
-            for chapter in sorted(chapters, key=lambda each: -each.number)  # the long ones first
-        ]
-        return [problem for job in reversed(jobs) for problem in job.result()]
+        run = partial(run_tests, timeout=SECONDS_PER_TEST, launch=partial(_in_a_copy, copies))
+        jobs = [pool.submit(_prove, sources, chapter, folder / str(chapter.number), run) for chapter in chapters]
+        return [problem for job in jobs for problem in job.result()]
 
 
 def _in_a_copy(
@@ -80,7 +89,7 @@ def _in_a_copy(
     environment: Mapping[str, str],
     seconds: float,
 ) -> str:
-    """See `minisgl.course.running.Launch`."""
+    """A `minisgl.book.checks.Launch`."""
     free = copies.get()
     try:
         return free.run(arguments, workplace, environment, seconds)
@@ -88,68 +97,46 @@ def _in_a_copy(
         copies.put(free)
 
 
-def _prove_chapter(sources: Sources, chapter: Chapter, folder: Path, whole: bool, run: Run) -> list[str]:
+def _prove(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> list[str]:
     start = time.perf_counter()
-    problems: list[str] = []
-    proofs: list[Callable[[], Iterator[str]]] = [
-        lambda: _prove_starter(sources, chapter, folder / "starter", run),
-        lambda: _prove_tasks(sources, chapter, folder / "tasks", run),
-        lambda: _prove_snapshot(sources, chapter, folder / "snapshot", whole, run),
-    ]
-    for proof in proofs:
-        try:
-            problems += [f"chapter {chapter.number}: {problem}" for problem in proof()]
-        except CourseError as error:
-            problems.append(f"chapter {chapter.number}: {error}")
+    try:
+        problems = [f"chapter {chapter.number}: {problem}" for problem in _problems(sources, chapter, folder, run)]
+    except CourseError as error:
+        problems = [f"chapter {chapter.number}: {error}"]
     verdict = f"{len(problems)} problems" if problems else "proved"
     print(f"chapter {chapter.number:2}: {len(chapter.tasks)} tasks, {verdict}, {time.perf_counter() - start:.0f} s")
     return problems
 
 
-def _prove_starter(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Iterator[str]:
-    write(starter(sources, chapter.number), folder)
+def _problems(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Iterator[str]:
+    """All in one folder, in which one task after the other is written."""
+    write({**sources.starter(chapter.number), IMPORTS: _IMPORTS_TEXT}, folder)
+    results = run(folder, [IMPORTS, *(test for task in chapter.tasks for test in task.tests)], package=folder)
+    yield from _imports(results)
     expected: set[str] = set()
-    results = run(folder, [test for task in chapter.tasks for test in task.tests])
     for task in chapter.tasks:
         expected.update(task.messages)
         for result in results_of(task, results):
             if result.stub not in expected:
                 yield f"in the starter, {result.test} of task {task.number} {_outcome(result)}"
         yield from _unmatched(task, results)
-
-
-def _prove_tasks(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Iterator[str]:
-    """In one folder, from which only the package changes: with tasks 1 to k - 1 written, task k is next."""
-    write(starter(sources, chapter.number), folder)
-    for task in chapter.tasks[1:]:
-        unwritten = [*chapter.tasks[task.number - 1 :], *sources.table.tasks_from(chapter.number + 1)]
-        for path, text in package_with_stubs(sources, chapter.number, unwritten).items():
+    for written in range(1, len(chapter.tasks) + 1):
+        for path, text in sources.modules_of(chapter.tasks, chapter.tasks[written:]).items():
             (folder / path).write_text(text, encoding="utf-8")
-        until_here = chapter.tasks[: task.number]
-        results = run(folder, [test for each in until_here for test in each.tests])
-        for each in until_here:
-            for result in results_of(each, results):
-                if each is task and result.stub not in task.messages:
-                    yield f"where task {task.number} is next, its {result.test} {_outcome(result)}"
-                if each is not task and result.failure is not None:
-                    yield f"where task {task.number} is next, {result.test} of task {each.number} {_outcome(result)}"
+        until_next = chapter.tasks[: written + 1]
+        results = run(folder, [test for task in until_next for test in task.tests], package=folder)
+        for task in until_next:
+            is_next = task.number == written + 1
+            for result in results_of(task, results):
+                if result.stub not in task.messages if is_next else result.failure is not None:
+                    yield f"with {written} tasks written, {result.test} of task {task.number} {_outcome(result)}"
 
 
-def _prove_snapshot(sources: Sources, chapter: Chapter, folder: Path, whole: bool, run: Run) -> Iterator[str]:
-    write(snapshot(sources, chapter.number), folder)
-    tasks = [task for each in sources.table.chapters.values() if each.number <= chapter.number for task in each.tasks]
-    own = [path for path in sources.test_files() if sources.chapter_of_test(path) == chapter.number]
-    quick = [path for path in own if path not in chapter.slow]
-    chosen = [TESTS] if whole else [*quick, *(test for task in tasks for test in task.tests)]
-    results = run(folder, chosen)
-    for result in results:
-        if result.failure is not None:
-            yield f"in the snapshot, {result.test} {_outcome(result)}"
-    for task in tasks:
-        yield from _unmatched(task, results)
-    if not whole:
-        for result in run(folder, [TESTS], options=["--collect-only"]):  # only what cannot be is reported
-            yield f"in the snapshot, {result.test} cannot be imported: {_outcome(result)}"
+def _imports(results: Sequence[Result]) -> Iterator[str]:
+    found = [result for result in results if fits(result.test, IMPORTS)]
+    if not found:
+        yield "it is not known whether the starter can be imported"
+    yield from (f"the starter cannot be imported: it {_outcome(each)}" for each in found if each.failure is not None)
 
 
 def _unmatched(task: Task, results: Sequence[Result]) -> Iterator[str]:

@@ -13,7 +13,7 @@ BUDGET_FILE = "tests/kept-results-budget.txt"
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MARK = "minisgl.measured"
-"""What `minisgl.viz.measured` and `kept` leave in the metadata of its outputs."""
+"""What `minisgl.book.measured` and `kept` leave in the metadata of its outputs."""
 _MEASURED_CALL = re.compile(r"""\b(?P<call>measured|kept)\(\s*["'](?P<name>[^"']+)["']""")
 _MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
@@ -23,7 +23,7 @@ _LISTING = re.compile(
 
 
 def drop_widgets(notebook: Any) -> None:
-    """Keep of each widget its other forms only, such as the strip of a `minisgl.viz.player`.
+    """Keep of each widget its other forms only, such as the strip of a `minisgl.book.player`.
 
     A widget lives in the kernel that made it, under an id of chance; it appears when a reader runs the cell.
     """
@@ -33,7 +33,7 @@ def drop_widgets(notebook: Any) -> None:
 
 
 def move_listings(notebook: Any, root: Path) -> None:
-    """Give each listing of `minisgl.viz.show` the line at which its code is now, if that is in one place of its file.
+    """Give each listing of `minisgl.book.show` the line at which its code is now, if that is in one place of its file.
 
     Args:
         notebook: its outputs are changed, in all of their forms.
@@ -92,7 +92,7 @@ def _listing_problems(listing: re.Match[str], root: Path) -> Iterator[str]:
 
 
 def _listing_in(output: Any) -> re.Match[str] | None:
-    """What `minisgl.viz.show` has left in an output, if it is that."""
+    """What `minisgl.book.show` has left in an output, if it is that."""
     return _LISTING.fullmatch(output.get("data", {}).get("text/markdown", ""))
 
 

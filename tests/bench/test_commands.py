@@ -87,7 +87,7 @@ def test_the_demo_answers_and_shows_which_prompts_were_cached(
         tmp_path, "LlamaForCausalLM", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024
     )
     save(tokenizer, model)
-    demo.main(str(model))
+    demo.main([str(model)])
 
     screen = capsys.readouterr().out
     assert "\n1. What is the capital of France?" in screen  # no escape sequence before it: this is no terminal

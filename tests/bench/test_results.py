@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from minisgl.bench.__main__ import build_parser
-from minisgl.viz.measured import RESULTS
+from minisgl.book import RESULTS
 
 RECORDS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
 TRACES = [name for name, record in RECORDS.items() if "traceEvents" in record]

@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minisgl.course import assignments
-from minisgl.course.errors import CourseError
-from minisgl.course.grading import OUTPUT_LIMIT, Report, add_grade, grade
-from minisgl.course.supervise import KEPT_OUTPUT
+from minisgl.book.course_table import CourseError
+from minisgl.book.grading import OUTPUT_LIMIT, Report, add_grade, grade, load
+from minisgl.book.supervise import KEPT_OUTPUT
 
 WRONG = """
 class Order:
@@ -56,7 +55,7 @@ open("pid", "w").write(str(child.pid))
 
 def submit(folder: Path, assignment: str, source: str, name: str, time_limit: float | None = None) -> Report:
     (folder / "mine.py").write_text(source, encoding="utf-8")
-    return grade(assignments.load(assignment), f"mine:{name}", time_limit, folder)
+    return grade(load(assignment), f"mine:{name}", time_limit, folder)
 
 
 def submit_policy(folder: Path, at_import: str = "", in_use: str = "pass", time_limit: float | None = None) -> Report:
@@ -212,13 +211,13 @@ def test_a_teacher_grades_from_a_folder_of_their_own(tmp_path: Path) -> None:
         '[[items]]\nname = "hidden"\npoints = 2\ntests = ["test_hidden.py"]\n',
         encoding="utf-8",
     )
-    report = grade(assignments.load(str(private)), "assignments.solutions.lfu_eviction:LFUWithAging")
+    report = grade(load(str(private)), "assignments.solutions.lfu_eviction:LFUWithAging")
     assert (report.verdict, report.points, report.max_points) == ("passed", 3, 3)
 
 
 def test_an_assignment_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CourseError, match=r"no assignment 'nothing'; choose from .*fair_queueing.*; or give a folder"):
-        assignments.load("nothing")
+        load("nothing")
     (tmp_path / "assignment.toml").write_text('title = "no items"', encoding="utf-8")
     with pytest.raises(CourseError, match="items"):
-        assignments.load(str(tmp_path))
+        load(str(tmp_path))

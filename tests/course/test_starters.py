@@ -1,125 +1,135 @@
-"""Starters are written by hand, since a solution's imports and helpers would give it away. What a starter asks for, its
-solution has, under the same name and with the same signature."""
+"""Starters: what is taken away, what stays exactly as it was, and the tests that come along."""
 
 from __future__ import annotations
-
-import inspect
-import runpy
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from minisgl.course import assignments
+from minisgl.book.course_table import CourseError, load_table
+from minisgl.book.starters import Sources, files_with_tests, line_of, repository, with_stubs
 
 
-def public(path: Path) -> dict[str, Any]:
-    """Classes and functions that a module defines under public names."""
-    namespace = runpy.run_path(str(path), run_name="read")
-    return {
-        name: item
-        for name, item in namespace.items()
-        if not name.startswith("_") and getattr(item, "__module__", None) == "read"
-    }
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources(repository(), load_table())
 
 
-def described(item: Any) -> str:
-    """How something is called, with the words of its annotations; of what is not called, what it is."""
-    called = getattr(item, "__func__", item)  # of a static or a class method
-    kind = type(item).__name__
-    return f"{kind} {inspect.signature(called)}" if inspect.isfunction(called) else kind
+def test_a_starter_differs_from_the_package_in_its_tasks_alone(sources: Sources) -> None:
+    done = sources.package()
+    for chapter in (each for each in sources.table.chapters.values() if each.tasks):
+        begun = sources.starter(chapter.number)
+        assert done.keys() <= begun.keys()
+        differing = {path for path in done if begun[path] != done[path]}
+        assert differing == {stub.path for task in chapter.tasks for stub in task.stubs}
+        for task in chapter.tasks:
+            for stub in task.stubs:
+                assert f'NotImplementedError("{task.message(stub)}")' in begun[stub.path]
+        assert all(path.startswith("minisgl/") for path in done)
 
 
-def promises(starter: dict[str, Any]) -> dict[str, str]:
-    """Each function and class, and each member that a class defines itself: qualified name → description."""
-    found = {name: described(item) for name, item in starter.items()}
-    for name, item in starter.items():
-        if isinstance(item, type):
-            own = {member: each for member, each in vars(item).items() if member == "__init__" or member[0] != "_"}
-            found |= {f"{name}.{member}": described(each) for member, each in own.items()}
-    return found
+def test_the_package_is_the_source_itself_with_the_files_that_it_reads(sources: Sources) -> None:
+    files = sources.package()
+    for path in ("minisgl/kvcache/radix.py", "minisgl/server/ui/index.html", "minisgl/book/course.toml"):
+        assert files[path] == sources.read(path)
+    assert not [path for path in files if "__pycache__" in path]
 
 
-def broken_promises(starter: Path, solution: Path) -> list[str]:
-    """What a starter asks for and its solution has not, or has differently, inherited or not; in sentences."""
-    there = public(solution)
-    wanted = promises(public(starter))
-    problems = [] if any("(" in each for each in wanted.values()) else [f"{starter} asks for no function"]
-    for name, expected in wanted.items():
-        owner, _, member = name.partition(".")
-        item = there.get(owner)
-        if item is not None and member:
-            item = inspect.getattr_static(item, member, None)
-        if item is None:
-            problems.append(f"{solution} has no {name}")
-        elif described(item) != expected:
-            problems.append(f"{name} is {described(item)} in {solution}, and in the starter {expected}")
-    return problems
+def test_tests_come_with_what_they_need(sources: Sources) -> None:
+    six = sources.table.chapter(6)
+    assert "tests/kvcache/test_radix.py" in files_with_tests(six)
+    files = sources.suite(six)
+    assert {"tests/kvcache/test_radix.py", "tests/kvcache/__init__.py"} <= set(files)
+    assert {"conftest.py", "pyproject.toml", "tests/skip_budget.py", "tests/contracts/conftest.py"} <= set(files)
+    assert "tests/kvcache/test_block_hash.py" not in files
+    assert "tests/scheduler/harness.py" in sources.suite(sources.table.chapter(9)), "a helper"
+    assert "tests/fake_executor.py" in sources.suite(sources.table.chapter(9)), "a helper's helper"
 
 
-PAIRS = {
-    name: (each.folder / "starter.py", assignments.ROOT / f"{each.solution.partition(':')[0].replace('.', '/')}.py")
-    for name, each in ((name, assignments.load(name)) for name in assignments.names())
-}
+# -- taking bodies away ------------------------------------------------------------------------------------------------
+
+SOURCE = '''
+"""A module."""
+
+import functools  # kept
 
 
-def test_there_are_pairs() -> None:
-    starters = {path.parent.name for path in assignments.FOLDER.glob("*/starter.py")}
-    assert starters == PAIRS.keys()
-    assert len({solution for _, solution in PAIRS.values()}) == len(PAIRS) >= 6
+class Tree:
+    """A tree."""
+
+    @functools.cache
+    def grow(
+        self,
+        by: int = 1,  # how much
+    ) -> int:
+        """Make it larger.
+
+        Returns:
+            its size.
+        """
+        # how it is done
+        return by  # one
+
+    # between two functions
+    @property
+    def size(self) -> int:
+        # a comment above the body
+
+        return 3
+
+    async def wait(self) -> None:
+        "in one line"
+        def inner() -> int:
+            return 1
+
+        inner()
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_starter_asks_for_what_its_solution_has(name: str) -> None:
-    assert broken_promises(*PAIRS[name]) == []
+def free(x: int) -> int:
+    @functools.cache
+    def inner() -> int:
+        return x
+
+    return inner()
+'''
 
 
-STARTER = """
-from __future__ import annotations
+def test_the_body_goes_and_everything_else_stays() -> None:
+    stubbed = with_stubs(SOURCE, {"Tree.grow": "Chapter 1, task 1: Tree.grow"})
+    body = "        # how it is done\n        return by  # one\n"
+    assert body in SOURCE
+    assert stubbed == SOURCE.replace(body, '        raise NotImplementedError("Chapter 1, task 1: Tree.grow")\n')
 
 
-class Order:
-    limit = 4
+def test_several_at_once_with_and_without_docstrings() -> None:
+    names = ["Tree.grow", "Tree.size", "Tree.wait", "free"]
+    stubbed = with_stubs(SOURCE, {name: f"say {name}" for name in names})
+    assert [line.strip() for line in stubbed.splitlines() if "raise" in line] == [
+        f'raise NotImplementedError("say {name}")' for name in names
+    ]
+    for gone in ("# how it is done", "a comment above the body", "def inner", "return"):
+        assert gone not in stubbed.replace("Returns", "")
+    for kept in ("# kept", "# how much", "its size.", "# between two functions", "@property", '"in one line"'):
+        assert kept in stubbed
 
-    def arrange(self, waiting: list[int], limit: int = 1) -> list[int]:
-        raise NotImplementedError
 
-    @staticmethod
-    def fits(size: int) -> bool:
-        raise NotImplementedError
-"""
+def test_a_stub_raises_what_it_was_given() -> None:
+    scope: dict[str, type] = {}
+    exec(with_stubs(SOURCE, {"Tree.grow": "Chapter 1, task 1: Tree.grow"}), scope)
+    with pytest.raises(NotImplementedError, match=r"^Chapter 1, task 1: Tree\.grow$"):
+        scope["Tree"]().grow()
+    assert scope["Tree"]().size == 3
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("class Order", "class Policy", "has no Order"),
-        ("def arrange", "def order", "has no Order.arrange"),
-        ("    limit = 4", "", "has no Order.limit"),
-        ("list[int], limit", "tuple[int], limit", "waiting: 'tuple[int]'"),
-        ("limit: int = 1", "limit: int = 2", "limit: 'int' = 2"),
-        ("-> bool", "-> int", "Order.fits is staticmethod (size: 'int') -> 'int'"),
-        ("    @staticmethod\n", "", "Order.fits is function"),
-    ],
+    ("source", "name"),
+    [(SOURCE, "Tree.shrink"), ("def f(): ...\ndef f(): ...\n", "f"), ("def f(): return 1\n", "f")],
 )
-def test_a_difference_is_named(tmp_path: Path, old: str, new: str, problem: str) -> None:
-    starter, solution = tmp_path / "starter.py", tmp_path / "solution.py"
-    starter.write_text(STARTER)
-    solution.write_text(STARTER)
-    assert broken_promises(starter, solution) == []
-    assert old in STARTER
-    solution.write_text(STARTER.replace(old, new))
-    assert any(problem in each for each in broken_promises(starter, solution))
+def test_what_is_no_task(source: str, name: str) -> None:
+    with pytest.raises(CourseError):
+        with_stubs(source, {name: "a task"})
 
 
-def test_what_is_inherited_is_there_and_what_is_private_is_free(tmp_path: Path) -> None:
-    starter, solution = tmp_path / "starter.py", tmp_path / "solution.py"
-    starter.write_text(STARTER + "\n    def _helper(self) -> None: ...\n")
-    solution.write_text(STARTER.replace("Order", "_Base") + "\n\nclass Order(_Base):\n    more = 1\n")
-    assert broken_promises(starter, solution) == []
-
-
-def test_a_starter_without_a_function_is_no_starter(tmp_path: Path) -> None:
-    starter = tmp_path / "starter.py"
-    starter.write_text("class Order:\n    limit = 4\n")
-    assert broken_promises(starter, starter) == [f"{starter} asks for no function"]
+def test_where_a_function_is() -> None:
+    line = line_of(SOURCE, "Tree.size")
+    assert line is not None
+    assert SOURCE.splitlines()[line - 1].strip() == "def size(self) -> int:"
+    assert line_of(SOURCE, "Tree.shrink") is None

@@ -80,7 +80,7 @@ def test_a_listing_whose_code_is_not_there_or_there_twice_must_be_run_again(
 
 
 def marked(live: bool) -> Any:
-    """What `minisgl.viz.measured` displays."""
+    """What `minisgl.book.measured` displays."""
     mark = {"name": "kernels", "live": live, "origin": "No CUDA device here."}
     return nbformat.v4.new_output("display_data", {"text/plain": "words"}, metadata={"minisgl.measured": mark})
 

@@ -1,0 +1,38 @@
+"""The reader's tools: pictures of live objects, listings, tables, and the course. They only read the engine.
+
+Public names are loaded when they are first used, so that the course's commands start quickly.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_NAMES = {
+    "batches": "Lengths attention_mask batch_arrays length_strip token_strip",
+    "charts": "Axis LoadPoint bars chart knee latency_curve loads memory_curve",
+    "collectives": "BreakEven Transfer break_evens collective_costs one_shot_all_reduce partial_sums reduce_player "
+    "reduce_schedule ring_all_reduce two_shot_all_reduce",
+    "detokenizing": "DetokenizerStep detokenizer_steps",
+    "listings": "chapter_map show",
+    "memory": "PoolUse engine_memory memory_budget page_map pool_use",
+    "model": "attention_map distribution layer_flow packed_rows rotation_dials",
+    "players": "Snapshots player",
+    "prefix": "hash_chain prefix_groups radix_tree",
+    "processes": "Message Notice ProcessState QueueState message_player message_sequence process_tree",
+    "slices": "SlicedMatrix decoder_slices weight_slices",
+    "svg": "Picture",
+    "tables": "RESULTS Markdown Measured has_cuda kept measured table",
+    "timelines": "host_device_timeline kernel_timeline schedule_player schedule_timeline step_timeline",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'minisgl.book' has no attribute {name!r}")
+    return getattr(import_module(f"minisgl.book.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

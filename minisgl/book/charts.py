@@ -1,0 +1,373 @@
+"""Charts: lines and marks between two axes, bars made of parts, and how evenly work is shared out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from minisgl.book.svg import (
+    MARGIN,
+    WIDTH,
+    Canvas,
+    Picture,
+    Point,
+    circle,
+    counted,
+    digits,
+    request_colors,
+    round_step,
+    stack,
+)
+from minisgl.errors import ConfigError
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 722.0, 70.0, 300.0
+_LEGEND_LINE = 26
+_NUMBER = 20.0
+"""Height of a number on a line of a chart."""
+_NARROWEST = 16.0
+"""Width of a bar's piece that has room for its number."""
+_LOWEST = _BOTTOM - 10
+_SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
+# Where the number of a line or mark may stand, from its end: the first free place is taken.
+_AT_LINE = tuple((0.0, _NUMBER * shift) for shift in _SHIFTS)
+_BESIDE_DOT = tuple((15.0, _NUMBER * shift - 15.0) for shift in _SHIFTS)
+_BELOW_MARK = tuple((28.0 * across, down) for down in (28.0, 50.0, -28.0, -50.0) for across in (0, 1, -1, 2, -2))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis: its name with the unit, and whether it is logarithmic."""
+
+    name: str
+    log: bool = False
+
+
+def chart(
+    lines: Mapping[str, Sequence[Point]],
+    marks: Mapping[str, Point],
+    title: str,
+    across: Axis,
+    up: Axis,
+    limits: Mapping[str, float] | None = None,
+    dots: bool = False,
+) -> Picture:
+    """Draw lines and marks, each with a number that the legend below explains.
+
+    Args:
+        lines: name → points in the order in which the line goes through them, at least one.
+        marks: name → the point where the number stands.
+        title: what is drawn.
+        across, up: the axes.
+        limits: name → height of a line across that should not be exceeded.
+        dots: give each point a dot and each line its colour.
+    """
+    points = [point for line in lines.values() for point in line] + list(marks.values())
+    heights = [*(point[1] for point in points), *(limits or {}).values()]
+    plot = _Plot(title, across, up, _scale([point[0] for point in points], across), _scale(heights, up), dots)
+    for name, limit in (limits or {}).items():
+        plot.limit(name, limit)
+    for name, line in lines.items():
+        plot.line(name, line)
+    plot.marks(marks)
+    return plot.canvas.picture(_BOTTOM + 50 + _LEGEND_LINE * len(plot.names), "\n".join(plot.says))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From a value to its share of the axis; ``low`` and ``high`` are logarithms on a logarithmic axis."""
+
+    low: float
+    high: float
+    ticks: Sequence[float]
+    log: bool
+
+    def __call__(self, value: float) -> float:
+        return ((math.log10(value) if self.log else value) - self.low) / (self.high - self.low)
+
+
+def _scale(values: Sequence[float], axis: Axis) -> _Scale:
+    if axis.log:
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        high = max(high, low + 1)
+        return _Scale(low, high, [10.0**power for power in range(low, high + 1)], True)
+    top = max(values) or 1.0
+    step = round_step(top / 6)
+    count = math.ceil(top / step - 1e-9)
+    return _Scale(0.0, count * step, [step * number for number in range(count + 1)], False)
+
+
+class _Plot:
+    """One chart, and the places in it that numbers cover."""
+
+    def __init__(self, title: str, across: Axis, up: Axis, x: _Scale, y: _Scale, dots: bool) -> None:
+        self.canvas, self.x, self.y, self.dots = Canvas(title), x, y, dots
+        self.names: list[str] = []
+        self.covered: list[Point] = []
+        self.says = [f"{title}: {up.name} by {across.name}."]
+        self.canvas.text(MARGIN, _TOP - 18, up.name, "muted small", "start")
+        self.canvas.text(_RIGHT, _BOTTOM + 36, across.name, "muted small", "end")
+        for tick in y.ticks:
+            height = self._height(tick)
+            self.canvas.path(f"M{_LEFT:g} {height:g}H{_RIGHT:g}", "rule")
+            self.canvas.text(_LEFT - 8, height + 4, digits(tick), "muted small", "end")
+        for tick in x.ticks:
+            self.canvas.text(_LEFT + x(tick) * (_RIGHT - _LEFT), _BOTTOM + 18, digits(tick), "muted small")
+
+    def limit(self, name: str, limit: float) -> None:
+        height = self._height(limit)
+        self.canvas.path(f"M{_LEFT:g} {height:.1f}H{_RIGHT:g}", "line dashed")
+        self.canvas.text(_LEFT + 6, height - 5, f"{name}: {digits(limit)}", "text small strong", "start")
+        self.says.append(f"{name}: {digits(limit)}.")
+
+    def line(self, name: str, points: Sequence[Point]) -> None:
+        """A line with its number at its end."""
+        number, places = len(self.names), [self._place(point) for point in points]
+        path = "L".join(f"{left:.1f} {top:.1f}" for left, top in places)
+        colour = request_colors(number)[0] if self.dots else ""
+        self.canvas.path(f"M{path}", "line dashed" if number % 2 else "line", stroke=colour)
+        for left, top in places if self.dots else ():
+            self.canvas.path(circle(left, top, 3.5), fill=colour)
+        self._number(name, self._free_place(places[-1], _BESIDE_DOT if self.dots else _AT_LINE))
+        self.says.append(f"{number + 1}. {name}: " + ", ".join(f"{digits(a)} → {digits(b)}" for a, b in points) + ".")
+
+    def marks(self, marks: Mapping[str, Point]) -> None:
+        """Numbers where they stand; among dots, circles there and lines from them to the numbers."""
+        numbers = places = [self._place(point) for point in marks.values()]
+        if self.dots:
+            self.covered += places
+            numbers = [self._free_place(place, _BELOW_MARK) for place in places]
+            for (x, y), (to_x, to_y) in zip(places, numbers, strict=True):
+                self.canvas.path(f"{circle(x, y, 7)}M{x:g} {y:g}L{to_x:g} {to_y:g}")
+        for (name, point), place in zip(marks.items(), numbers, strict=True):
+            self._number(name, place)
+            self.says.append(f"{len(self.names)}. {name}: {digits(point[0])} → {digits(point[1])}.")
+
+    def _place(self, point: Point) -> Point:
+        return _LEFT + self.x(point[0]) * (_RIGHT - _LEFT), self._height(point[1])
+
+    def _height(self, value: float) -> float:
+        return _BOTTOM - self.y(value) * (_BOTTOM - _TOP)
+
+    def _free_place(self, point: Point, asides: Sequence[Point]) -> Point:
+        """The first place beside ``point`` where a number covers nothing; the point itself if there is none."""
+        x, middle = point[0], min(max(point[1], _TOP), _LOWEST)
+        for across, down in asides:
+            place = x + across, middle + down
+            if _LEFT <= place[0] <= _RIGHT + 16 and _TOP <= place[1] <= _LOWEST and not self._is_covered(place):
+                self.covered.append(place)
+                return place
+        return x, middle
+
+    def _is_covered(self, place: Point) -> bool:
+        return any(abs(x - place[0]) < 22 and abs(y - place[1]) < _NUMBER for x, y in self.covered)
+
+    def _number(self, name: str, place: Point) -> None:
+        """A number at its place, and in the legend."""
+        number, x, y = len(self.names), place[0], min(max(place[1], _TOP), _LOWEST)
+        self.canvas.badge(x - 11, y - 10, number)
+        _explain(self.canvas, _BOTTOM + 46 + _LEGEND_LINE * number, number, name)
+        self.names.append(name)
+
+
+def _explain(canvas: Canvas, y: float, number: int, name: str) -> None:
+    canvas.badge(MARGIN, y, number)
+    canvas.text(46, y + 14, name, "text", "start")
+
+
+def memory_curve(curves: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Picture:
+    """Memory over time: a line for each process, with its number and height at its highest point.
+
+    Args:
+        curves: name → (seconds, megabytes) in order of time, at least two points each.
+        title: what the memory is.
+    """
+    left, right, top, bottom = 76.0, 746.0, 48.0, 248.0
+    canvas = Canvas(title)
+    last = max(points[-1][0] for points in curves.values())
+    most = 1.12 * max(megabytes for points in curves.values() for _, megabytes in points)
+
+    def place(seconds: float, megabytes: float) -> Point:
+        return left + (right - left) * seconds / last, bottom - (bottom - top) * megabytes / most
+
+    for height in _ticks(most):
+        _, y = place(0, height)
+        canvas.path(f"M{left:g} {y:g}H{right:g}", "rule")
+        canvas.text(left - 8, y + 4, f"{height:,.0f} MB" if height else "0", "muted small", "end")
+    for seconds in _ticks(last):
+        x, _ = place(seconds, 0)
+        canvas.text(x, bottom + 18, f"{seconds:g} s", "muted small")
+    says = [title]
+    for number, (name, points) in enumerate(curves.items()):
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in points))
+        canvas.path(f"M{path}", "line dashed" if number % 2 else "line")
+        highest = max(points, key=lambda point: point[1])
+        x, y = place(*highest)
+        x = min(max(x, left + 12), right - 80)
+        canvas.badge(x - 11, y - 22, number)
+        canvas.text(x + 16, y - 8, f"{highest[1]:,.0f} MB", "text small strong", "start")
+        _explain(canvas, bottom + 34 + _LEGEND_LINE * number, number, name)
+        says.append(f"{number + 1}. {name}: at most {highest[1]:,.0f} MB, in {points[-1][0]:.1f} seconds.")
+    return canvas.picture(bottom + 40 + _LEGEND_LINE * len(curves), "\n".join(says))
+
+
+def _ticks(top: float) -> list[float]:
+    """At most seven round numbers from 0 to ``top``."""
+    step = round_step(top / 6)
+    return [step * number for number in range(int(top / step) + 1)]
+
+
+# -- latency and throughput ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """A server under one load.
+
+    Args:
+        rate: requests offered a second.
+        throughput: output tokens a second.
+        ttft_p50, ttft_p95: time to first token in seconds, median and 95th percentile.
+        tpot_p50, tpot_p95: time per output token after the first in seconds, median and 95th percentile.
+        goodput: requests a second that finished within the limits (DistServe, Zhong et al. 2024); None without limits.
+    """
+
+    rate: float
+    throughput: float
+    ttft_p50: float
+    ttft_p95: float
+    tpot_p50: float
+    tpot_p95: float
+    goodput: float | None = None
+
+    def __post_init__(self) -> None:
+        times = (self.ttft_p50, self.ttft_p95, self.tpot_p50, self.tpot_p95)
+        if min(times) <= 0 or self.throughput < 0:
+            raise ConfigError(f"times must be above 0 s, and the throughput at least 0: {self}")
+
+
+def latency_curve(
+    series: Mapping[str, Sequence[LoadPoint]], ttft_limit: float | None = None, tpot_limit: float | None = None
+) -> Picture:
+    """Draw TTFT and TPOT against throughput, median and 95th percentile of each series.
+
+    Marked are the load with the most goodput and, in the first chart, the `knee`.
+
+    Args:
+        series: name → points in any order, at least one.
+        ttft_limit, tpot_limit: seconds; None draws no line.
+    """
+    return stack(
+        [
+            _latency_chart(series, ttft_limit, lambda point: (point.ttft_p50, point.ttft_p95), with_knee=True),
+            _latency_chart(series, tpot_limit, lambda point: (point.tpot_p50, point.tpot_p95), with_knee=False),
+        ],
+        ["Time to the first token", "Time per output token after the first"],
+    )
+
+
+def knee(points: Sequence[LoadPoint]) -> LoadPoint:
+    """The load with the most throughput for its median TTFT; beyond it the queue only grows (Kleinrock 1979)."""
+    return max(points, key=lambda point: point.throughput / point.ttft_p50)
+
+
+def _latency_chart(
+    series: Mapping[str, Sequence[LoadPoint]],
+    limit: float | None,
+    times: Callable[[LoadPoint], tuple[float, float]],
+    with_knee: bool,
+) -> Picture:
+    """``times``: median and 95th percentile in seconds."""
+    lines: dict[str, list[Point]] = {}
+    marks: dict[str, Point] = {}
+    for name, points in series.items():
+        in_order = sorted(points, key=lambda point: point.rate)
+        for index, which in enumerate(("median", "95th percentile")):
+            lines[f"{name}, {which}"] = [(point.throughput, 1e3 * times(point)[index]) for point in in_order]
+        if with_knee:
+            bend = knee(points)
+            marks[f"knee of {name}: {bend.rate:.3g} requests/s"] = bend.throughput, 1e3 * times(bend)[0]
+        with_goodput = [(point.goodput, point) for point in points if point.goodput is not None]
+        if with_goodput:
+            goodput, best = max(with_goodput, key=lambda pair: pair[0])
+            words = f"most goodput of {name}: {goodput:.3g} of {best.rate:.3g} requests/s within the limits"
+            marks[words] = best.throughput, 1e3 * times(best)[1]
+    limits = {} if limit is None else {"limit": 1e3 * limit}
+    title = "Latency and throughput at each load"
+    return chart(lines, marks, title, Axis("output tokens a second"), Axis("ms", log=True), limits, dots=True)
+
+
+# -- bars ------------------------------------------------------------------------------------------------------------
+
+
+def bars(things: Mapping[str, Mapping[str, float]], title: str, unit: str) -> Picture:
+    """Draw a bar for each thing, as long as its parts together; a part has one number in all bars.
+
+    Args:
+        things: name → part → size, none negative.
+        title: what is drawn.
+        unit: of the sizes, which are written with three digits.
+    """
+    parts = list(dict.fromkeys(part for sizes in things.values() for part in sizes))
+    longest = max(sum(sizes.values()) for sizes in things.values()) or 1.0
+    left, room = MARGIN + 190.0, WIDTH - 2 * MARGIN - 190 - 80
+    canvas, says, top = Canvas(title), [f"{title}, {unit}."], 44
+    for line, (name, sizes) in enumerate(things.items()):
+        y = top + line * 34
+        canvas.text(MARGIN, y + 17, name, "text", "start")
+        numbered = [(parts.index(part), parts.index(part) + 1, size / longest * room) for part, size in sizes.items()]
+        end = _draw_pieces(canvas, left, y, 24, numbered)
+        canvas.text(end + 6, y + 17, f"{digits(sum(sizes.values()))} {unit}", "text small strong", "start")
+        words = ", ".join(f"{part} {digits(size)}" for part, size in sizes.items())
+        says.append(f"{name}: {digits(sum(sizes.values()))}, of which {words}.")
+    bottom = top + len(things) * 34 + 8
+    for number, part in enumerate(parts):
+        x, y = MARGIN + (number % 2) * 370, bottom + number // 2 * _LEGEND_LINE
+        canvas.badge(x, y, number)
+        canvas.text(x + 32, y + 14, part, "text small", "start")
+    return canvas.picture(bottom + (len(parts) + 1) // 2 * _LEGEND_LINE + 6, "\n".join(says))
+
+
+def _draw_pieces(canvas: Canvas, x: float, y: float, height: float, pieces: Sequence[tuple[int, int, float]]) -> float:
+    """Draw (colour, number, width) side by side, the number where there is room; returns where they end."""
+    for colour, number, width in pieces:
+        fill, ink = request_colors(colour)
+        if width >= 1:
+            canvas.box(x, y, max(width - 1, 0.5), height, fill=fill)
+        if width >= _NARROWEST:
+            canvas.text(x + width / 2, y + height / 2 + 5, number, "small", fill=ink)
+        x += width
+    return x
+
+
+Load = Mapping[int, int]
+"""Row → units of its work, in the order in which they are done."""
+
+
+def loads(schedules: Mapping[str, Sequence[Load]], title: str, unit: str) -> Picture:
+    """Draw several ways to share the same work among processors, on one scale.
+
+    Args:
+        schedules: name → what each processor does, one after the other.
+        title: what is drawn.
+        unit: of the work, in the singular; each takes equally long.
+    """
+    left, line = MARGIN + 96.0, 20
+    scale = (WIDTH - MARGIN - left) / max(sum(load.values()) for each in schedules.values() for load in each)
+    canvas, says = Canvas(title, legend=f"the number is the row's; width is time, in {unit}s"), [f"{title}."]
+    y = 58.0
+    for name, processors in schedules.items():
+        done = max(sum(load.values()) for load in processors)
+        heading = f"{name}: done after {counted(done, unit)}"
+        canvas.text(MARGIN, y + 16, heading, "text", "start")
+        says.append(f"{heading}.")
+        y += 24
+        for number, load in enumerate(processors):
+            canvas.text(MARGIN, y + 13, f"processor {number}", "muted small", "start")
+            _draw_pieces(canvas, left, y, 17, [(row, row, count * scale) for row, count in load.items()])
+            words = ", ".join(f"{counted(count, unit)} of row {row}" for row, count in load.items())
+            says.append(f"Processor {number}: {words or 'nothing'}.")
+            y += line
+        canvas.path(f"M{left + done * scale - 0.75:g} {y - len(processors) * line - 4:g}V{y:g}", "line dashed")
+        y += 10
+    return canvas.picture(y, "\n".join(says))

@@ -1,0 +1,330 @@
+"""``grade``: run the tests of an assignment over a submission, and report points for people and for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.book.course_table import CourseError
+from minisgl.book.supervise import Ended, run_bounded
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout; suites and assignments are not installed with the package."""
+
+FOLDER = ROOT / "assignments"
+
+OUTPUT_LIMIT = 1 << 20
+"""Bytes that a submission may print."""
+
+_USAGE_ERROR = 4
+"""What pytest ends with if ``--impl`` names a class that fits no suite."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of the rubric. Its points are given if every one of its tests passes.
+
+    Args:
+        name: what is asked for.
+        points: that it is worth.
+        tests: ``file``, ``file::test`` or ``file::Class``; the file is beside ``assignment.toml`` or in the checkout.
+        performance: the tests count operations: a submission that fails only them is slow, and not wrong.
+    """
+
+    name: str
+    points: int
+    tests: tuple[str, ...]
+    performance: bool = False
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An assignment as ``assignment.toml`` in its folder describes it.
+
+    Args:
+        name, folder: where handout, starter and tests are.
+        title: in a few words.
+        starter_fails: what the first failure of the starter says.
+        solution: ``module:Class`` that earns all points.
+        time_limit: seconds that a submission is given, unless the command says otherwise.
+        items: the rubric.
+    """
+
+    name: str
+    folder: Path
+    title: str
+    starter_fails: str
+    solution: str
+    time_limit: float
+    items: tuple[Item, ...]
+
+    @property
+    def points(self) -> int:
+        """Of all items."""
+        return sum(item.points for item in self.items)
+
+    def tests(self, item: Item) -> list[str]:
+        """The tests of an item, with absolute paths.
+
+        Raises:
+            CourseError: a file is not there.
+        """
+        found = []
+        for test in item.tests:
+            file, separator, name = test.partition("::")
+            base = next((base for base in (self.folder, ROOT) if (base / file).is_file()), None)
+            if base is None:
+                raise CourseError(f"{self.name}: {file} is neither in {self.folder} nor in {ROOT}")
+            found.append(f"{base / file}{separator}{name}")
+        return found
+
+
+def names() -> list[str]:
+    """The assignments of this checkout."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/assignment.toml"))
+
+
+def load(name: str) -> Assignment:
+    """The assignment called ``name``, or the one in the folder ``name``, such as a teacher's own copy.
+
+    Raises:
+        CourseError: there is none, or its table is not valid.
+    """
+    folder = FOLDER / name if name in names() else Path(name).resolve()
+    file = folder / "assignment.toml"
+    if not file.is_file():
+        known = ", ".join(names()) or "none, since they are in the repository, and not in an installed package"
+        raise CourseError(f"no assignment {name!r}; choose from {known}; or give a folder that has one")
+    try:
+        table: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+        items = tuple(Item(**{**entry, "tests": tuple(entry["tests"])}) for entry in table.pop("items"))
+        return Assignment(name=folder.name, folder=folder, items=items, **table)
+    except (KeyError, TypeError, tomllib.TOMLDecodeError) as error:
+        raise CourseError(f"{file}: {error}") from error
+
+
+# -- grading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A test that did not pass: its name, and the beginning of its message."""
+
+    test: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What became of a line of the rubric: all its points or none, and numbers of tests."""
+
+    name: str
+    points: int
+    max_points: int
+    passed: int
+    failed: int
+    not_run: int
+    first_failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is written as JSON.
+
+    Args:
+        assignment, submission: what was graded.
+        verdict: ``passed``: all points. ``slow``: all but those for performance. ``failed``: some tests did not pass.
+            Or why grading did not come to its end: ``no-import``, ``not-gradable`` (it does not have the methods),
+            ``exited``, ``time-limit``, ``output-limit``, ``processes`` (it forked, or left something running).
+        message: the reason of the verdict, in a sentence.
+        points, max_points: over all items.
+        items: the rubric.
+        seconds, time_limit: that grading took, and that it was given.
+        output, output_bytes: the first 4,000 bytes that were printed, and how many there were.
+    """
+
+    assignment: str
+    submission: str
+    verdict: str
+    message: str
+    points: int
+    max_points: int
+    items: list[ItemResult]
+    seconds: float
+    time_limit: float
+    output: str
+    output_bytes: int
+
+
+def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
+    """Grade a submission in a process of its own, on the CPU.
+
+    Args:
+        assignment: what was handed out.
+        submission: ``module:Class``; the module is looked for in ``cwd`` first.
+        time_limit: seconds; None is the assignment's own.
+        cwd: the submission's folder; None is the current one.
+
+    Raises:
+        CourseError: the assignment names tests that do not exist, or this system has no process groups.
+    """
+    if os.name != "posix":
+        raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")
+    limit = time_limit or assignment.time_limit
+    tests = [test for item in assignment.items for test in assignment.tests(item)]
+    with tempfile.TemporaryDirectory() as scratch:
+        events = Path(scratch) / "events.jsonl"
+        command = [sys.executable, "-P", "-m", "minisgl.book.recorder", str(events), submission]
+        command += _pytest_options(submission, Path(scratch)) + list(dict.fromkeys(tests))
+        ended = run_bounded(command, _environment(scratch), cwd or Path.cwd(), limit, OUTPUT_LIMIT)
+        log = _Log(events)
+    items = [log.result(item, assignment.tests(item)) for item in assignment.items]
+    verdict, message = _verdict(assignment, items, log, ended, limit)
+    return Report(
+        assignment=assignment.name,
+        submission=submission,
+        verdict=verdict,
+        message=message,
+        points=sum(item.points for item in items),
+        max_points=assignment.points,
+        items=items,
+        seconds=round(ended.seconds, 1),
+        time_limit=limit,
+        output=ended.output,
+        output_bytes=ended.output_bytes,
+    )
+
+
+def _pytest_options(submission: str, scratch: Path) -> list[str]:
+    """Without capture, because pytest would keep all that is printed, and without writing to the student's folder."""
+    root = str(ROOT)
+    where = ["-c", f"{root}/pyproject.toml", f"--rootdir={root}", f"--basetemp={scratch / 'tmp'}"]
+    quiet = ["-s", "-q", "--tb=no", "--no-header", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider"]
+    return [*where, *quiet, f"--impl={submission}"]
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH", "")
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HYPOTHESIS_STORAGE_DIRECTORY": scratch,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited])),
+    }
+
+
+class _Log:
+    """The events that `minisgl.book.recorder` has written until it ended or was killed."""
+
+    def __init__(self, file: Path) -> None:
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        # The last line of a process that was killed may be half a line.
+        self.events: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        self.passed: dict[str, bool] = {}
+        for event in self.all("tested"):
+            self.passed[event["id"]] = event["passed"] and self.passed.get(event["id"], True)
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def last(self, kind: str) -> dict[str, Any] | None:
+        return next(reversed(self.all(kind)), None)
+
+    def result(self, item: Item, tests: Sequence[str]) -> ItemResult:
+        ids = [event["id"] for event in self.all("collected") if any(_is_of(event, test) for test in tests)]
+        failures = [e for e in self.all("tested") if e["id"] in set(ids) and not e["passed"]]
+        passed = sum(self.passed.get(test, False) for test in ids)
+        failed = sum(not self.passed.get(test, True) for test in ids)
+        return ItemResult(
+            name=item.name,
+            points=item.points if ids and passed == len(ids) else 0,
+            max_points=item.points,
+            passed=passed,
+            failed=failed,
+            not_run=len(ids) - passed - failed,
+            first_failure=Failure(failures[0]["id"], failures[0]["message"]) if failures else None,
+        )
+
+
+def _is_of(collected: dict[str, Any], test: str) -> bool:
+    """Whether a collected test is the one, or in the class or file, that an item names."""
+    file, _, name = test.partition("::")
+    return bool(collected["file"] == file and (not name or f"{collected['name']}::".startswith(f"{name}::")))
+
+
+def _verdict(
+    assignment: Assignment, items: Sequence[ItemResult], log: _Log, ended: Ended, limit: float
+) -> tuple[str, str]:
+    """The verdict and its reason, the most serious first."""
+    running = log.last("started")
+    where = f"in {running['id']}" if running else "while it was imported"
+    if ended.stopped == "output":
+        return "output-limit", f"it printed more than {OUTPUT_LIMIT} bytes {where}, and was stopped"
+    if ended.stopped == "time":
+        return "time-limit", f"it was stopped after {limit:g} s {where}"
+    if exits := log.all("exit"):
+        return "exited", f"it ended the interpreter in {exits[0]['id']}"
+    if (broken := log.last("no-import")) is not None:
+        return "no-import", broken["message"]
+    if (end := log.last("end")) is None:
+        return "exited", f"its process ended with code {ended.exit_code} {where}"
+    if log.last("forked") is not None or ended.left_behind:
+        return "processes", f"it started processes of its own, and {ended.left_behind} of them were still there"
+    if (unreadable := log.last("unreadable")) is not None:
+        return "not-gradable", f"a file of tests cannot be read: {unreadable['message']}"
+    if end["code"] == _USAGE_ERROR:
+        return "not-gradable", ended.output.strip()
+    missed = [item for item, result in zip(assignment.items, items, strict=True) if result.points < item.points]
+    if not missed:
+        return "passed", "all tests pass"
+    first = next((each.first_failure for each in items if each.first_failure is not None), None)
+    message = "some tests did not run" if first is None else first.message.partition("\n")[0]
+    return ("slow" if all(item.performance for item in missed) else "failed"), message
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def add_grade(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``grade``; its arguments carry ``run``, which takes them and returns the exit status."""
+    command = subparsers.add_parser(
+        "grade",
+        help="grade a submission to an assignment",
+        description="Exit status: 0 for full points, 1 for less, 2 if nothing could be graded.",
+    )
+    known = ", ".join(names())
+    command.add_argument("assignment", help=f"one of {known}; or a folder with assignment.toml")
+    command.add_argument("submission", metavar="module:Class", help="looked for in the current folder first")
+    command.add_argument("--json", metavar="FILE", type=Path, help="write the report there as well")
+    command.add_argument("--time-limit", metavar="S", type=_seconds, help="seconds; the assignment has a default")
+    command.set_defaults(run=run_grade)
+
+
+def run_grade(arguments: argparse.Namespace) -> int:
+    """Grade, print, and write the report."""
+    report = grade(load(arguments.assignment), arguments.submission, arguments.time_limit)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    for item in report.items:
+        counts = f"{item.passed} passed, {item.failed} failed, {item.not_run} not run"
+        print(f"{item.points:4} of {item.max_points:3}  {item.name}: {counts}")
+        if item.first_failure is not None:
+            print(f"             {item.first_failure.test}: {item.first_failure.message.partition(chr(10))[0]}")
+    print(f"{report.points:4} of {report.max_points:3}  {report.verdict} in {report.seconds} s: {report.message}")
+    return 0 if report.verdict == "passed" else 1
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a positive number of seconds")
+    return value

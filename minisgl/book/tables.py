@@ -1,0 +1,220 @@
+"""Tables in Markdown, and the results of benchmarks: measured on this machine, or kept in ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import minisgl
+from minisgl.errors import ConfigError
+from minisgl.trace import Trace
+
+if TYPE_CHECKING:
+    from minisgl.bench.report import Report
+
+RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
+"""Of the checkout that Python runs."""
+
+Cell = str | int | float
+
+_NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?%)?")
+# An option of a command is shown as code, or a page would make a dash of its two hyphens.
+_OPTION = re.compile(r"(?<!\S)(--[a-z-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Markdown:
+    """Text that a notebook renders as Markdown, and that is shown as it is written elsewhere."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], shown: Callable[[float], str] = "{:.2f}".format
+) -> Markdown:
+    """A table; columns of numbers are aligned to the right, also where some are missing or come as text.
+
+    Args:
+        headers: names of the columns.
+        rows: one value a column.
+        shown: writes a floating-point number; by default with two decimals.
+    """
+    body = [[_cell(value, shown) for value in row] for row in rows]
+    rule = ["---:" if _is_numeric([row[i] for row in body]) else "---" for i in range(len(headers))]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in [list(headers), rule, *body]))
+
+
+def _is_numeric(column: Sequence[str]) -> bool:
+    cells = [cell for cell in column if cell not in ("", "–")]
+    return len(cells) > 0 and all(_NUMBER.fullmatch(cell) for cell in cells)
+
+
+def _cell(value: object, shown: Callable[[float], str]) -> str:
+    text = shown(value) if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# -- results of benchmarks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTable:
+    """A table of a benchmark; the headings of its columns include the units."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    def __str__(self) -> str:
+        rows = [[_OPTION.sub(r"`\1`", cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows]
+        return f"**{self.title}**\n\n{table(self.columns, rows, shown=_three_digits).text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tables of a benchmark.
+
+    Args:
+        name: the benchmark's.
+        origin: a sentence: where the numbers come from, and why from there.
+        live: True if they were measured here and now.
+        tables: the results.
+        traces: of some of the steps, by name.
+    """
+
+    name: str
+    origin: str
+    live: bool
+    tables: Sequence[MeasuredTable]
+    traces: Mapping[str, Trace] = field(default_factory=dict)
+
+    def show(self, title_part: str | None = None) -> None:
+        """Display the tables whose title has this part, or all, below the sentence on their origin."""
+        _display(replace(self, tables=self._find(title_part)))
+
+    def show_origin(self) -> None:
+        """Display the sentence alone, above a picture of the numbers or the traces."""
+        _display(replace(self, tables=()))
+
+    def rows(self, title_part: str) -> list[dict[str, Cell]]:
+        """Rows of the one table whose title has this part: each a cell by its column's heading."""
+        found = self._find(title_part)
+        if len(found) > 1:
+            raise ConfigError(f"rows: {title_part!r} is part of several titles: {_listed(found)}")
+        return [dict(zip(found[0].columns, row, strict=True)) for row in found[0].rows]
+
+    def _find(self, title_part: str | None) -> list[MeasuredTable]:
+        found = [each for each in self.tables if title_part is None or title_part in each.title]
+        if not found:
+            raise ConfigError(f"no title of {self.name!r} has the part {title_part!r}: {_listed(self.tables)}")
+        return found
+
+    def __repr__(self) -> str:
+        return "\n\n".join([f"*{self.origin}*", *map(str, self.tables)])
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
+        """The display, and the mark by which `tools.notebooks` counts results that were not measured there."""
+        text = repr(self)
+        mark = {"name": self.name, "live": self.live, "origin": self.origin}
+        return {"text/markdown": text, "text/plain": text}, {"minisgl.measured": mark}
+
+
+def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
+    """Measure on this machine's GPUs, or read the kept result where there are too few of them.
+
+    Args:
+        name: of the kept result, without ``.json``.
+        run: measures.
+        gpus: CUDA devices that it takes.
+
+    Raises:
+        ConfigError: there are neither so many CUDA devices nor a kept result.
+    """
+    if _enough(gpus):
+        origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
+        tables = [MeasuredTable(each.title, each.columns, each.rows) for each in report.tables]
+        return Measured(name, origin, True, tables, report.traces)
+    record = _read(name)
+    chips = f"one {_chip(record)}" if gpus == 1 else f"{gpus} {_chip(record)}s"
+    return _kept(record, name, f"{_too_few(gpus)} here: ", chips)
+
+
+def kept(name: str) -> Measured:
+    """Read a result of ``benchmarks/results``, on every machine: it takes longer than a notebook may.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    record = _read(name)
+    cores, load = (record["hardware"][each] for each in ("cores", "load_average_before"))
+    return _kept(record, name, "Kept: ", f"{_chip(record)} ({cores} cores, load average {load} before)")
+
+
+def has_cuda(instead: str) -> bool:
+    """Whether there is a CUDA device; if not, print so with ``instead``, such as ``"nothing is captured"``."""
+    if not _enough(1):
+        print(f"{_too_few(1)} here: {instead}.")
+    return _enough(1)
+
+
+def _enough(gpus: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= gpus
+
+
+def _too_few(gpus: int) -> str:
+    return "No CUDA device" if gpus == 1 else f"Fewer than {gpus} CUDA devices"
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{name}: nothing is measured here, and there is no benchmarks/results/{name}.json beside the package to "
+            "show instead. Run from a checkout (`pip install -e .`), or what takes GPUs on a machine with as many GPUs"
+        ) from error
+    return record
+
+
+def _kept(record: dict[str, Any], name: str, why: str, machine: str) -> Measured:
+    """A kept result, with the traces that were written beside it."""
+    commit = (record.get("commit") or "unknown")[:7] + " and changes" * bool(record.get("modified"))
+    origin = f"{why}`{record['command']}` measured this on {machine} on {record['date'][:10]}, at commit {commit}."
+    tables = [MeasuredTable(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
+    beginning = f"trace-{name}-"
+    files = {path.stem.removeprefix(beginning): path for path in sorted(RESULTS.glob(f"{beginning}*.json"))}
+    return Measured(name, origin, False, tables, {trace: Trace.load(path) for trace, path in files.items()})
+
+
+def _chip(record: dict[str, Any]) -> str:
+    return str(record["hardware"].get("gpu") or record["hardware"]["cpu"])
+
+
+def _display(shown: Measured) -> None:
+    try:
+        from IPython.display import display
+    except ImportError:  # not in a notebook
+        print(shown)
+    else:
+        display(shown)
+
+
+def _listed(tables: Iterable[MeasuredTable]) -> str:
+    return ", ".join(repr(each.title) for each in tables)
+
+
+def _three_digits(number: float) -> str:
+    """Three significant digits, or all that stand before the point: a median deserves no more."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:#.3g}".rstrip(".")
