@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from minisgl import LLM, ConfigError, SamplingParams
-from minisgl.attention import AttentionChoice
 from minisgl.core import DeviceBatch, EngineConfig
+from minisgl.core.attention import AttentionChoice
 from minisgl.engine.runner import ModelRunner
 from minisgl.graphs import CpuGraph, CudaGraphRunner, build_runner
 from minisgl.models.single_token import SingleTokenDecoder
