@@ -1,4 +1,4 @@
-"""Attention alone: every backend on the same decode and prefill steps, beside the memory's and the tensor cores' speed.
+"""Attention alone: every backend on the same steps, and the ideas behind decode attention one after another.
 
 A step's keys and values take turns among as many layers as the L2 cache cannot hold, as in a model.
 """
@@ -13,11 +13,21 @@ import numpy as np
 import torch
 
 from minisgl.attention import ATTENTION_BACKENDS
+from minisgl.attention.flashinfer_support import flashinfer_obstacle
 from minisgl.attention.registry import AttentionFactory
-from minisgl.bench.gpu_timing import Call, buffers_needed, copy_bandwidth, eager_microseconds, microseconds
+from minisgl.bench.gpu_timing import (
+    Call,
+    buffers_needed,
+    copy_bandwidth,
+    eager_microseconds,
+    microseconds,
+    require_cuda,
+)
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.core import AttentionSpec, Batch, DeviceBatch, build_batch
 from minisgl.core.registry import resolve
+from minisgl.engine.inputs import batch_arrays, device_batch
+from minisgl.engine.staging import to_device
 from minisgl.errors import ConfigError
 from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.page_table import PageTable
@@ -28,26 +38,20 @@ DTYPE = torch.bfloat16
 PAGE_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
-_HEADS = {"0.6B": 16, "14B": 40}
-"""Query heads of Qwen3."""
+_QUERY_HEADS = {"0.6B": 16, "14B": 40}  # of Qwen3
 _MIXED = "256 × 100…2,000"
+_GROUPS = (1, 2, 4, 8, 16)
+_ALONE, _SHARES = "a program for each row and query head", "equal shares of all keys"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step to be timed.
+    """A step to be timed."""
 
-    Args:
-        name: in words.
-        fed: tokens fed for each row; steps of one token a row are decode steps.
-        cached: tokens each row has in the cache before.
-        shared: leading tokens that all rows share, of those in the cache.
-    """
-
-    name: str
-    fed: Sequence[int]
-    cached: Sequence[int]
-    shared: int = 0
+    name: str  # in words
+    fed: Sequence[int]  # tokens fed for each row; one token for every row makes it a decode step
+    cached: Sequence[int]  # tokens each row has in the cache before
+    shared: int = 0  # how many of them, from the first on, all rows share
 
     @property
     def decodes(self) -> bool:
@@ -60,67 +64,56 @@ class Step:
         return sum(self.fed) + sum(self.cached) - (rows - 1) * self.shared
 
     def flops(self, heads: int) -> int:
-        """Multiplications and additions of the two matrix products, over the keys that are seen."""
+        """Multiplications and additions of the two matrix products, over the keys that each query sees."""
         seen = sum(fed * cached + fed * (fed + 1) // 2 for fed, cached in zip(self.fed, self.cached, strict=True))
         return 4 * heads * HEAD_DIM * seen
 
 
 def steps() -> list[Step]:
-    """What is timed: decode steps of one and of many rows, of a shared prefix, and prefill steps."""
+    """Decode steps of one and of many rows and of a shared prefix, then prefill steps."""
     mixed = np.clip(np.random.default_rng(0).gamma(2.2, 390, 256), 100, 2000).astype(int).tolist()
-    decode = [
+    return [
         Step("1 × 640", [1], [639]),
         Step("1 × 8,192", [1], [8191]),
         Step("16 × 850", [1] * 16, [849] * 16),
         Step("64 × 850", [1] * 64, [849] * 64),
         Step(f"{_MIXED}, {np.mean(mixed):.0f} on average", [1] * 256, [length - 1 for length in mixed]),
         Step("256 × (2,048 shared + 64)", [1] * 256, [2111] * 256, 2048),
-    ]
-    prefill = [
         Step("1 × 8,192", [8192], [0]),
         Step("16 × 512", [512] * 16, [0] * 16),
         Step("64 × 128", [128] * 64, [0] * 64),
         Step("256 × 32 behind 2,048 shared", [32] * 256, [2048] * 256, 2048),
         Step("1 × 64 behind 8,192", [64], [8192]),
     ]
-    return decode + prefill
 
 
 def run_attention(backends: Sequence[str], repeat: int) -> Report:
-    """Time each backend on each step, in the shapes of two models.
-
-    Args:
-        backends: names; those that cannot run here are left out, and listed with the reason.
-        repeat: measurements of each, of which the fastest counts.
-
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("attention: times of GPU kernels need a CUDA device, and there is none here")
+    """Time each backend on each step, in the shapes of two models. Those that cannot run here are left out."""
+    require_cuda("attention")
     names, left_out = _runnable(backends)
     tables: list[Table] = []
     mixed_share = 0.0
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
-        for model, heads in _HEADS.items():
-            rows: dict[bool, list[list[Cell]]] = {True: [], False: []}
+        for model, heads in _QUERY_HEADS.items():
+            decode: list[list[Cell]] = []
+            prefill: list[list[Cell]] = []
             for step in steps():
-                micros = [measure(step, heads, resolve("backends", name, ATTENTION_BACKENDS), repeat) for name in names]
+                micros = [measure(step, heads, _backend(name), repeat) for name in names]
                 if step.decodes:
                     floor = step.kv_tokens * token_bytes() / bandwidth * 1e6
-                    rows[True].append([step.name, floor, *micros, f"{floor / min(micros):.0%}"])
+                    decode.append([step.name, floor, *micros, f"{floor / min(micros):.0%}"])
                     if step.name.startswith(_MIXED):
                         mixed_share = max(mixed_share, floor / min(micros))
                 else:
                     rate = step.flops(heads) / min(micros) / 1e6
-                    rows[False].append([step.name, step.flops(heads) / 1e9, *micros, rate])
+                    prefill.append([step.name, step.flops(heads) / 1e9, *micros, rate])
             each = [f"{name}, µs" for name in names]
-            decode = ["decode", "read once at copy speed, µs", *each, "fastest, × copy speed"]
-            prefill = ["prefill", "GFLOP", *each, "fastest, TFLOP/s"]
             about = f"one layer of {model}, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}"
-            tables.append(Table(f"decode, {about}; a copy moves {bandwidth / 1e12:.2f} TB/s", decode, rows[True]))
-            tables.append(Table(f"prefill, {about}", prefill, rows[False]))
+            columns = ["decode", "read once at copy speed, µs", *each, "fastest, × copy speed"]
+            tables.append(Table(f"decode, {about}; a copy moves {bandwidth / 1e12:.2f} TB/s", columns, decode))
+            columns = ["prefill", "GFLOP", *each, "fastest, TFLOP/s"]
+            tables.append(Table(f"prefill, {about}", columns, prefill))
     return Report(
         "attention",
         {"backends": names, "left_out": left_out, "repeat": repeat, "dtype": "bfloat16", "page_size": PAGE_SIZE},
@@ -130,8 +123,16 @@ def run_attention(backends: Sequence[str], repeat: int) -> Report:
 
 
 def token_bytes() -> int:
-    """Keys and values of one token in one layer."""
+    """Bytes of keys and values of one token in one layer."""
     return 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+
+
+def _backend(name: str) -> AttentionFactory:
+    return resolve("backends", name, ATTENTION_BACKENDS)
+
+
+def _small_cache() -> KVCache:
+    return KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, _DEVICE)
 
 
 def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -140,7 +141,7 @@ def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     left_out: dict[str, str] = {}
     for name in backends or ATTENTION_BACKENDS:
         try:
-            resolve("backends", name, ATTENTION_BACKENDS)(KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, _DEVICE))
+            _backend(name)(_small_cache())
         except ConfigError as error:
             left_out[name] = str(error)
         else:
@@ -149,14 +150,7 @@ def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def measure(step: Step, heads: int, make: AttentionFactory, repeat: int) -> float:
-    """Microseconds that the attention of one layer takes, the keys being stored already.
-
-    Args:
-        step: what is attended.
-        heads: query heads.
-        make: the backend.
-        repeat: measurements, of which the fastest counts.
-    """
+    """Microseconds that attention over stored keys takes in one layer with ``heads`` query heads, at best."""
     backend, calls = attend_calls(step, heads, make, buffers_needed(step.kv_tokens * token_bytes()), _DEVICE)
     time = microseconds if backend.capturable else eager_microseconds
     return min(time(calls) for _ in range(repeat))
@@ -205,14 +199,62 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
         page_index=page_index,
         page_value=page_value,
     )
-    inputs = DeviceBatch(
-        input_ids=torch.zeros(batch.num_tokens, dtype=torch.int32, device=device),
-        positions=torch.from_numpy(batch.positions).to(device),
-        out_locs=torch.from_numpy(batch.out_locs).to(device),
-        slots=torch.from_numpy(batch.slots).to(device),
-        seq_lens=torch.from_numpy(batch.seq_lens).to(device),
-        cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q).to(device),
-        page_table=torch.from_numpy(table.rows).to(device),
-        logit_rows=torch.zeros(0, dtype=torch.int32, device=device),
-    )
+    staged = to_device(batch_arrays(batch), device)
+    ids = torch.zeros(batch.num_tokens, dtype=torch.int32, device=device)
+    inputs = device_batch(staged, ids, torch.from_numpy(table.rows).to(device))
     return KVCache(layers, KV_HEADS, HEAD_DIM, total, PAGE_SIZE, DTYPE, device), batch, inputs
+
+
+def versions() -> dict[str, AttentionFactory]:
+    """Decode attention as it grows: each idea, with those before it."""
+    from minisgl.attention.triton_attention import TritonAttention  # Triton is not on every platform
+    from minisgl.attention.triton_rows import RowAttention
+
+    return {
+        _ALONE: partial(RowAttention, grouped=False),
+        "a program for each row and KV head": RowAttention,
+        "each row in 4 pieces": partial(RowAttention, pieces=4),
+        "each row in 16 pieces": partial(RowAttention, pieces=16),
+        _SHARES: TritonAttention,
+    }
+
+
+def run_attention_steps(repeat: int) -> Report:
+    """Time each of `versions` on decode steps of Qwen3-0.6B, and two of them over more and more query heads."""
+    require_cuda("attention-steps")
+    factories = versions()
+    obstacle = flashinfer_obstacle(_small_cache())
+    if obstacle is None:
+        factories["FlashInfer"] = _backend("flashinfer")
+    decode = [step for step in steps() if step.decodes and step.shared == 0]
+    with torch.inference_mode():
+        bandwidth = copy_bandwidth()
+        tables = [_step_table(step, factories, bandwidth, repeat) for step in decode]
+        tables.append(_group_table(next(step for step in decode if len(step.fed) == 64), bandwidth, repeat))
+    settings = {"repeat": repeat, "dtype": "bfloat16", "page_size": PAGE_SIZE, "kv_heads": KV_HEADS}
+    settings |= {"head_dim": HEAD_DIM, "copy_bytes_per_second": bandwidth}
+    settings |= {"left_out": {} if obstacle is None else {"flashinfer": obstacle}}
+    return Report("attention-steps", settings, tables)
+
+
+def _step_table(step: Step, factories: dict[str, AttentionFactory], bandwidth: float, repeat: int) -> Table:
+    moved = step.kv_tokens * token_bytes()
+    rows: list[list[Cell]] = []
+    for name, make in factories.items():
+        micros = measure(step, _QUERY_HEADS["0.6B"], make, repeat)
+        rows.append([name, micros, moved / micros / 1e3, f"{moved / bandwidth / micros * 1e6:.0%}"])
+    about = f"{step.name}: {moved / 1e6:.1f} MB of keys and values, {moved / bandwidth * 1e6:.1f} µs at copy speed"
+    return Table(about, ["decode attention of one layer", "µs", "GB/s", "of copy speed"], rows)
+
+
+def _group_table(step: Step, bandwidth: float, repeat: int) -> Table:
+    """The same keys and values for more and more query heads."""
+    moved = step.kv_tokens * token_bytes()
+    rows: list[list[Cell]] = []
+    for group in _GROUPS:
+        heads = group * KV_HEADS
+        alone, shares = (measure(step, heads, versions()[name], repeat) for name in (_ALONE, _SHARES))
+        rows.append([group, step.flops(heads) / moved, alone, shares, step.flops(heads) / shares / 1e6])
+    columns = ["query heads a KV head", "FLOP a byte", f"{_ALONE}, µs", f"{_SHARES}, µs", f"{_SHARES}, TFLOP/s"]
+    about = f"{step.name} with more query heads: always {moved / bandwidth * 1e6:.1f} µs at copy speed"
+    return Table(about, columns, rows)

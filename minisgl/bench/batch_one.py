@@ -8,19 +8,18 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from minisgl.bench.compare import ALL_OFF
 from minisgl.bench.gpu_timing import copy_bandwidth
-from minisgl.bench.offline import make_engine
+from minisgl.bench.offline import ALL_OFF
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.shapes import model_dir
+from minisgl.bench.workloads import make_engine, model_dir
 from minisgl.core import AttentionBackend, Batch, DeviceBatch, build_batch
 from minisgl.engine.fused_sampler import FusedSampler
 from minisgl.engine.runner import ModelRunner
@@ -39,26 +38,18 @@ _FUSIONS = {
     "rope": "QK-norm, rotation and KV store as one kernel",
     "activation": "SiLU·mul as one kernel",
 }
-Step = Callable[[], object]
+DecodeStep = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A way of computing a decode step of one row.
-
-    Args:
-        name: of the table's row.
-        runner: computes it.
-        detailed: whether its kernels are listed.
-    """
+class Version(NamedTuple):
+    """A way of computing a decode step of one row; the kernels of the detailed ones are listed."""
 
     name: str
     runner: ModelRunner
     detailed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel, a copy or a fill: when it began and ended, in microseconds."""
 
     name: str
@@ -67,11 +58,7 @@ class Launch:
 
 
 class NotCompiled:
-    """An attention backend that torch.compile calls and does not look into, as vLLM has its compiled models do.
-
-    Args:
-        attention: that does the work.
-    """
+    """An attention backend that torch.compile calls without tracing into it, as in vLLM's compiled models."""
 
     def __init__(self, attention: AttentionBackend) -> None:
         self.capturable = attention.capturable
@@ -81,14 +68,7 @@ class NotCompiled:
 
 @torch.inference_mode()
 def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int], repeat: int) -> Report:
-    """Every version on rows of some lengths, and the kernels of some versions.
-
-    Args:
-        model: a name from `SHAPES`, which gets random weights, or what `minisgl.LLM` takes.
-        options: of `minisgl.LLM`, beside those that this benchmark needs.
-        lengths: tokens of the sequence, the one that is fed included; the kernels are those of the second.
-        repeat: measurements of each, of which the median counts.
-    """
+    """Time every version at some sequence lengths, and list the kernels of some, at the second length."""
     with tempfile.TemporaryDirectory() as root:
         llm = make_engine(model_dir(model, Path(root)), model, {**_OPTIONS, **options})
     runner = llm.engine.runner
@@ -98,7 +78,7 @@ def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int]
     rows: list[list[Cell]] = []
     details: list[Table] = []
     for version in _versions(runner):
-        steps = [_bound(version.runner, batch) for batch in batches]
+        steps = [partial(version.runner.run, batch, HostSampling()) for batch in batches]
         times = [_milliseconds(step, runner.device, repeat) for step in steps]
         launches = _launches(steps[1], runner.device)
         alone = sum(launch.end - launch.start for launch in launches) / 1e3
@@ -113,11 +93,11 @@ def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int]
         rows.append([f"these bytes copied at {bandwidth / 1e12:.2f} TB/s", 0, *floors, floors[1]])
         details.append(_graph_memory(runner))
     columns = ["", "launches", *(f"ms, {length} tokens" for length in lengths), "kernels added up, ms"]
-    return Report("batch-one", settings, [Table(f"{model}, one token of one request", columns, rows), *details], [])
+    return Report("batch-one", settings, [Table(f"{model}, one token of one request", columns, rows), *details])
 
 
 def _versions(plain: ModelRunner) -> Iterator[Version]:
-    """From all plain to all that there is. Each fusion stays in the model for the versions after it."""
+    """From plain to fully optimised. Each fusion stays in the model for the versions after it."""
     with without_pdl():
         yield Version("plain kernels, launched one by one", plain, False)
         yield Version("plain kernels, in a graph", _graph(plain), True)
@@ -168,12 +148,8 @@ def _decode_step(runner: ModelRunner, length: int) -> Batch:
     )
 
 
-def _bound(runner: ModelRunner, batch: Batch) -> Step:
-    return lambda: runner.run(batch, HostSampling())
-
-
-def _milliseconds(step: Step, device: torch.device, repeat: int) -> float:
-    """Median time of a step among others that are launched one behind the other, without waiting for any."""
+def _milliseconds(step: DecodeStep, device: torch.device, repeat: int) -> float:
+    """Median time of a step among others that are launched one after another, without waiting for any."""
     times: list[float] = []
     for _ in range(repeat + 1):  # the first warms up
         _synchronize(device)
@@ -190,8 +166,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _launches(step: Step, device: torch.device) -> list[Launch]:
-    """What a step makes the device do, in order; on a CPU, PyTorch's operators."""
+def _launches(step: DecodeStep, device: torch.device) -> list[Launch]:
+    """Everything that a step launches on the device, in order; on a CPU, PyTorch's operators."""
     activities, kind = [ProfilerActivity.CPU], DeviceType.CPU
     if device.type == "cuda":
         activities, kind = [*activities, ProfilerActivity.CUDA], DeviceType.CUDA
@@ -211,7 +187,7 @@ def _short(name: str) -> str:
 
 
 def _kernels(version: str, launches: Sequence[Launch]) -> Table:
-    """Kernels by the time that all launches of one take together."""
+    """Kernels, by the total time of their launches."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for launch in launches:
         times[launch.name].append(launch.end - launch.start)
@@ -238,9 +214,9 @@ def _layer(version: str, launches: Sequence[Launch]) -> Table:
 
 
 def repetition(names: Sequence[str]) -> tuple[int, int]:
-    """Where a sequence begins to repeat itself, and after how many entries, judged by its middle half.
+    """Where a sequence begins to repeat itself, and its period, judged by its middle half.
 
-    What never repeats itself is one period, from the start.
+    A sequence that never repeats itself is one period, from the start.
     """
     middle = names[len(names) // 4 : 3 * len(names) // 4]
     period = next((p for p in range(1, len(middle) // 2 + 1) if middle[p:] == middle[:-p]), len(names))
@@ -251,7 +227,7 @@ def repetition(names: Sequence[str]) -> tuple[int, int]:
 
 
 def _graph_memory(runner: ModelRunner) -> Table:
-    """What graphs are counted with when the KV cache is sized: the largest, and each of the others like the second."""
+    """Memory that is set aside for graphs: that of the largest, and for each other one as much as for the second."""
     runner = _with(runner, sampler=FusedSampler())
     sizes = graph_sizes(_MOST_ROWS)
     largest, second = sizes[-1], sizes[-2]
@@ -265,7 +241,7 @@ def _graph_memory(runner: ModelRunner) -> Table:
 
 
 def _bytes_read(runner: ModelRunner, length: int) -> int:
-    """Weights that a step multiplies with, and keys and values that it attends to."""
+    """Bytes of the weights that a step multiplies with, and of the keys and values that it attends to."""
     model = cast(CausalLM, runner.model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if model.lm_head is not None:  # of an embedding that is only an embedding a step reads one row

@@ -1,11 +1,11 @@
-"""This engine beside transformers: same weights, prompts, process and threads, taking turns."""
+"""This engine against transformers: same weights, prompts, process and threads, taking turns."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,121 +16,91 @@ from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 from minisgl.models.hub import resolve_model
 
-_SUFFIX_LEN = 24
-"""Tokens of a question that follows the cached prefix."""
+_SUFFIX_LEN = 24  # tokens of a question that follows the cached prefix
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]
-"""Takes prompts of one length and the number of tokens to generate; returns these."""
+"""Prompts of one length and the number of tokens to generate; returns these."""
 
 
-@dataclass(frozen=True, slots=True)
-class CpuWorkload:
-    """What is run.
-
-    Args:
-        requests: requests that are handed over together.
-        input_len: prompt tokens of each; random ids, new ones for every run.
-        output_len: tokens that each generates, greedily, past any end of sequence.
-        prefix_len: tokens of the cached prefix.
-    """
-
-    requests: int = 16
-    input_len: int = 128
-    output_len: int = 64
-    prefix_len: int = 1000
-
-
-@dataclass(slots=True)
-class _Race:
-    """Seconds that each engine took, run by run, and how many requests got the same tokens from both."""
-
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    agreeing: int = 0
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.theirs) / statistics.median(self.ours)
-
-
-def run_cpu(model: str, workload: CpuWorkload, repeat: int) -> Report:
-    """Throughput of a batch and of one request against transformers, and what a cached prefix saves.
-
-    Args:
-        model: as `minisgl.LLM` takes it.
-        workload: sizes.
-        repeat: runs of each engine.
-    """
+def run_cpu(
+    model: str = "default",
+    repeat: int = 3,
+    requests: int = 16,
+    input_len: int = 128,
+    output_len: int = 64,
+    prefix_len: int = 1000,
+) -> Report:
+    """Throughput of a batch and of one request against transformers, and what a cached prefix saves."""
     # Chunks whose activations stay in the processor's cache are prefilled a little faster than one large step.
     llm = LLM(model, device="cpu", dtype="float32", max_prefill_tokens=512)
-    generate, reference = _minisgl(llm), _transformers(model)
+    ours, theirs = _minisgl(llm), _transformers(model)
     rng = np.random.default_rng(0)
 
     def prompts(count: int, length: int) -> Prompts:
         ids: Prompts = rng.integers(llm.model_config.vocab_size, size=(count, length)).tolist()
         return ids
 
-    def race(requests: int) -> _Race:
-        return _race(generate, reference, lambda: prompts(requests, workload.input_len), workload.output_len, repeat)
-
-    batch, single = race(workload.requests), race(1)
-    cold, warm = _time_to_first_token(llm, prompts, workload.prefix_len, repeat)
-    saved = statistics.median(warm) / statistics.median(cold)
+    rows: list[list[Cell]] = []
+    samples: dict[str, list[float]] = {}
+    for name, count in (("batch", requests), ("single", 1)):
+        seconds, agreeing = _race(ours, theirs, partial(prompts, count, input_len), output_len, repeat)
+        samples |= {f"{name}_seconds": seconds[0], f"{name}_seconds_transformers": seconds[1]}
+        speeds = [count * output_len / statistics.median(each) for each in seconds]
+        rows.append([count, *speeds, speeds[0] / speeds[1], f"{agreeing} of {count * repeat}"])
+    cold, warm = _time_to_first_token(llm, prompts, prefix_len, repeat)
+    samples |= {"first_token_seconds_uncached": cold, "first_token_seconds_cached": warm}
+    uncached, cached = statistics.median(cold), statistics.median(warm)
+    first_token: list[list[Cell]] = [["minisgl", uncached * 1e3, cached * 1e3, cached / uncached]]
+    settings = {"model": model, "repeat": repeat, "dtype": "float32", "requests": requests, "input_len": input_len}
+    settings |= {"output_len": output_len, "prefix_len": prefix_len}
     return Report(
         "cpu",
-        {"model": model, "repeat": repeat, "dtype": "float32", **asdict(workload)},
-        [_throughput(batch, single, workload, repeat), _first_token(cold, warm, workload.prefix_len)],
+        settings,
         [
-            Target(f"{workload.requests} requests, × transformers", batch.ratio, 1.5, at_least=True),
-            Target("1 request, × transformers", single.ratio, 1.0, at_least=True),
-            Target("first token, cached / uncached", saved, 0.2, at_least=False),
+            Table(
+                f"generated tokens/s, {input_len} tokens in, {output_len} out",
+                ["requests", "minisgl", "transformers", "ratio", "same output"],
+                rows,
+            ),
+            Table(
+                f"time to first token, {prefix_len} tokens of prefix and {_SUFFIX_LEN} more",
+                ["", "prefix uncached, ms", "prefix cached, ms", "cached / uncached"],
+                first_token,
+            ),
         ],
-        {
-            "batch_seconds": batch.ours,
-            "batch_seconds_transformers": batch.theirs,
-            "single_seconds": single.ours,
-            "single_seconds_transformers": single.theirs,
-            "first_token_seconds_uncached": cold,
-            "first_token_seconds_cached": warm,
-        },
+        [
+            Target(f"{requests} requests, × transformers", float(rows[0][3]), 1.5, at_least=True),
+            Target("1 request, × transformers", float(rows[1][3]), 1.0, at_least=True),
+            Target("first token, cached / uncached", cached / uncached, 0.2, at_least=False),
+        ],
+        samples,
     )
 
 
-def _throughput(batch: _Race, single: _Race, workload: CpuWorkload, repeat: int) -> Table:
-    rows: list[list[Cell]] = []
-    for race, requests in ((batch, workload.requests), (single, 1)):
-        tokens = requests * workload.output_len
-        ours, theirs = (tokens / statistics.median(seconds) for seconds in (race.ours, race.theirs))
-        rows.append([requests, ours, theirs, race.ratio, f"{race.agreeing} of {requests * repeat}"])
-    title = f"generated tokens/s, {workload.input_len} tokens in, {workload.output_len} out"
-    return Table(title, ["requests", "minisgl", "transformers", "ratio", "same output"], rows)
+def _race(
+    ours: Generate, theirs: Generate, make_prompts: Callable[[], Prompts], output_len: int, repeat: int
+) -> tuple[tuple[list[float], list[float]], int]:
+    """Seconds of each engine's runs, and how many requests got the same tokens from both.
 
-
-def _first_token(cold: list[float], warm: list[float], prefix_len: int) -> Table:
-    uncached, cached = statistics.median(cold), statistics.median(warm)
-    title = f"time to first token, {prefix_len} tokens of prefix and {_SUFFIX_LEN} more"
-    columns = ["", "prefix uncached, ms", "prefix cached, ms", "cached / uncached"]
-    return Table(title, columns, [["minisgl", uncached * 1e3, cached * 1e3, cached / uncached]])
-
-
-def _race(ours: Generate, theirs: Generate, make_prompts: Callable[[], Prompts], output_len: int, repeat: int) -> _Race:
-    """Warm both up, then let them take turns; who begins alternates, so that neither always finds a warmer machine."""
+    Which engine begins alternates, so that neither always finds a warmer machine.
+    """
     warm_up = make_prompts()
     for generate in (ours, theirs):
         generate(warm_up, min(4, output_len))
-    race = _Race()
+    seconds: tuple[list[float], list[float]] = ([], [])
+    agreeing = 0
     for run in range(repeat):
         prompts = make_prompts()
         outputs = {}
-        for generate, seconds in ((ours, race.ours), (theirs, race.theirs))[:: 1 if run % 2 == 0 else -1]:
+        for generate, times in ((ours, seconds[0]), (theirs, seconds[1]))[:: 1 if run % 2 == 0 else -1]:
             start = time.perf_counter()
             outputs[generate] = generate(prompts, output_len)
-            seconds.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
             if any(len(tokens) != output_len for tokens in outputs[generate]):
                 raise AssertionError("an engine did not generate as many tokens as it was asked for")
-        race.agreeing += sum(a == b for a, b in zip(outputs[ours], outputs[theirs], strict=True))
-    return race
+        agreeing += sum(a == b for a, b in zip(outputs[ours], outputs[theirs], strict=True))
+    return seconds, agreeing
 
 
 def _minisgl(llm: LLM) -> Generate:
@@ -149,16 +119,10 @@ def _transformers(model: str) -> Generate:
 
     @torch.inference_mode()
     def generate(prompts: Prompts, output_len: int) -> list[list[int]]:
-        input_ids = torch.tensor(prompts)
-        tokens = hf.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            do_sample=False,
-            min_new_tokens=output_len,
-            max_new_tokens=output_len,
-            pad_token_id=0,
-        )
-        generated: list[list[int]] = tokens[:, input_ids.shape[1] :].tolist()
+        ids = torch.tensor(prompts)
+        lengths = {"min_new_tokens": output_len, "max_new_tokens": output_len}
+        tokens = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
+        generated: list[list[int]] = tokens[:, ids.shape[1] :].tolist()
         return generated
 
     return generate
@@ -167,7 +131,7 @@ def _transformers(model: str) -> Generate:
 def _time_to_first_token(
     llm: LLM, make_prompts: Callable[[int, int], Prompts], prefix_len: int, repeat: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of a prompt that nobody has seen, and of one that shares its prefix."""
+    """Seconds to the first token of a new prompt, and of one whose prefix is cached."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     uncached: list[float] = []
     cached: list[float] = []

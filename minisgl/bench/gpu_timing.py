@@ -1,4 +1,4 @@
-"""Times of GPU work without the host's share: what is timed is the replay of a CUDA graph."""
+"""Times of GPU work without the host's share: the replay of a CUDA graph is timed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from minisgl.errors import ConfigError
+
 Call = Callable[[], object]
 
 _CALLS_IN_GRAPH = 20
 _REPLAYS = 11
 
 
-def microseconds(calls: Sequence[Call]) -> float:
-    """Median time of one call.
+def require_cuda(benchmark: str) -> None:
+    """Raise `ConfigError` on a machine without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{benchmark}: times of GPU kernels need a CUDA device, and there is none here")
 
-    Calls are recorded one after the other in one graph, so that each is launched by the GPU itself when the one before
-    has ended.
+
+def microseconds(calls: Sequence[Call], before: Call | None = None) -> float:
+    """Median time of one call, when the GPU launches each as soon as the one before has ended.
 
     Args:
-        calls: the same work on different buffers, taking turns; enough of them that a buffer is no longer in the L2
-            cache when its turn comes again, where the work would not find it there in a model.
+        calls: the same work on different buffers, taking turns; as many as `buffers_needed` says, so that the L2 cache
+            holds no more of a buffer than it would in a model.
+        before: launched in front of each measurement, and not timed.
     """
-    for call in calls:  # whatever happens once, such as compiling, happens now
+    for call in calls:  # compiling and other first-time work happens now
         call()
     rounds = max(_CALLS_IN_GRAPH // len(calls), 1)
     graph = torch.cuda.CUDAGraph()
@@ -34,55 +40,57 @@ def microseconds(calls: Sequence[Call]) -> float:
             for call in calls:
                 call()
     graph.replay()
-    times: list[float] = []
-    for _ in range(_REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000 / (rounds * len(calls)))
-    return statistics.median(times)
+    return _median_micros(graph.replay, rounds * len(calls), before)
 
 
 def eager_microseconds(calls: Sequence[Call]) -> float:
-    """Median time of one call for work that cannot be recorded in a graph: the host's share is part of it."""
+    """Median time of one call of work that cannot be captured in a graph; the host's share is part of it."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return _median_micros(run, len(calls))
+
+
+def _median_micros(run: Call, calls: int, before: Call | None = None) -> float:
     times: list[float] = []
     for _ in range(_REPLAYS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if before is not None:
+            before()
         start.record()
-        for call in calls:
-            call()
+        run()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000 / len(calls))
+        times.append(start.elapsed_time(stop) * 1000 / calls)
     return statistics.median(times)
 
 
 def buffers_needed(bytes_moved: int) -> int:
-    """How many sets of buffers `microseconds` should turn through.
+    """How many sets of buffers `microseconds` should take turns through.
 
-    One, if a set takes no more than a quarter of the L2 cache: the activations of a decode step are found there in a
-    model too. Otherwise as many as take up twice the cache.
+    One, if a set takes at most a quarter of the L2 cache: a model finds the activations of a decode step there too.
+    Otherwise as many as take up twice the cache.
     """
     cache: int = torch.cuda.get_device_properties().L2_cache_size
     return 1 if bytes_moved <= cache // 4 else math.ceil(2 * cache / bytes_moved) + 1
 
 
 def launches(call: Call) -> int:
-    """Kernels, copies and fills that one call starts."""
+    """Number of kernels, copies and fills that one call starts."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in recorded.events() or [])
+    return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in profiler.events() or [])
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a kernel moves which reads a large tensor once and writes another, the two added up.
+    """Bytes read and written per second by a kernel that flips the signs of a large tensor.
 
-    The kernel flips signs. A plain copy is not launched as a kernel and is slower in a graph.
+    A plain copy is not launched as a kernel, and is slower in a graph.
     """
     source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)

@@ -3,91 +3,101 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch._inductor.exc import InductorError
 
-from minisgl.bench.experts import experts_table
-from minisgl.bench.gpu_timing import Call, buffers_needed, copy_bandwidth, microseconds
-from minisgl.bench.layer_stack import StackShape, layer_table
+from minisgl.bench.gpu_timing import (
+    Call,
+    buffers_needed,
+    copy_bandwidth,
+    eager_microseconds,
+    launches,
+    microseconds,
+    require_cuda,
+)
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.core import AttentionSpec
+from minisgl.core import AttentionSpec, Batch, DeviceBatch, ForwardContext, forward_context
 from minisgl.engine.logits_processors import keep_top, softmax_weights
 from minisgl.engine.random import draw
 from minisgl.engine.sampling_stages import RandomStage, TopStage
-from minisgl.errors import ConfigError
 from minisgl.kernels.activation import silu_and_mul
 from minisgl.kernels.norm import add_and_norm
 from minisgl.kernels.rope import rotate_and_store
 from minisgl.kernels.sampling import sample_tokens
 from minisgl.kernels.threshold import find_thresholds
 from minisgl.kvcache.kv_cache import KVCache
-from minisgl.layers import Attention, RMSNorm, RopeSettings, Rotary, rotate
+from minisgl.kvcache.paged_attention import PagedAttention
+from minisgl.layers import Attention, Experts, RMSNorm, RopeSettings, Rotary, rotate
 from minisgl.layers import silu_and_mul as plain_silu_and_mul
+from minisgl.layers.fused import FusedExperts
+from minisgl.models import ModelConfig, load_model
+from minisgl.models.decoder import CausalLM, Decoder
+from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
 
-SHAPES = (StackShape("0.6B", 1024, 16, 8, 3072), StackShape("14B", 5120, 40, 8, 17408))
-"""Those of Qwen3."""
+
+class LayerShape(NamedTuple):
+    """Sizes of a model's layers; heads are 128 wide."""
+
+    name: str
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+
+
+SHAPES = (LayerShape("0.6B", 1024, 16, 8, 3072), LayerShape("14B", 5120, 40, 8, 17408))  # of Qwen3
 _VOCAB = 151_936
 _HEAD_DIM = 128
 _EPS = 1e-6
 _DTYPE = torch.bfloat16
 _DEVICE = torch.device("cuda")
-_ONE_PASS = 0.75
-"""Share of the copy bandwidth that a kernel of one pass over a large tensor should reach."""
+_ONE_PASS = 0.75  # share of the copy bandwidth that a kernel of one pass over a large tensor should reach
+_NUM_EXPERTS, _TOP_K, _EXPERTS_HIDDEN, _EXPERTS_INTERMEDIATE = 128, 8, 2048, 768  # of Qwen3-30B-A3B
+_EXPERT_WEIGHTS = 3 * _EXPERTS_HIDDEN * _EXPERTS_INTERMEDIATE
+_SQUARE = 8192
+_LAYERS = 4
+_FUSIONS = tuple(name for name in LAYER_FUSIONS if name != "experts")  # these layers have none
+
+Plain = Callable[..., object]
+Calls = tuple[Call, Plain, tuple[object, ...]]
+"""The fused call on fresh random inputs, and the plain function with its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kernel on one shape.
-
-    Args:
-        kernel: its name.
-        shape: in words.
-        bytes_moved: everything that must be read once and written once.
-        calls: makes fresh random inputs, and returns the fused and the plain call on them.
-    """
+class KernelCase(NamedTuple):
+    """One kernel on one shape: its name, the shape in words, the bytes that must be read or written, once each, and a
+    function that makes inputs."""
 
     kernel: str
     shape: str
     bytes_moved: int
-    calls: Callable[[], tuple[Call, Callable[..., object], tuple[object, ...]]]
+    calls: Callable[[], Calls]
 
 
 def run_kernels(tokens: tuple[int, ...], repeat: int) -> Report:
-    """Every kernel on the shapes of two models, the experts of a third, then whole decoder layers.
-
-    Args:
-        tokens: numbers of tokens a step.
-        repeat: measurements of each, of which the fastest counts.
-
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("kernels: times of GPU kernels need a CUDA device, and there is none here")
+    """Every kernel on the shapes of two models, the experts of a third, then whole decoder layers."""
+    require_cuda("kernels")
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
         rows = [_measure(case, bandwidth, repeat) for case in _cases(tokens)]
-        experts = experts_table(tokens, bandwidth, repeat)
-        layers = [layer_table(shape, count, repeat) for shape in SHAPES for count in tokens if count <= 256]
+        experts = _experts_table(tokens, bandwidth, repeat)
+        layers = [_layer_table(shape, count, repeat) for shape in SHAPES for count in tokens if count <= 256]
     columns = ["kernel", "shape", "MB", "copied", "fused", "plain", "compiled"]
     largest = [row for row in rows if isinstance(row[2], float) and row[2] > 200]
     reached = min((float(row[3]) / float(row[4]) for row in largest), default=0.0)
+    title = f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s"
     return Report(
         "kernels",
         {"tokens": list(tokens), "repeat": repeat, "dtype": "bfloat16", "copy_bytes_per_second": bandwidth},
-        [
-            Table(f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s", columns, rows),
-            experts,
-            *layers,
-        ],
+        [Table(title, columns, rows), experts, *layers],
         [Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True)],
     )
 
 
-def _measure(case: Case, bandwidth: float, repeat: int) -> list[Cell]:
+def _measure(case: KernelCase, bandwidth: float, repeat: int) -> list[Cell]:
     torch._dynamo.reset()
     inputs = [case.calls() for _ in range(buffers_needed(case.bytes_moved))]
     compiled = torch.compile(inputs[0][1], dynamic=False)
@@ -101,12 +111,12 @@ def _measure(case: Case, bandwidth: float, repeat: int) -> list[Cell]:
         case.bytes_moved / 1e6,
         case.bytes_moved / bandwidth * 1e6,
         fastest([fused for fused, _, _ in inputs]),
-        fastest([_bind(plain, arguments) for _, plain, arguments in inputs]),
-        "fails" if _fails(compiled, inputs[0][2]) else fastest([_bind(compiled, args) for _, _, args in inputs]),
+        fastest([partial(plain, *arguments) for _, plain, arguments in inputs]),
+        "fails" if _fails(compiled, inputs[0][2]) else fastest([partial(compiled, *args) for _, _, args in inputs]),
     ]
 
 
-def _fails(compiled: Callable[..., object], arguments: tuple[object, ...]) -> bool:
+def _fails(compiled: Plain, arguments: tuple[object, ...]) -> bool:
     """Whether torch.compile has no code for it: that of PyTorch 2.11 fails on some running sums over a vocabulary."""
     allowed = logging.root.manager.disable
     logging.disable()  # a failure is an answer here, and no news for a reader of the notebook
@@ -119,11 +129,7 @@ def _fails(compiled: Callable[..., object], arguments: tuple[object, ...]) -> bo
     return False
 
 
-def _bind(function: Callable[..., object], arguments: tuple[object, ...]) -> Call:
-    return lambda: function(*arguments)
-
-
-def _cases(tokens: tuple[int, ...]) -> Iterator[Case]:
+def _cases(tokens: tuple[int, ...]) -> Iterator[KernelCase]:
     for shape in SHAPES:
         for count in tokens:
             yield _norm(shape, count)
@@ -144,21 +150,21 @@ def _integers(low: int, high: int, *size: int) -> torch.Tensor:
     return torch.randint(low, high, size, dtype=torch.int32, device=_DEVICE)
 
 
-def _norm(shape: StackShape, tokens: int) -> Case:
-    def calls() -> tuple[Call, Callable[..., object], tuple[object, ...]]:
+def _norm(shape: LayerShape, tokens: int) -> KernelCase:
+    def calls() -> Calls:
         norm = RMSNorm(shape.hidden_size, _EPS).to(_DEVICE, _DTYPE)
         norm.weight.fill_(1.0)
         x, residual = _random(tokens, shape.hidden_size), _random(tokens, shape.hidden_size)
         return lambda: add_and_norm(x, residual, norm.weight, _EPS), norm.add_and_norm, (x, residual)
 
     moved = 4 * tokens * shape.hidden_size * _DTYPE.itemsize
-    return Case("add + RMSNorm", f"{tokens} × {shape.hidden_size}", moved, calls)
+    return KernelCase("add + RMSNorm", f"{tokens} × {shape.hidden_size}", moved, calls)
 
 
-def _rope(shape: StackShape, tokens: int) -> Case:
+def _rope(shape: LayerShape, tokens: int) -> KernelCase:
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
 
-    def calls() -> tuple[Call, Callable[..., object], tuple[object, ...]]:
+    def calls() -> Calls:
         spec = AttentionSpec(0, num_heads, num_kv_heads, _HEAD_DIM, 1.0)
         layer = Attention(1, spec, qk_norm_eps=_EPS).to(_DEVICE, _DTYPE)
         for norm in (layer.q_norm, layer.k_norm):
@@ -185,20 +191,20 @@ def _rope(shape: StackShape, tokens: int) -> Case:
         return fused, plain, (qkv,)
 
     moved = 2 * tokens * (num_heads + 2 * num_kv_heads) * _HEAD_DIM * _DTYPE.itemsize
-    return Case("RoPE + store", f"{tokens} × {num_heads + 2 * num_kv_heads} heads", moved, calls)
+    return KernelCase("RoPE + store", f"{tokens} × {num_heads + 2 * num_kv_heads} heads", moved, calls)
 
 
-def _activation(shape: StackShape, tokens: int) -> Case:
-    def calls() -> tuple[Call, Callable[..., object], tuple[object, ...]]:
+def _activation(shape: LayerShape, tokens: int) -> KernelCase:
+    def calls() -> Calls:
         gate_up = _random(tokens, 2 * shape.intermediate_size)
         return lambda: silu_and_mul(gate_up), plain_silu_and_mul, (gate_up,)
 
     moved = 3 * tokens * shape.intermediate_size * _DTYPE.itemsize
-    return Case("SiLU·mul", f"{tokens} × {shape.intermediate_size}", moved, calls)
+    return KernelCase("SiLU·mul", f"{tokens} × {shape.intermediate_size}", moved, calls)
 
 
-def _sampling(rows: int, temperature: float) -> Case:
-    def calls() -> tuple[Call, Callable[..., object], tuple[object, ...]]:
+def _sampling(rows: int, temperature: float) -> KernelCase:
+    def calls() -> Calls:
         logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
         keys = _integers(-(2**31), 2**31, 2, rows)
         stage = RandomStage(torch.full((rows,), temperature, device=_DEVICE), *keys) if temperature else None
@@ -213,19 +219,19 @@ def _sampling(rows: int, temperature: float) -> Case:
         return lambda: sample_tokens(logits, stage, out), plain, (logits,)
 
     name = "random sample" if temperature else "greedy sample"
-    return Case(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
+    return KernelCase(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
 
 
-def _top_sampling(rows: int, top_k: int) -> Case:
+def _top_sampling(rows: int, top_k: int) -> KernelCase:
     """Top-p 0.9 of what top-k leaves, in every row.
 
-    Logits are read from memory twice: once for the maxima of the chunks, once by the draw. In between one program a row
-    searches. With top-k 50 it makes about ten passes over 50 chunks of 128 tokens, predicted for an H200: 40 µs in all
-    for one row and 130 for 256. Without top-k, logits as flat as these are the worst case: top-p leaves three fifths of
-    the vocabulary, and about six passes take the whole row, 55 µs each; predicted: 350 µs for one row and 750 for 256.
+    Logits are read from memory twice: for the maxima of the chunks, and for the draw. In between one program a row
+    searches, in about ten passes over 50 chunks of 128 tokens with top-k 50: predicted for an H200, 40 µs for one row
+    and 130 for 256. Without top-k, logits as flat as these are the worst case, about six passes over the whole row:
+    predicted, 350 µs for one row and 750 for 256.
     """
 
-    def calls() -> tuple[Call, Callable[..., object], tuple[object, ...]]:
+    def calls() -> Calls:
         logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
         stage = RandomStage(torch.ones(rows, device=_DEVICE), *_integers(-(2**31), 2**31, 2, rows))
         of_rows = torch.arange(rows, dtype=torch.int32, device=_DEVICE)
@@ -242,4 +248,135 @@ def _top_sampling(rows: int, top_k: int) -> Case:
         return fused, plain, (logits,)
 
     name = "top-p sample" if top_k == _VOCAB else f"top-k {top_k}, top-p sample"
-    return Case(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
+    return KernelCase(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
+
+
+def _experts_table(tokens: tuple[int, ...], bandwidth: float, repeat: int) -> Table:
+    """Time of one layer's experts without the router, with experts chosen at random.
+
+    The limit is the longer of reading the weights of all chosen experts, and multiplying. The plain layer waits for the
+    device, so it is launched kernel by kernel, and its time includes its launches and its wait.
+    """
+    plain = Experts(_NUM_EXPERTS, _EXPERTS_HIDDEN, _EXPERTS_INTERMEDIATE).to(_DEVICE, _DTYPE)
+    for parameter in plain.parameters():
+        parameter.normal_(std=0.02)
+    fused = FusedExperts(plain)
+    flops_per_second = _matrix_speed()
+    rows: list[list[Cell]] = []
+    for count in tokens:
+        inputs = list(_expert_inputs(count))
+        touched = int(inputs[0][1].unique().numel()) * _EXPERT_WEIGHTS * _DTYPE.itemsize
+        limit = max(touched / bandwidth, count * _TOP_K * 2 * _EXPERT_WEIGHTS / flops_per_second) * 1e6
+        fused_calls: list[Call] = [partial(fused, *each) for each in inputs]
+        plain_calls: list[Call] = [partial(plain, *each) for each in inputs]
+        fused_time = min(microseconds(fused_calls) for _ in range(repeat))
+        plain_time = min(eager_microseconds(plain_calls) for _ in range(repeat))
+        rows.append([count, touched / 1e6, limit, fused_time, plain_time])
+    speeds = f"{bandwidth / 1e12:.2f} TB/s, {flops_per_second / 1e12:.0f} TFLOP/s"
+    title = f"{_TOP_K} of {_NUM_EXPERTS} experts a token, µs, and the limit at {speeds}"
+    return Table(title, ["tokens", "MB of weights", "limit", "fused", "plain"], rows)
+
+
+def _matrix_speed() -> float:
+    """Operations a second in a product of two large random matrices."""
+    left, right = _random(_SQUARE, _SQUARE), _random(_SQUARE, _SQUARE)
+    return 2 * _SQUARE**3 / (microseconds([lambda: left @ right]) * 1e-6)
+
+
+def _expert_inputs(tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tokens, experts and weights; enough sets that a set's weights have left the cache when its turn comes again."""
+    one_expert = _EXPERT_WEIGHTS * _DTYPE.itemsize
+    for _ in range(buffers_needed(min(tokens * _TOP_K, _NUM_EXPERTS) * one_expert)):
+        x = _random(tokens, _EXPERTS_HIDDEN)
+        probs = torch.randn(tokens, _NUM_EXPERTS, device=_DEVICE).softmax(-1)
+        weights, experts = probs.topk(_TOP_K)
+        yield x, experts, weights.to(_DTYPE)
+
+
+class StoreOnly(PagedAttention):
+    """Writes keys and values and attends to nothing: attention has its own benchmark."""
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
+        self.inputs = inputs
+        return None
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        return q
+
+
+def _layer_table(shape: LayerShape, tokens: int, repeat: int) -> Table:
+    """Time and launches of one layer in a decode step of ``tokens`` rows: plain, with each fusion, and compiled.
+
+    A layer is the difference between a stack and one of half its height, divided by the layers between them.
+    """
+    rows: list[list[Cell]] = []
+    choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in _FUSIONS)]
+    for name, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
+        model = _stack(shape)
+        fuse_layers(model, fusions)
+        compiled = name == "torch.compile"
+        whole, half = (_layers_call(model.model, shape, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
+        times = [min(microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
+        counts = [launches(call) for call in (whole, half)]
+        between = _LAYERS - _LAYERS // 2
+        rows.append([name, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between])
+    title = f"one layer of Qwen3-{shape.name} but for attention, {tokens} tokens"
+    return Table(title, ["", "µs", "launches"], rows)
+
+
+def _stack(shape: LayerShape) -> CausalLM:
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        hidden_size=shape.hidden_size,
+        num_layers=_LAYERS,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=_HEAD_DIM,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=1024,
+        max_position_embeddings=4096,
+        rms_norm_eps=_EPS,
+        rope=RopeSettings(),
+        sliding_windows=(None,) * _LAYERS,
+        tie_word_embeddings=True,
+        dtype=_DTYPE,
+        qk_norm=True,
+    )
+    model = load_model("", config, config.dtype, _DEVICE, "dummy")
+    assert isinstance(model, CausalLM)
+    return model
+
+
+def _layers_call(decoder: Decoder, shape: LayerShape, tokens: int, compiled: bool, layers: int) -> Call:
+    """A call that feeds one token a row through the first ``layers`` layers of ``decoder``."""
+    rows = torch.arange(tokens, dtype=torch.int32, device=_DEVICE)
+    inputs = DeviceBatch(
+        input_ids=rows % 1024,
+        positions=rows % 4096,
+        out_locs=rows,
+        slots=rows,
+        seq_lens=rows % 4096 + 1,
+        cu_seqlens_q=torch.arange(tokens + 1, dtype=torch.int32, device=_DEVICE),
+        page_table=rows[:, None],
+        logit_rows=rows,
+    )
+    backend = StoreOnly(KVCache(_LAYERS, shape.num_kv_heads, _HEAD_DIM, tokens, 1, _DTYPE, _DEVICE))
+    backend.inputs = inputs
+
+    def forward() -> torch.Tensor:
+        x: torch.Tensor = decoder.embed_tokens(inputs.input_ids)
+        rotation = decoder.rotary(inputs.positions, x.dtype)
+        residual = None
+        for layer in decoder.layers[:layers]:
+            x, residual = layer(x, residual, rotation)
+        return x
+
+    torch._dynamo.reset()
+    run = torch.compile(forward, dynamic=False) if compiled else forward
+
+    def step() -> torch.Tensor:
+        # Each layer is compiled on its own, because its index is a constant of its code.
+        with forward_context(ForwardContext(inputs, backend)), torch._dynamo.config.patch(recompile_limit=64):
+            return run()
+
+    return step

@@ -1,24 +1,26 @@
-"""Throughput and latency of whole workloads on one device, and how long an engine takes to its first token."""
+"""Whole workloads on one device: how fast they run, what each optimisation buys, and where the time goes."""
 
 from __future__ import annotations
 
-import gc
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.bench.shapes import model_dir
-from minisgl.bench.workloads import WORKLOADS, run_workload, warm_up
+from minisgl.bench.workloads import WORKLOADS, make_engine, measure_workloads, model_dir, run_workload
 from minisgl.llm import LLM
+from minisgl.trace import DEVICE, HOST, Trace
 
 TARGETS: dict[tuple[str, str], float] = {
     ("Qwen3-0.6B", "mixed"): 27_000,
@@ -27,22 +29,35 @@ TARGETS: dict[tuple[str, str], float] = {
     ("Qwen3-14B", "mixed"): 6_600,
     ("Qwen3-14B", "bs1"): 7.9,
 }
-"""What was aimed at on one H200 in bfloat16, in the workload's unit."""
+"""On one H200 in bfloat16, in the workload's unit."""
 _START_TARGETS = {"cached": 12.0, "cold": 120.0}
+ALL_OFF: dict[str, Any] = {
+    "prefill_attention": "triton",
+    "decode_attention": "triton",
+    "enforce_eager": True,
+    "fusions": (),
+    "sampler": "default",
+    "overlap": False,
+}
+LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("paged attention kernels, all else plain PyTorch", {}),
+    ("+ CUDA graphs", {"enforce_eager": False}),
+    ("+ fused norm, rope and activation", {"fusions": ("norm", "rope", "activation")}),
+    ("+ fused sampler", {"sampler": "triton"}),
+    ("+ single-token decoder", {"fusions": ("norm", "rope", "activation", "single-token")}),
+    ("+ overlap", {"overlap": True}),
+    ("+ shared prefixes read once", {"prefill_attention": "cascade", "decode_attention": "cascade"}),
+)
+"""Each line adds its options to `ALL_OFF` and those of the lines above."""
+_REFERENCE = Path("benchmarks", "reference", "h200.json")
+_KERNEL_ROWS = 25
+_NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
 
 
 def run_offline(
     models: Sequence[str], workloads: Sequence[str], repeat: int, options: Mapping[str, Any], start: bool = False
 ) -> Report:
-    """Every workload on every model.
-
-    Args:
-        models: names from `SHAPES`, which get random weights, or what `minisgl.LLM` takes.
-        workloads: names from `WORKLOADS`.
-        repeat: runs of each, with new prompts; the median counts.
-        options: of `minisgl.LLM`.
-        start: also measure the time from an empty process to the first token, for the first model.
-    """
+    """Every workload on every model."""
     rows: list[list[Cell]] = []
     starts: list[list[Cell]] = []
     targets: list[Target] = []
@@ -51,19 +66,14 @@ def run_offline(
         if start:
             starts = _starts(models[0], model_dir(models[0], Path(root)), options, targets)
         for model in models:
-            llm = make_engine(model_dir(model, Path(root)), model, options)
-            for name in workloads:
-                workload = WORKLOADS[name]
-                values = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
-                samples[f"{model} {name}, {workload.unit}"] = values
-                rows.append([model, name, statistics.median(values), min(values), max(values), workload.unit])
+            measured = measure_workloads(model_dir(model, Path(root)), model, options, workloads, repeat)
+            for name, values in measured.items():
+                workload, median = WORKLOADS[name], statistics.median(values)
+                title = f"{model} {name}, {workload.unit}"
+                samples[title] = values
+                rows.append([model, name, median, min(values), max(values), workload.unit])
                 if (model, name) in TARGETS and torch.cuda.is_available():
-                    aim = TARGETS[model, name]
-                    title = f"{model} {name}, {workload.unit}"
-                    targets.append(Target(title, statistics.median(values), aim, workload.more_is_better))
-            del llm
-            gc.collect()
-            torch.cuda.empty_cache()
+                    targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
     tables = [Table("workloads", ["model", "workload", "median", "least", "most", "unit"], rows)]
     if starts:
         tables.append(Table("from an empty process to the first token", ["model", "kernels", "s"], starts))
@@ -71,22 +81,14 @@ def run_offline(
     return Report("offline", {"options": dict(options), "workloads": summaries}, tables, targets, samples)
 
 
-def make_engine(path: str, model: str, options: Mapping[str, Any]) -> LLM:
-    """An engine for the workloads, warmed up: sequences of up to 4,096 tokens, and random weights for a shape."""
-    dummy = {"load_format": "dummy"} if path != model else {}
-    llm = LLM(path, **{"max_seq_len": 4096, **dummy, **options})
-    warm_up(llm)
-    return llm
-
-
 def _starts(model: str, path: str, options: Mapping[str, Any], targets: list[Target]) -> list[list[Cell]]:
-    """Seconds to the first token, in processes of their own: with no compiled kernel anywhere, then with all."""
+    """Seconds to the first token in a new process: first without any compiled kernel, then with all of them."""
     rows: list[list[Cell]] = []
+    code = f"from minisgl.bench.workloads import make_engine; make_engine({path!r}, {model!r}, {dict(options)!r})"
     with tempfile.TemporaryDirectory() as cache:
         folders = {name: f"{cache}/{name}" for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")}
         for kernels in ("cold", "cached"):
             begin = time.perf_counter()
-            code = f"from minisgl.bench.offline import make_engine; make_engine({path!r}, {model!r}, {dict(options)!r})"
             subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **folders})
             seconds = time.perf_counter() - begin
             rows.append([model, kernels, seconds])
@@ -94,3 +96,86 @@ def _starts(model: str, path: str, options: Mapping[str, Any], targets: list[Tar
                 title = f"{model} first token, kernels {kernels}, s"
                 targets.append(Target(title, seconds, _START_TARGETS[kernels], at_least=False))
     return rows
+
+
+def run_compare(model: str, workloads: Sequence[str], repeat: int) -> Report:
+    """Every workload with the optimisations of `LADDER` switched on one by one, beside other engines' results."""
+    rows: list[list[Cell]] = []
+    samples: dict[str, list[float]] = {}
+    options = dict(ALL_OFF)
+    with tempfile.TemporaryDirectory() as root:
+        path = model_dir(model, Path(root))
+        for label, added in LADDER:
+            options |= added
+            values = measure_workloads(path, model, options, workloads, repeat)
+            samples |= {f"{label}: {name}": values[name] for name in workloads}
+            rows.append([label, *(statistics.median(values[name]) for name in workloads)])
+    columns = ["", *(f"{name}, {WORKLOADS[name].unit}" for name in workloads)]
+    tables = [Table(f"{model}, one optimisation after another", columns, rows)]
+    if _REFERENCE.exists():
+        reference = json.loads(_REFERENCE.read_text(encoding="utf-8"))
+        results = {engine["name"]: engine["results"].get(model) for engine in reference["engines"]}
+        others = [[name, *(found.get(each, "–") for each in workloads)] for name, found in results.items() if found]
+        tables.append(Table(f"other engines, {reference['hardware']}, {reference['date']}", columns, others))
+    return Report("compare", {"model": model, "ladder": [label for label, _ in LADDER]}, tables, [], samples)
+
+
+def run_profile(model: str, work: str, options: Mapping[str, Any], trace: Path | None) -> Report:
+    """Run a workload under `minisgl.trace`, and again under PyTorch's profiler."""
+    with tempfile.TemporaryDirectory() as root:
+        llm = make_engine(model_dir(model, Path(root)), model, options)
+    with llm.trace() as recording:
+        run_workload(llm, WORKLOADS[work], seed=1)
+    if trace is not None:
+        recording.export(trace)
+    title = f"{model} {work}"
+    summary = recording.summary()
+    targets = [Target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False)]
+    if summary.gpu_idle is not None:
+        idle = summary.gpu_idle * 100
+        targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
+    settings = {"model": model, "workload": work, "options": dict(options)}
+    return Report("profile", settings, [_step_table(title, recording), _kernel_table(title, llm, work)], targets)
+
+
+def _step_table(title: str, trace: Trace) -> Table:
+    """Kinds of steps: how many there were, and how long the device and the host took for one."""
+    device: dict[int, tuple[str, float]] = {}
+    host: defaultdict[int, float] = defaultdict(float)
+    for event in trace.events:
+        step = event.args.get("step")
+        if step is None or event.duration is None:
+            continue
+        if event.track == DEVICE:
+            device[step] = event.name, event.duration
+        elif event.track == HOST and event.name != "wait":
+            host[step] += event.duration
+    rows: list[list[Cell]] = []
+    for kind in sorted({kind for kind, _ in device.values()}):
+        steps = [step for step, (name, _) in device.items() if name == kind]
+        on_device = [device[step][1] * 1e3 for step in steps]
+        on_host = [host[step] * 1e3 for step in steps]
+        rows.append([kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host)])
+    columns = ["step", "number", "device, ms in all", "device, median ms", "host, median ms"]
+    return Table(f"{title}: steps", columns, rows)
+
+
+def _kernel_table(title: str, llm: LLM, workload: str) -> Table:
+    """Kernels of the device (PyTorch's operators on a CPU), the most expensive first."""
+    on_cuda = llm.engine.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
+        run_workload(llm, WORKLOADS[workload], seed=2)
+        if on_cuda:
+            torch.cuda.synchronize()
+    times = [
+        (entry.self_device_time_total if on_cuda else entry.self_cpu_time_total, entry.count, entry.key)
+        for entry in profiler.key_averages()
+    ]
+    total = sum(micros for micros, _, _ in times)
+    rows: list[list[Cell]] = [
+        [name[:_NAME_LENGTH], count, micros / 1e3, micros / count, 100 * micros / total]
+        for micros, count, name in sorted(times, reverse=True)[:_KERNEL_ROWS]
+        if micros > 0
+    ]
+    return Table(f"{title}: kernels", ["kernel", "launches", "ms in all", "µs each", "% of the time"], rows)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.shapes import model_dir
-from minisgl.bench.workloads import WORKLOADS, warm_up
+from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, model_dir
 from minisgl.core.request import FinishReason, Request
 from minisgl.core.sampling_params import SamplingParams
 from minisgl.core.table import RunningTable
@@ -27,16 +24,9 @@ from minisgl.scheduler import KVMemory, Policies, Scheduler
 _REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way of letting requests in.
-
-    Args:
-        label: of its line in the table.
-        admission: name of the admission policy.
-        prefix_cache: name of the prefix cache.
-        knows: True if ``max_tokens`` is the length of the answer, which nobody knows in earnest.
-    """
+class AdmissionCase(NamedTuple):
+    """An admission policy and a prefix cache, by name; with ``knows``, ``max_tokens`` is the length of the answer,
+    which no real server knows."""
 
     label: str
     admission: str
@@ -44,81 +34,56 @@ class Way:
     knows: bool = False
 
 
-WAYS = (
-    Way("reserve", "reserve", "radix"),
-    Way("reserve, every length known", "reserve", "radix", knows=True),
-    Way("optimistic", "optimistic", "radix"),
-    Way("optimistic, no prefix cache", "optimistic", "none"),
+CASES = (
+    AdmissionCase("reserve", "reserve", "radix"),
+    AdmissionCase("reserve, every length known", "reserve", "radix", knows=True),
+    AdmissionCase("optimistic", "optimistic", "radix"),
+    AdmissionCase("optimistic, no prefix cache", "optimistic", "none"),
 )
 
 
 def run_preemption(
     models: Sequence[str], pool_tokens: int, lengths: Sequence[int], requests: int, options: Mapping[str, Any]
 ) -> Report:
-    """The first model under memory pressure; and for all, what it takes to bring a request's keys and values back.
-
-    Args:
-        models: names from `SHAPES`, which get random weights, or what `minisgl.LLM` takes.
-        pool_tokens: tokens that the KV cache holds while requests compete for it.
-        lengths: of requests that are brought back, in tokens.
-        requests: how many compete, taken from the workload ``mixed``.
-        options: of `minisgl.LLM`.
-    """
+    """The first model under memory pressure; and for all, what it takes to bring a request's keys and values back."""
     back: list[list[Cell]] = []
     with tempfile.TemporaryDirectory() as root:
         paths = {model: model_dir(model, Path(root)) for model in models}
         pressure = _under_pressure(models[0], paths[models[0]], pool_tokens, requests, options)
         for model in models:
             back += _bring_back(model, paths[model], lengths, options)
+    columns = ["admission", "output tokens/s", "rows of a decode step, mean", "preemptions", "tokens computed again"]
+    columns += ["first token, median s", "longest pause, s"]
     copies = ["copied back piece by piece, ms", "in one copy, ms", "copied out in one copy, ms"]
     tables = [
-        Table(
-            f"{models[0]}, {requests} requests in memory for {pool_tokens:,} tokens",
-            [
-                "admission",
-                "output tokens/s",
-                "rows of a decode step, mean",
-                "preemptions",
-                "tokens computed again",
-                "first token, median s",
-                "longest pause, s",
-            ],
-            pressure,
-        ),
+        Table(f"{models[0]}, {requests} requests in memory for {pool_tokens:,} tokens", columns, pressure),
         Table("bringing a request back", ["model", "tokens", "MB", "computed again, ms", *copies], back),
     ]
-    return Report("preemption", {"options": dict(options), "workload": WORKLOADS["mixed"].summary}, tables, [])
-
-
-# -- memory pressure -----------------------------------------------------------------------------------------------
+    return Report("preemption", {"options": dict(options), "workload": WORKLOADS["mixed"].summary}, tables)
 
 
 def _under_pressure(
     model: str, path: str, pool_tokens: int, requests: int, options: Mapping[str, Any]
 ) -> list[list[Cell]]:
-    page_size = options.get("page_size", 16)
-    dummy = {"load_format": "dummy"} if path != model else {}
-    sizes = {"num_pages": pool_tokens // page_size, "max_seq_len": 4096, "max_running_requests": min(requests, 128)}
-    llm = LLM(path, **{**sizes, **dummy, **options})
-    warm_up(llm)
+    sizes = {"num_pages": pool_tokens // options.get("page_size", 16), "max_running_requests": min(requests, 128)}
+    llm = make_engine(path, model, {**sizes, **options})
     work = list(zip(*WORKLOADS["mixed"].requests(0, llm.model_config.vocab_size), strict=True))[:requests]
-    _compete(llm, WAYS[-1], work[: requests // 8 + 1])  # compiles what is left to compile
-    rows = [[way.label, *_compete(llm, way, work)] for way in WAYS]
+    _compete(llm, CASES[-1], work[: requests // 8 + 1])  # compiles what is left to compile
+    rows = [[case.label, *_compete(llm, case, work)] for case in CASES]
     del llm
-    gc.collect()
+    free_memory()
     return rows
 
 
-def _compete(llm: LLM, way: Way, work: Sequence[tuple[list[int], SamplingParams]]) -> list[Cell]:
-    """Serve all requests, which arrive at once, with an empty memory and this way of letting them in."""
-    _renew(llm, way)
+def _compete(llm: LLM, case: AdmissionCase, work: Sequence[tuple[list[int], SamplingParams]]) -> list[Cell]:
+    """Serve all requests, which arrive at once, with an empty memory and this admission policy."""
+    _renew(llm, case)
     wanted = [each.max_tokens or 0 for _, each in work]
     most = max(wanted)
     found: list[Request] = []
     for (prompt, _), length in zip(work, wanted, strict=True):
-        asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length if way.knows else most)
-        request = llm.prepare(prompt, asked, streaming=True)[0].request
-        found.append(request)
+        asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length if case.knows else most)
+        found.append(llm.prepare(prompt, asked, streaming=True)[0].request)
     targets = {request.uid: length for request, length in zip(found, wanted, strict=True)}
     times: dict[int, list[float]] = {request.uid: [] for request in found}
     scheduler, fed = llm.scheduler, 0
@@ -149,18 +114,14 @@ def _compete(llm: LLM, way: Way, work: Sequence[tuple[list[int], SamplingParams]
     ]
 
 
-def _renew(llm: LLM, way: Way) -> None:
+def _renew(llm: LLM, case: AdmissionCase) -> None:
     """Give the engine a scheduler with an empty memory and other policies."""
     table = RunningTable(llm.config.max_running_requests, llm.max_seq_len)
-    cache = select_prefix_cache(way.prefix_cache)(llm.config.page_size)
+    cache = select_prefix_cache(case.prefix_cache)(llm.config.page_size)
     memory = KVMemory(llm.engine.num_pages, table, cache)
-    llm.scheduler = Scheduler(
-        table, memory, Policies.named(admission_policy=way.admission), llm.config.max_prefill_tokens
-    )
+    policies = Policies.named(admission_policy=case.admission)
+    llm.scheduler = Scheduler(table, memory, policies, llm.config.max_prefill_tokens)
     llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
-
-
-# -- bringing a request back -----------------------------------------------------------------------------------------
 
 
 def _bring_back(model: str, path: str, lengths: Sequence[int], options: Mapping[str, Any]) -> list[list[Cell]]:
@@ -171,14 +132,14 @@ def _bring_back(model: str, path: str, lengths: Sequence[int], options: Mapping[
     llm = LLM(path, **{**defaults, **options})
     rows: list[list[Cell]] = []
     for length in lengths:
-        computed = _computing(llm, length)
+        computed = _prefill_milliseconds(llm, length)
         rows.append([model, length, length / page_size * llm.engine.page_bytes / 1e6, computed, *_copying(llm, length)])
     del llm
-    gc.collect()
+    free_memory()
     return rows
 
 
-def _computing(llm: LLM, length: int) -> float:
+def _prefill_milliseconds(llm: LLM, length: int) -> float:
     """Milliseconds to prefill so many tokens and to sample the next, alone on the device."""
     prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
     one = SamplingParams(temperature=0.0, max_tokens=1)
@@ -188,8 +149,8 @@ def _computing(llm: LLM, length: int) -> float:
 def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
     """Milliseconds to copy the pages of so many tokens: in by pieces, in at once, out at once.
 
-    A page is not one piece of memory: it has a place in the keys and one in the values of every layer. *At once* goes
-    through a buffer on the device, from which the pieces are scattered, or into which they are gathered.
+    A page is not contiguous: it has a place in the keys and one in the values of every layer. *At once* goes through a
+    buffer on the device, from which the pieces are scattered, or into which they are gathered.
     """
     cache, device = llm.engine.kv_cache, llm.engine.device
     count = length // cache.page_size

@@ -1,4 +1,4 @@
-"""What every benchmark hands back: tables, targets met or missed, and where the numbers come from."""
+"""What every benchmark returns: tables, targets met or missed, and where the numbers come from."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ Cell = str | int | float
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of results, the same on the screen and in the file.
-
-    Args:
-        title: what is measured.
-        columns: headings, units included.
-        rows: one cell a column; the first names the row.
-    """
+    """A table of results: headings with units, and one cell a column; the first cell names the row."""
 
     title: str
     columns: Sequence[str]
@@ -41,14 +35,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A number that was set before measuring.
-
-    Args:
-        name: what it is about.
-        value: what was measured.
-        limit: what was aimed at, in the same unit.
-        at_least: True if more is better.
-    """
+    """A goal that was set before measuring; ``value`` and ``limit`` have the same unit."""
 
     name: str
     value: float
@@ -66,46 +53,35 @@ class Target:
 
     @property
     def aim(self) -> str:
-        """The limit in words."""
-        return f"{'at least' if self.at_least else 'at most'} {_shown(self.limit)}"
+        return f"{'at least' if self.at_least else 'at most'} {_format(self.limit)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of one benchmark.
+    """The outcome of one benchmark."""
 
-    Args:
-        benchmark: its name.
-        settings: what was run, so that somebody else can run it again.
-        tables: results.
-        targets: goals.
-        samples: the single measurements behind the medians, by name, where they are few.
-        traces: of some of the steps, by name.
-    """
-
-    benchmark: str
-    settings: dict[str, Any]
-    tables: Sequence[Table]
-    targets: Sequence[Target]
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    traces: Mapping[str, Trace] = field(default_factory=dict)
+    benchmark: str  # its name
+    settings: dict[str, Any]  # what is needed to run it again
+    tables: Sequence[Table]  # results and goals
+    targets: Sequence[Target] = ()
+    samples: dict[str, list[float]] = field(default_factory=dict)  # the single measurements behind the medians, by name
+    traces: Mapping[str, Trace] = field(default_factory=dict)  # of some of the steps, by name
 
     def show(self, console: Console) -> None:
         """Print the tables, and the targets as the last of them."""
-        targets = [[target.name, _shown(target.value), target.aim, target.verdict] for target in self.targets]
+        targets = [[target.name, _format(target.value), target.aim, target.verdict] for target in self.targets]
         for table in [*self.tables, Table("targets", ["", "measured", "target", ""], targets)]:
+            drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+            for index, column in enumerate(table.columns):
+                drawn.add_column(column, justify="left" if index == 0 else "right")
+            for row in table.rows:
+                drawn.add_row(*map(_format, row))
             console.print()
-            console.print(_drawn(table))
+            console.print(drawn)
 
     def write(self, path: Path, command: str, load_average: float) -> None:
-        """Write everything as JSON, together with machine, versions, date and commit, and each trace beside it.
-
-        Args:
-            path: of the file, such as ``overlap.json``; its directory is made if it is missing. The trace ``on`` goes
-                to ``trace-overlap-on.json``.
-            command: what was typed.
-            load_average: processes that wanted to run in the minute before; other people's work makes numbers worse.
-        """
+        """Write everything as JSON, with the command that was typed, the load average of the machine before it ran,
+        machine, versions, date and commit. The trace ``on`` of ``overlap.json`` goes to ``trace-overlap-on.json``."""
         about = {
             "benchmark": self.benchmark,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,44 +106,34 @@ class Report:
             trace.export(path.with_name(f"trace-{path.stem}-{name}.json"), about)
 
 
-def _drawn(table: Table) -> RichTable:
-    drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(table.columns):
-        drawn.add_column(column, justify="left" if index == 0 else "right")
-    for row in table.rows:
-        drawn.add_row(*(_shown(cell) for cell in row))
-    return drawn
-
-
-def _shown(cell: Cell) -> str:
-    """Floats with three significant digits, or all digits before the point."""
+def _format(cell: Cell) -> str:
+    """Write floats with three significant digits, or all digits before the point."""
     if not isinstance(cell, float):
         return str(cell)
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:#.3g}".rstrip(".")
 
 
+def _output_of(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def _hardware() -> dict[str, Any]:
-    return {
+    """CPU and memory, and the first CUDA device if there is one."""
+    hardware = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total_memory(torch.device("cpu")),
         "system": platform.platform(),
-        **_gpu(),
     }
-
-
-def _gpu() -> dict[str, Any]:
-    """The first CUDA device; nothing where there is none."""
-    if not torch.cuda.is_available():
-        return {}
-    properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
-    return {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "driver": driver}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        hardware |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "driver": driver or "unknown"}
+    return hardware
 
 
 def _cpu_name() -> str:
@@ -186,25 +152,16 @@ def _versions() -> dict[str, str]:
     if torch.cuda.is_available():
         packages += ["triton", "flashinfer-python"]
         versions["cuda"] = str(torch.version.cuda)
-    return versions | {name: _version(name) for name in packages}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source tree; the commit tells which
-        return "not installed"
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # run from a source tree; the commit tells which
+            versions[package] = "not installed"
+    return versions
 
 
 def _commit() -> dict[str, Any]:
     """The commit of the source tree, and whether files differ from it; both None outside of a checkout."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    status = git("status", "--porcelain", "--", ".")
-    return {"commit": git("rev-parse", "HEAD"), "modified": None if status is None else bool(status)}
+    git = ("git", "-C", str(Path(__file__).parent.parent))
+    status = _output_of(*git, "status", "--porcelain", "--", ".")
+    return {"commit": _output_of(*git, "rev-parse", "HEAD"), "modified": None if status is None else bool(status)}

@@ -1,6 +1,6 @@
-"""What a step takes at least: its bytes at the memory's speed or its operations at the arithmetic's, part by part.
+"""The least time that a step takes: its bytes at the memory's speed, or its operations at the arithmetic's.
 
-The model is the roofline of Williams, Waterman and Patterson (2009), with one more number for what small kernels cost.
+The roofline model of Williams, Waterman and Patterson (2009), with a fixed cost for each kernel added.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from minisgl.models import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something that a device has to do.
-
-    Args:
-        name: what it is.
-        bytes: that must be moved, each once.
-        flops: multiplications and additions.
-        kernels: it is done in.
-    """
+    """Bytes to move (each once), floating-point operations, and the number of kernels that do it."""
 
     name: str
     bytes: int
@@ -32,54 +25,40 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Operations a byte."""
+        """Operations per byte."""
         return self.flops / self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device in three numbers.
+    """A device in three numbers."""
 
-    Args:
-        name: of the device.
-        bytes_per_second: that a copy moves, read and written ones added up.
-        flops_per_second: of a large matrix product.
-        kernel_seconds: that a kernel takes beyond its bytes and operations: to start, to fill the device and drain it.
-    """
-
-    name: str
-    bytes_per_second: float
-    flops_per_second: float
-    kernel_seconds: float = 0.0
+    name: str  # of the device
+    bytes_per_second: float  # that a copy moves, reads and writes added up
+    flops_per_second: float  # of a large matrix product
+    kernel_seconds: float = 0.0  # beyond bytes and operations: to start a kernel, to fill the device and drain it
 
     @property
     def ridge(self) -> float:
-        """Operations a byte at which moving and computing take equally long."""
+        """Operations per byte at which moving and computing take equally long."""
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, work: Work) -> float:
-        """The longer of moving and computing, and what the kernels cost on top."""
+        """The longer of moving and computing, plus the cost of the kernels."""
         longest = max(work.bytes / self.bytes_per_second, work.flops / self.flops_per_second)
         return longest + work.kernels * self.kernel_seconds
 
 
-H200 = Machine("NVIDIA H200", 4.3e12, 790e12)
-"""In bfloat16: a large copy, as the benchmarks measure it, and a large matrix product."""
+H200 = Machine("NVIDIA H200", 4.3e12, 790e12)  # in bfloat16, as the benchmarks measure a large copy and matrix product
 
 
 def step_work(model: ModelConfig, batch: Batch, kv_tokens: int | None = None) -> tuple[Work, Work, Work]:
-    """The work of one step of a dense decoder: its layers' matrices, attention, and the scores of the vocabulary.
+    """The work of one step of a dense decoder: the layers' matrices, attention, and the scores of the vocabulary.
 
-    Weights are counted once, keys and values of each row once, and activations not at all. A layer is ten kernels:
-    two norms, four products, one activation, one that rotates and stores, and attention in two parts.
+    Weights are counted once, keys and values once for each row, activations not at all. A layer is ten kernels: two
+    norms, four products, one activation, one that rotates and stores, and attention in two parts.
 
-    Args:
-        model: its shapes; every layer sees the whole sequence.
-        batch: the step.
-        kv_tokens: positions whose keys and values are read; by default every row reads all of its own.
-
-    Raises:
-        ConfigError: the model has experts, of which a step reads as many as its tokens happen to choose.
+    Every row reads the keys and values of its whole sequence, unless ``kv_tokens`` counts the positions that are read.
     """
     if model.moe is not None:
         raise ConfigError("model: the work of a mixture depends on which experts are chosen; use a dense model")

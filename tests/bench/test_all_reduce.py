@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from minisgl.bench.tensor_parallel import crossing, run_all_reduce
 
 from minisgl.bench import tensor_parallel
+from minisgl.bench.tensor_parallel import crossing, run_all_reduce
 from minisgl.errors import ConfigError
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+
 from minisgl.bench.client import (
     Client,
     ClientMonitor,
@@ -21,7 +22,6 @@ from minisgl.bench.client import (
     open_loop,
 )
 from minisgl.bench.load import LoadError, PlannedRequest
-
 from tests.bench.scripted import ERROR, Conversation, ask, chunk, event, planned, record, text, usage
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from minisgl.bench.client import Outcome
 from minisgl.bench.faults import KillResult, all_targets, plan_of, request_table, server_table
-
 from tests.bench.scripted import record
 
 KINDS = ("serve", "scheduler")
 
 
-def killed_process(
+def killed(
     kind: str, *outcomes: Outcome, restart: bool = False, noticed: bool = True, left: tuple[str, ...] = ()
 ) -> KillResult:
     records = [record(0.0, ended=1.0, outcome=outcome) for outcome in outcomes]
@@ -27,27 +26,25 @@ def test_every_fourth_request_waits_for_a_whole_answer() -> None:
 
 
 def test_the_tables_count_outcomes_and_name_what_is_left() -> None:
-    killed = [
-        killed_process("scheduler", Outcome.REFUSED, Outcome.FAILED, Outcome.FAILED),
-        killed_process(
-            "serve", Outcome.CLOSED, Outcome.CLOSED, Outcome.FAILED, left=("process scheduler", "/dev/shm/x")
-        ),
+    results = [
+        killed("scheduler", Outcome.REFUSED, Outcome.FAILED, Outcome.FAILED),
+        killed("serve", Outcome.CLOSED, Outcome.CLOSED, Outcome.FAILED, left=("process scheduler", "/dev/shm/x")),
     ]
-    requests = request_table(killed)
+    requests = request_table(results)
     assert list(requests.columns[2:-1]) == ["error body", "error event", "connection closed"]
     assert [list(row) for row in requests.rows] == [["scheduler", 3, 1, 2, 0, 0.4], ["serve", 3, 0, 1, 2, 0.4]]
-    assert [row[-1] for row in server_table(killed).rows] == ["nothing", "process scheduler, /dev/shm/x"]
+    assert [row[-1] for row in server_table(results).rows] == ["nothing", "process scheduler, /dev/shm/x"]
 
 
 def test_a_kill_that_costs_nobody_anything_has_nobody_to_tell() -> None:
-    harmless = killed_process("scheduler", Outcome.FINISHED, Outcome.FINISHED, restart=True)
+    harmless = killed("scheduler", Outcome.FINISHED, Outcome.FINISHED, restart=True)
     assert [list(row) for row in request_table([harmless]).rows] == [["scheduler, --restart", 2, 2, "–"]]
     assert verdicts(harmless) == [True, True]
 
 
 def test_who_can_be_told_must_be_told() -> None:
-    assert verdicts(killed_process("scheduler", Outcome.REFUSED, Outcome.FINISHED)) == [True, True, True]
-    assert verdicts(killed_process("scheduler", Outcome.REFUSED, Outcome.CLOSED)) == [False, True, True]
-    assert verdicts(killed_process("serve", Outcome.CLOSED)) == [True, True]
-    assert verdicts(killed_process("serve", Outcome.CLOSED, noticed=False)) == [True, False]
-    assert verdicts(killed_process("serve", Outcome.CLOSED, left=("TMPDIR/x",))) == [True, False]
+    assert verdicts(killed("scheduler", Outcome.REFUSED, Outcome.FINISHED)) == [True, True, True]
+    assert verdicts(killed("scheduler", Outcome.REFUSED, Outcome.CLOSED)) == [False, True, True]
+    assert verdicts(killed("serve", Outcome.CLOSED)) == [True, True]
+    assert verdicts(killed("serve", Outcome.CLOSED, noticed=False)) == [True, False]
+    assert verdicts(killed("serve", Outcome.CLOSED, left=("TMPDIR/x",))) == [True, False]

@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from minisgl.bench.overhead import all_targets
-from minisgl.bench.server import RunningServer, ServerFailed, served_model, server
 
 from minisgl.bench.__main__ import main
+from minisgl.bench.overhead import all_targets
+from minisgl.bench.server import RunningServer, ServerFailed, served_model, server
 from tests.bench.test_load import EXAMPLES
 
 

@@ -9,10 +9,10 @@ import time
 import numpy as np
 import psutil
 import pytest
+
 from minisgl.bench.client import ClientMonitor, Outcome
 from minisgl.bench.server import Gauges, ProcessTree, ServerMonitor, kind_of, parse_gauges
 from minisgl.bench.serving import SLO, LoadRun, LoadSummary, all_tables, all_targets, percentiles
-
 from tests.bench.scripted import planned, record
 
 OBJECTIVE = SLO(ttft=1.0, tpot=0.1)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from minisgl.bench.tensor_parallel import ParallelRun, run_tp, scaling_efficiency
 
 from minisgl.bench.host import decode_batch_of, prefill_batch_of
+from minisgl.bench.tensor_parallel import ParallelRun, run_tp, scaling_efficiency
 from minisgl.errors import ConfigError
 from tests.bench.test_commands import bench, small_workloads
 from tests.model_zoo import tiny_checkpoint

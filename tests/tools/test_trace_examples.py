@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from minisgl.bench.load import read_trace
 
+from minisgl.bench.load import read_trace
 from tests.bench.test_load import EXAMPLES
 
 

@@ -1,0 +1,410 @@
+"""A load generator's client: sends planned requests in an open or a closed loop, and records what comes back.
+
+It must not be what it measures. A thousand streams bring tens of thousands of pieces a second, and a full HTTP library
+takes longer for each than the server does. This client knows just the HTTP/1.1 that it needs (RFC 9112): one request a
+connection, and a response in chunks, of a known length, or until the connection ends. When a piece arrives it notes the
+time and keeps the bytes; they are parsed after the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from minisgl.bench.load import LoadError, PlannedRequest, completion_body, prompt_tokens
+
+_DONE = b"[DONE]"
+_TICK = 0.01  # seconds between two looks at the clock
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where requests go, the name of the model there, and a bound below which the ids of prompts lie."""
+
+    host: str
+    port: int
+    model: str
+    vocab_size: int
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"  # with as many tokens as it asked for
+    REFUSED = "error body"  # with an error in the shape of OpenAI's API in place of an answer
+    FAILED = "error event"  # with such an error in the middle of its stream
+    LEFT = "client left"  # as planned
+    WRONG_LENGTH = "wrong length"  # with another number of tokens than it asked for
+    UNREADABLE = "unreadable"  # with an answer, or an error, that is not what the API says
+    CLOSED = "connection closed"  # before the end of the answer
+    UNREACHABLE = "no connection"
+    TIMEOUT = "timeout"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request and its answer, as its client saw it. Times are seconds of `time.perf_counter`."""
+
+    planned: PlannedRequest  # what was sent
+    due: float  # when it should have been sent: what a user waits counts from here
+    sent: float  # when it was
+    ended: float  # when its client knew the outcome
+    outcome: Outcome  # how it ended
+    status: int = 0  # of HTTP; 0 if none came
+    message: str = ""  # of the error, if there was one
+    token_times: list[float] = field(default_factory=list)  # when each piece of text arrived, one or more tokens each
+    tokens: int = 0  # generated, as the server counts them; 0 if it did not say
+
+    @property
+    def answered(self) -> bool:
+        """Whether the server answered as it should: tokens or a typed error, and 4xx for a body that is wrong."""
+        if self.planned.malformed is not None:
+            return self.outcome is Outcome.REFUSED and 400 <= self.status < 500
+        return self.outcome in (Outcome.FINISHED, Outcome.REFUSED, Outcome.FAILED, Outcome.LEFT)
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token: seconds from when it was due to its first piece of text. Finished requests have one."""
+        return self.token_times[0] - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, in seconds; None if there is one token only."""
+        return None if self.tokens < 2 else (self.token_times[-1] - self.token_times[0]) / (self.tokens - 1)
+
+    @property
+    def latency(self) -> float:
+        """Seconds from when it was due to its end."""
+        return self.ended - self.due
+
+
+class _End(Enum):
+    """How an exchange ended."""
+
+    COMPLETE = "the response is complete"
+    CLOSED = "the connection closed before the end of the response"
+    GARBLED = "the response is no HTTP"
+    LEFT = "the client left"
+
+
+class _Exchange(asyncio.Protocol):
+    """Writes a request, which asks for ``Connection: close``, reads the response, and leaves after so many pieces."""
+
+    def __init__(self, request: bytes, leave_after: int | None = None) -> None:
+        self.finished: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        self.status = 0  # of HTTP; 0 until the response has begun
+        self.body = bytearray()  # without the framing
+        self.times: list[float] = []  # when each piece of the body came, by `time.perf_counter`
+        self.lengths: list[int] = []  # of the body then, in bytes
+        self.ended = 0.0
+        self._request = request
+        self._leave_after = leave_after
+        self._unread = bytearray()
+        self._remaining: int | None = None
+        self._chunked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+        if self._leave_after == 0:
+            self._end(_End.LEFT)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self.finished.done():
+            return
+        self._unread += data
+        length = len(self.body)
+        try:
+            end = self._read()
+        except ValueError:  # a status or a length that is no number
+            end = _End.GARBLED
+        if len(self.body) > length:
+            self.times.append(now)
+            self.lengths.append(len(self.body))
+            if end is None and len(self.times) == self._leave_after:
+                end = _End.LEFT
+        if end is not None:
+            self._end(end)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.finished.done():
+            until_closed = self.status and not self._chunked and self._remaining is None and error is None
+            self._end(_End.COMPLETE if until_closed else _End.CLOSED)
+
+    def abort(self) -> None:
+        """Drop the connection, and all that was to be sent on it."""
+        self._transport.abort()
+
+    def _end(self, end: _End) -> None:
+        self.ended = time.perf_counter()
+        self.finished.set_result(end)
+        self._transport.close()
+
+    def _read(self) -> _End | None:
+        if not self.status and not self._read_head():
+            return None
+        if self._chunked:
+            return self._read_chunks()
+        self.body += self._unread
+        self._unread.clear()
+        return _End.COMPLETE if self._remaining is not None and len(self.body) >= self._remaining else None
+
+    def _read_head(self) -> bool:
+        """Read status and headers; False while they are not complete."""
+        end = self._unread.find(b"\r\n\r\n")
+        if end < 0:
+            return False
+        status, *headers = bytes(self._unread[:end]).split(b"\r\n")
+        del self._unread[: end + 4]
+        version, code, *_ = status.split(b" ")
+        if not version.startswith(b"HTTP/1."):
+            raise ValueError("not HTTP")
+        self.status = int(code)
+        for header in headers:
+            name, _, value = header.partition(b":")
+            match name.lower():
+                case b"content-length":
+                    self._remaining = int(value)
+                case b"transfer-encoding":
+                    self._chunked = b"chunked" in value.lower()
+        return True
+
+    def _read_chunks(self) -> _End | None:
+        """Read all chunks that are complete."""
+        unread, start = self._unread, 0
+        while (line_end := unread.find(b"\r\n", start)) >= 0:
+            size = int(unread[start:line_end].partition(b";")[0], 16)
+            if size == 0:
+                return _End.COMPLETE
+            after = line_end + 2 + size
+            if len(unread) < after + 2:
+                break
+            self.body += unread[line_end + 2 : after]
+            start = after + 2
+        del unread[:start]
+        return None
+
+
+class _Choice(Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(Struct):
+    completion_tokens: int
+
+
+class _Error(Struct):
+    message: str
+    type: str
+
+
+class _Message(Struct):
+    """A body, or an event of a stream; fields that are not listed are skipped."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Message).decode
+
+
+def _read_answer(record: RequestRecord, exchange: _Exchange, end: _End) -> None:
+    """Fill in ``record`` from the bytes of the response."""
+    record.status, record.ended = exchange.status, exchange.ended
+    try:
+        if end is _End.LEFT:
+            record.outcome = Outcome.LEFT
+        elif end is _End.GARBLED:
+            record.outcome, record.message = Outcome.UNREADABLE, end.value
+        elif record.status == 200 and record.planned.stream:
+            record.outcome, record.message = _read_stream(record, exchange, end)
+        else:
+            record.outcome, record.message = _read_body(record, exchange, end)
+    except msgspec.MsgspecError as error:
+        record.outcome, record.message = Outcome.UNREADABLE, f"{error}: {bytes(exchange.body[:80])!r}"
+
+
+def _read_stream(record: RequestRecord, exchange: _Exchange, end: _End) -> tuple[Outcome, str]:
+    finished = False
+    for data, arrived in _events(exchange.body, exchange.lengths, exchange.times):
+        if data == _DONE:
+            return _verdict(record, finished)
+        message = _decode(data)
+        if message.error is not None:
+            return Outcome.FAILED, message.error.message
+        if message.usage is not None:
+            record.tokens = message.usage.completion_tokens
+        for choice in message.choices:
+            finished |= choice.finish_reason is not None
+            if choice.text or (finished and not record.token_times):
+                record.token_times.append(arrived)
+    return (Outcome.CLOSED, end.value) if end is _End.CLOSED else (Outcome.UNREADABLE, "a stream without [DONE]")
+
+
+def _read_body(record: RequestRecord, exchange: _Exchange, end: _End) -> tuple[Outcome, str]:
+    if end is _End.CLOSED:
+        return Outcome.CLOSED, end.value
+    message = _decode(exchange.body)
+    if message.error is not None and record.status >= 400:
+        return Outcome.REFUSED, message.error.message
+    record.tokens = message.usage.completion_tokens if message.usage else 0
+    record.token_times = [record.ended]
+    return _verdict(record, record.status == 200 and any(each.finish_reason is not None for each in message.choices))
+
+
+def _verdict(record: RequestRecord, finished: bool) -> tuple[Outcome, str]:
+    """The outcome of an answer that is complete."""
+    wanted = record.planned.output_len
+    if not finished:
+        return Outcome.UNREADABLE, f"status {record.status}, and no finish_reason"
+    if record.tokens != wanted:
+        return Outcome.WRONG_LENGTH, f"{record.tokens} tokens in place of {wanted}"
+    return Outcome.FINISHED, ""
+
+
+def _events(body: bytearray, lengths: Sequence[int], times: Sequence[float]) -> Iterator[tuple[bytes, float]]:
+    """The data of each event of a stream (HTML's server-sent events), and when its last byte came."""
+    start = 0
+    for line in body.splitlines(keepends=True):
+        start += len(line)
+        if line.startswith(b"data:") and line.endswith((b"\n", b"\r")):
+            yield bytes(line[5:].strip()), times[bisect_left(lengths, start)]
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of ``http://host:port``; raises `LoadError` for anything else."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or 80
+    except ValueError as error:
+        raise LoadError(f"url: {error}, got {url!r}") from error
+    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        raise LoadError(f"url: must be http://HOST:PORT, got {url!r}")
+    return parts.hostname, port
+
+
+class Client:
+    """Any number of users, with a connection for each request, which is given up after ``timeout`` seconds."""
+
+    def __init__(self, address: ServerAddress, seed: int, timeout: float) -> None:
+        self._address = address
+        self._seed = seed
+        self._timeout = timeout
+        self._unfinished: set[_Exchange] = set()
+        self.in_flight = 0  # requests that were sent and not answered yet
+        self.pieces = 0  # of answers that have been read, in all
+
+    @property
+    def streaming(self) -> int:
+        """Requests in flight whose answer has begun."""
+        return sum(bool(exchange.times) for exchange in self._unfinished)
+
+    async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
+        """Send a request now, or late if it was ``due`` before, and wait for its end. No error is raised."""
+        exchange = _Exchange(self._request(planned), planned.leave_after)
+        sent = time.perf_counter()
+        record = RequestRecord(planned, sent if due is None else due, sent, sent, Outcome.TIMEOUT)
+        self.in_flight += 1
+        self._unfinished.add(exchange)
+        connected = False
+        try:
+            async with asyncio.timeout(self._timeout):
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: exchange, self._address.host, self._address.port)
+                connected = True
+                end = await exchange.finished
+            _read_answer(record, exchange, end)
+        except TimeoutError:
+            record.ended, record.status = time.perf_counter(), exchange.status
+            record.message = f"no end after {self._timeout:g} s"
+            if connected:
+                exchange.abort()
+        except OSError as error:
+            record.ended, record.outcome, record.message = time.perf_counter(), Outcome.UNREACHABLE, str(error)
+        finally:
+            self.in_flight -= 1
+            self._unfinished.discard(exchange)
+            self.pieces += len(exchange.times)
+        return record
+
+    def _request(self, planned: PlannedRequest) -> bytes:
+        address = self._address
+        prompt = prompt_tokens(planned.index, planned.input_len, planned.blocks, address.vocab_size, self._seed)
+        body = completion_body(address.model, prompt, planned.output_len, planned.stream, planned.malformed)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+async def open_loop(client: Client, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    """Send each request when it is due, and wait for the end of all. If the server falls behind, requests pile up."""
+    begin = time.perf_counter()
+    asked: list[asyncio.Task[RequestRecord]] = []
+    async with asyncio.TaskGroup() as group:
+        for planned in requests:
+            due = begin + planned.due
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            asked.append(group.create_task(client.ask(planned, due)))
+    return [task.result() for task in asked]
+
+
+async def closed_loop(client: Client, requests: Sequence[PlannedRequest], users: int) -> list[RequestRecord]:
+    """Have ``users`` send all requests, each waiting for an answer before the next: a slow server is asked less."""
+    records: list[RequestRecord] = []
+    remaining = iter(requests)
+
+    async def user() -> None:
+        for planned in remaining:
+            records.append(await client.ask(planned))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(users, len(requests))):
+            group.create_task(user())
+    return records
+
+
+@dataclass(slots=True)
+class ClientMonitor:
+    """Whether the client kept up during a run. No recorded time is later than the truth by more than ``delays``."""
+
+    delays: list[float] = field(default_factory=list)  # seconds by which the event loop woke up late
+    in_flight: float = 0.0  # requests that were under way, integrated over time: request-seconds
+    seconds: float = 0.0  # of the run
+    cpu: float = 0.0  # seconds of processor time that this process used
+
+
+@contextlib.asynccontextmanager
+async def monitor_client(client: Client) -> AsyncIterator[ClientMonitor]:
+    """Watch the client's event loop inside the block."""
+    monitor = ClientMonitor()
+    begin, cpu = time.perf_counter(), time.process_time()
+
+    async def watch() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK)
+            elapsed = time.perf_counter() - before
+            monitor.delays.append(max(0.0, elapsed - _TICK))
+            monitor.in_flight += client.in_flight * elapsed
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield monitor
+    finally:
+        watching.cancel()
+        monitor.seconds, monitor.cpu = time.perf_counter() - begin, time.process_time() - cpu

@@ -1,0 +1,331 @@
+"""``python -m minisgl.bench serve``: latency, throughput and goodput of a server under one load after another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minisgl.bench.client import (
+    Client,
+    ClientMonitor,
+    Outcome,
+    RequestRecord,
+    ServerAddress,
+    closed_loop,
+    monitor_client,
+    open_loop,
+)
+from minisgl.bench.load import LoadError, PlannedRequest, Range, Traffic
+from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.server import ProcessTree, ServerMonitor, monitor_server, running_server
+
+_ENVIRONMENT = ("OMP_NUM_THREADS", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Variables that decide over time and memory on a CPU. PyTorch and oneDNN cache compiled code for up to a thousand
+shapes: some hundred MiB that come in slowly and are no leak. Capacities of 1 and 0 tell the two apart."""
+_USERS = 16
+_WARM_UP = 8  # requests before the first load: connections, kernels and caches are there when it begins
+_PAUSE = 1.0  # seconds after them, in which the server closes their connections
+_NONE = "–"
+_MIB = 2**20
+_FLAT = 1.02  # growth of memory over the second half, as a factor, that counts as flat: allocators breathe
+_BUSY = 0.8  # share of a core from which on the client may be what is measured
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Service-level objective, in seconds: the longest wait for the first token, and for each one after it."""
+
+    ttft: float
+    tpot: float
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether a request finished, and in time. An answer of one token has no time per token to exceed."""
+        in_time = record.outcome is Outcome.FINISHED and record.ttft <= self.ttft
+        return in_time and (record.tpot is None or record.tpot <= self.tpot)
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """The numbers of a run under one load, named in words, with at least one request. Times are in seconds."""
+
+    load: str
+    records: Sequence[RequestRecord]
+    slo: SLO
+
+    @cached_property
+    def finished(self) -> list[RequestRecord]:
+        """The requests that count for times: those with all their tokens."""
+        return [record for record in self.records if record.outcome is Outcome.FINISHED]
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first request to the end of the last."""
+        return max(record.ended for record in self.records) - min(record.due for record in self.records)
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        return Counter(record.outcome for record in self.records)
+
+    @property
+    def answered(self) -> float:
+        """Share of the requests that were answered as they should be, by `RequestRecord.answered`."""
+        return sum(record.answered for record in self.records) / len(self.records)
+
+    @property
+    def throughput(self) -> float:
+        """Finished requests a second."""
+        return len(self.finished) / self.seconds
+
+    @property
+    def output_throughput(self) -> float:
+        """Tokens of finished requests a second."""
+        return sum(record.tokens for record in self.finished) / self.seconds
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that finished within the objective (the measure of DistServe, OSDI '24)."""
+        return sum(map(self.slo.met_by, self.records)) / self.seconds
+
+    @property
+    def ttft(self) -> list[float]:
+        return [record.ttft for record in self.finished]
+
+    @property
+    def tpot(self) -> list[float]:
+        """Times per token after the first: one mean for each request of two or more tokens."""
+        return [record.tpot for record in self.finished if record.tpot is not None]
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies of all answers together: a stutter shows here, and not in a mean."""
+        return [float(gap) for record in self.finished for gap in np.diff(record.token_times)]
+
+    @property
+    def latency(self) -> list[float]:
+        return [record.latency for record in self.finished]
+
+    @property
+    def lateness(self) -> list[float]:
+        """Time between when each request was due and when the client got to send it."""
+        return [record.sent - record.due for record in self.records]
+
+    @property
+    def little(self) -> float:
+        """Requests in flight by Little's law: arrivals a second, times the mean time in the system."""
+        return sum(record.ended - record.sent for record in self.records) / self.seconds
+
+
+def percentiles(values: Sequence[float], *percents: float) -> list[float] | None:
+    """Linearly interpolated percentiles, in the order asked for; None if there are no values."""
+    if not values:
+        return None
+    found: list[float] = np.percentile(values, percents).tolist()
+    return found
+
+
+class LoadLevel(NamedTuple):
+    """Requests a second of an open loop, or users of a closed one; with neither, the times of a trace."""
+
+    rate: float | None = None
+    users: int | None = None
+
+    @property
+    def label(self) -> str:
+        if self.users is not None:
+            return f"{self.users} users"
+        return "as recorded" if self.rate is None else f"{self.rate:g}/s"
+
+
+class LoadRun(NamedTuple):
+    """One load: its answers, the client, the pieces of answers that it read, and the server if it can be watched."""
+
+    summary: LoadSummary
+    client: ClientMonitor
+    pieces: int
+    server: ServerMonitor | None
+
+
+def run_serve(
+    *,
+    url: str | None,
+    model: str,
+    options: Mapping[str, Any],
+    vocab_size: int,
+    start_timeout: float,
+    rate: Sequence[float] | None,
+    concurrency: Sequence[int] | None,
+    arrivals: Sequence[str],
+    requests: int | None,
+    input_len: Sequence[int],
+    output_len: Sequence[int],
+    disconnects: float,
+    malformed: float,
+    ttft_limit: float,
+    tpot_limit: float,
+    timeout: float,
+    seed: int,
+) -> Report:
+    """Latency, throughput and goodput under each load, and what it left behind in the server."""
+    for name, values in (("rate", rate), ("concurrency", concurrency), ("requests", [requests])):
+        if any(value is not None and value <= 0 for value in values or ()):
+            raise LoadError(f"{name}: must be positive, got {values}")
+    kind, *files = arrivals
+    if kind not in ("poisson", "constant", "trace") or len(files) != (kind == "trace"):
+        raise LoadError(f"arrivals: must be poisson, constant, or trace FILE, got {' '.join(arrivals)}")
+    if min(disconnects, malformed) < 0.0 or disconnects + malformed > 1.0:
+        shares = (disconnects, malformed)
+        raise LoadError(f"disconnects, malformed: must be shares that add up to 1 at most, got {shares}")
+    lengths = _range("input_len", input_len), _range("output_len", output_len)
+    trace = Path(files[0]) if files else None
+    traffic = Traffic(requests, *lengths, kind, trace, disconnects, malformed, seed)
+    loads = [LoadLevel(rate=each) for each in rate or ()] + [LoadLevel(users=each) for each in concurrency or ()]
+    loads = loads or [LoadLevel() if trace else LoadLevel(users=_USERS)]
+    slo = SLO(ttft_limit, tpot_limit)
+    plans = [traffic.plan(load.rate, number) for number, load in enumerate(loads)]
+    with running_server(url, model, options, vocab_size, start_timeout) as (address, tree):
+        runs = asyncio.run(_run_all(address, tree, seed, loads, plans, slo, timeout))
+    settings: dict[str, Any] = {"url": url, "model": address.model if url else model}
+    settings |= {"options": dict(options), **asdict(traffic), "trace": str(trace or "")}
+    settings |= {"loads": [load._asdict() for load in loads], "limits_seconds": asdict(slo)}
+    settings |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    memory = {f"{run.summary.load}: memory, MiB": run.server.curve for run in runs if run.server is not None}
+    return Report("serve", settings, all_tables(runs), all_targets(runs), memory)
+
+
+def _range(name: str, values: Sequence[int]) -> Range:
+    if len(values) not in (1, 2) or not 1 <= values[0] <= values[-1]:
+        raise LoadError(f"{name}: must be one length or the least and the most, at least 1, got {values}")
+    return values[0], values[-1]
+
+
+async def _run_all(
+    address: ServerAddress,
+    tree: ProcessTree | None,
+    seed: int,
+    loads: Sequence[LoadLevel],
+    plans: Sequence[list[PlannedRequest]],
+    slo: SLO,
+    timeout: float,
+) -> list[LoadRun]:
+    runs: list[LoadRun] = []
+    warm_up = [PlannedRequest(index, 16, 8) for index in range(_WARM_UP)]
+    await closed_loop(Client(address, seed, timeout), warm_up, _WARM_UP)
+    await asyncio.sleep(_PAUSE)
+    for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
+        client = Client(address, seed + number, timeout)  # another seed: the last run's prompts in the cache don't help
+        watching = nullcontext() if tree is None else monitor_server(tree, address)
+        async with watching as watched, monitor_client(client) as monitor:
+            records = await (open_loop(client, plan) if load.users is None else closed_loop(client, plan, load.users))
+        runs.append(LoadRun(LoadSummary(load.label, records, slo), monitor, client.pieces, watched))
+    return runs
+
+
+def all_targets(runs: Sequence[LoadRun]) -> list[Target]:
+    """Goals that hold under any load, and conditions under which the numbers mean something."""
+    targets: list[Target] = []
+    for run in runs:
+        load, busy = run.summary.load, run.client.cpu / run.client.seconds
+        targets.append(Target(f"{load}: requests answered, share", run.summary.answered, 1.0, at_least=True))
+        targets.append(Target(f"{load}: client's share of a core", busy, _BUSY, at_least=False))
+        if run.server is not None:
+            targets += _leak_targets(load, run.server)
+    return targets
+
+
+def _leak_targets(load: str, server: ServerMonitor) -> list[Target]:
+    files = sum(server.after.values()) / sum(server.before.values())
+    targets = [Target(f"{load}: open files, after / before", files, 1.0, at_least=False)]
+    growth = server.growth(server.total)
+    if growth is not None:
+        factor = 1.0 + growth / (server.total[-1] - growth)
+        targets.append(Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False))
+    if server.gauges is not None:
+        back = 1.0 - server.gauges.used_pages / server.gauges.pages
+        targets.append(Target(f"{load}: pages given back, share", back, 1.0, at_least=True))
+    return targets
+
+
+def all_tables(runs: Sequence[LoadRun]) -> list[Table]:
+    """A row for each load in every table, then a table of each server's processes."""
+    slo, percents = runs[0].summary.slo, ["p50", "p90", "p99"]
+    seen = [outcome for outcome in Outcome if any(run.summary.outcomes[outcome] for run in runs)]
+
+    def table(title: str, columns: Sequence[str], cells: Callable[[LoadRun], Sequence[Cell]]) -> Table:
+        return Table(title, ["load", *columns], [[run.summary.load, *cells(run)] for run in runs])
+
+    def throughput(run: LoadRun) -> Sequence[Cell]:
+        of = run.summary
+        share = of.goodput / of.throughput if of.finished else 0.0
+        return [of.throughput, of.output_throughput, of.goodput, f"{share:.0%}"]
+
+    def answers(run: LoadRun) -> Sequence[Cell]:
+        wrong = sum(record.planned.malformed is not None for record in run.summary.records)
+        return [len(run.summary.records), wrong, *(run.summary.outcomes[outcome] for outcome in seen)]
+
+    def client(run: LoadRun) -> Sequence[Cell]:
+        of = run.client
+        piece: Cell = 1e6 * of.cpu / run.pieces if run.pieces else _NONE
+        late = [*_millis(of.delays, 99, 100), *_millis(run.summary.lateness, 99)]
+        return [of.cpu / of.seconds, piece, *late, of.in_flight / of.seconds, run.summary.little]
+
+    tables = [
+        table(
+            f"throughput; good is a first token in {slo.ttft:g} s and then {1e3 * slo.tpot:g} ms a token",
+            ["requests/s", "output tokens/s", "good requests/s", "good"],
+            throughput,
+        ),
+        table(
+            "percentiles, ms: time to first token (TTFT), and to the end (E2E), from when the request was due",
+            [*(f"TTFT {each}" for each in percents), *(f"E2E {each}" for each in percents)],
+            lambda run: [*_millis(run.summary.ttft, 50, 90, 99), *_millis(run.summary.latency, 50, 90, 99)],
+        ),
+        table(
+            "percentiles, ms: time per output token after the first (TPOT), between two pieces of an answer (ITL)",
+            [*(f"TPOT {each}" for each in percents), "ITL p50", "ITL p99", "ITL p99.9"],
+            lambda run: [*_millis(run.summary.tpot, 50, 90, 99), *_millis(run.summary.itl, 50, 99, 99.9)],
+        ),
+        table("what became of the requests", ["sent", "of them malformed", *seen], answers),
+        table(
+            "the client itself: CPU; ms that its clock and its sending were late; in flight, counted and by Little's "
+            "law",
+            ["share of a core", "µs a piece", "delay p99", "delay max", "late p99", "in flight", "Little"],
+            client,
+        ),
+    ]
+    return tables + [_server_table(run.summary.load, run.server) for run in runs if run.server is not None]
+
+
+def _server_table(load: str, server: ServerMonitor) -> Table:
+    kinds = {kind: [sample.get(kind, 0) for sample in server.resident] for kind in server.tree.kinds.values()}
+    rows: list[list[Cell]] = [
+        [kind, *_memory(server, memory), server.before.get(kind, 0), server.after.get(kind, 0)]
+        for kind, memory in kinds.items()
+    ]
+    rows.append(["all", *_memory(server, server.total), sum(server.before.values()), sum(server.after.values())])
+    gauges = server.gauges
+    left = f"{gauges.running + gauges.waiting} requests, {gauges.used_pages} pages" if gauges else "not told by it"
+    title = f"server's processes, {load}; in use at the end: {left}"
+    columns = ["process", "MiB before", "at half", "at the end", "growth in 2nd half", "files before", "after"]
+    return Table(title, columns, rows)
+
+
+def _memory(server: ServerMonitor, values: Sequence[int]) -> list[Cell]:
+    if not values:
+        return [_NONE] * 4
+    growth = server.growth(values)
+    half = next(value for value, now in zip(values, server.times, strict=True) if now >= server.times[-1] / 2)
+    return [values[0] / _MIB, half / _MIB, values[-1] / _MIB, _NONE if growth is None else growth / _MIB]
+
+
+def _millis(values: Sequence[float], *percents: float) -> list[Cell]:
+    found = percentiles(values, *percents)
+    return [_NONE] * len(percents) if found is None else [1e3 * value for value in found]

@@ -1,0 +1,306 @@
+"""Tensor parallelism: whole workloads over more and more ranks, and all-reduces between GPUs, alone and by size."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minisgl.bench.gpu_timing import Call, microseconds
+from minisgl.bench.host import STEPS, measure_planes
+from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.workloads import WORKLOADS, measure_workloads, model_dir
+from minisgl.errors import ConfigError
+
+TARGETS: dict[tuple[str, int, str], float] = {
+    ("Qwen3-32B", 4, "mixed"): 9_300,
+    ("Qwen3-32B", 4, "bs1"): 6.0,
+    ("Qwen3-32B", 4, "prefix"): 0.60,
+}
+"""On four H200s in bfloat16, in the workload's unit."""
+
+WIDTH = 5120
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 384, 512, 1024, 2048, 8192)
+"""Of WIDTH elements of bfloat16: the hidden states of a step with so many tokens, 10 KB to 84 MB."""
+_WAYS = ("NCCL", "one shot", "two shots", "torch one shot", "torch two shots")
+_NORMS = ("NCCL, then norm", "peer memory, then norm", "one kernel")
+_ONE_ROW_MICROS = 6.0
+_RANKS_TIMEOUT = 300.0
+_EPS = 1e-6
+_HEAD_START = 500_000  # clock cycles in which the host launches all that is timed, and in which late ranks catch up
+
+Times = Mapping[str, Mapping[str, float]]
+"""Microseconds by the way that was taken and the number of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelRun:
+    """An engine, and how often each workload runs on it."""
+
+    model: str  # a name from `SHAPES`, which gets random weights, or what `minisgl.LLM` takes
+    ranks: int  # that share it
+    repeat: int  # runs of each workload, with new prompts; the median counts
+    all_reduce: str = "auto"  # as in `EngineConfig`: ``"torch"`` between GPUs is NCCL alone. One rank adds up nothing
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "repeat"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"run: {name} must be an integer of at least 1, got {value!r}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ParallelRun:
+        """From values by name; raises `ConfigError` if a name is unknown, or one without a default is missing."""
+        names = [field.name for field in fields(cls)]
+        wrong = [name for name in values if name not in names]
+        wrong += [name for name in ("model", "ranks", "repeat") if name not in values]
+        if wrong:
+            raise ConfigError(f"run: {wrong[0]} is unknown or missing; what a run can have is {', '.join(names)}")
+        return cls(**values)
+
+    @property
+    def title(self) -> str:
+        sums = "" if self.all_reduce == "auto" else f", all_reduce {self.all_reduce}"
+        return f"{self.model} over {self.ranks}{sums}"
+
+
+def run_tp(
+    models: Sequence[str],
+    ranks: Sequence[int],
+    workloads: Sequence[str],
+    repeat: int,
+    steps: int,
+    options: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]] | None = None,
+    planes: Sequence[int] | None = None,
+) -> Report:
+    """Every workload on every model over every number of ranks, and the time to send steps over each control plane."""
+    common = {"repeat": repeat, "all_reduce": options.get("all_reduce", "auto")}
+    wanted = runs or [{"model": model, "ranks": size} for model in models for size in ranks]
+    cases = [ParallelRun.of({**common, **each}) for each in wanted]
+    titles = [case.title for case in cases]
+    if len(set(titles)) < len(titles):
+        raise ConfigError(f"run: {max(titles, key=titles.count)} is there more than once; give it one repeat")
+    samples: dict[str, list[float]] = {}
+    medians: dict[tuple[ParallelRun, str], float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        # A single rank is an engine in this process, which then keeps some of the first GPU for itself: it comes last.
+        for case in sorted(cases, key=lambda case: -case.ranks):
+            how = {**options, "tensor_parallel_size": case.ranks, "all_reduce": case.all_reduce}
+            path = model_dir(case.model, Path(root))
+            for name, values in measure_workloads(path, case.model, how, workloads, case.repeat).items():
+                samples[f"{case.title}, {name}, {WORKLOADS[name].unit}"] = values
+                medians[case, name] = statistics.median(values)
+    sizes = planes or sorted({case.ranks for case in cases})
+    tables = [_workload_table(cases, workloads, medians), measure_planes([size for size in sizes if size > 1], steps)]
+    settings = {
+        "options": dict(options),
+        "runs": [asdict(case) for case in cases],
+        "workloads": {**{name: WORKLOADS[name].summary for name in workloads}, **STEPS},
+        "steps": steps,
+    }
+    # Targets are about the engine as it comes, on the machine that they were set for.
+    goals = {key: TARGETS.get((key[0].model, key[0].ranks, key[1])) for key in medians if key[0].all_reduce == "auto"}
+    targets = [
+        Target(
+            f"{case.title}, {name}, {WORKLOADS[name].unit}", medians[case, name], aim, WORKLOADS[name].more_is_better
+        )
+        for (case, name), aim in goals.items()
+        if aim is not None and torch.cuda.is_available()
+    ]
+    return Report("tp", settings, tables, targets, samples)
+
+
+def _workload_table(
+    cases: Sequence[ParallelRun], workloads: Sequence[str], medians: Mapping[tuple[ParallelRun, str], float]
+) -> Table:
+    rows: list[list[Cell]] = []
+    for model in dict.fromkeys(case.model for case in cases):
+        of_model = sorted((case for case in cases if case.model == model), key=lambda case: case.ranks)
+        for name in workloads:
+            alone = next((medians[case, name] for case in of_model if case.ranks == 1), None)
+            for case in of_model:
+                median, workload = medians[case, name], WORKLOADS[name]
+                share = "–" if alone is None else scaling_efficiency(alone, median, case.ranks, workload.more_is_better)
+                sums = case.all_reduce if case.ranks > 1 else "–"
+                rows.append([model, name, case.ranks, sums, median, workload.unit, share])
+    columns = ["model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %"]
+    return Table("workloads", columns, rows)
+
+
+def scaling_efficiency(alone: float, together: float, ranks: int, more_is_better: bool) -> float:
+    """Percent of the ideal speed, which is ``ranks`` times that of one rank."""
+    faster = together / alone if more_is_better else alone / together
+    return 100 * faster / ranks
+
+
+def run_all_reduce(ranks: Sequence[int]) -> Report:
+    """Time of an all-reduce by NCCL, over peer memory and by PyTorch: alone, and with residual addition and norm."""
+    devices = torch.cuda.device_count()
+    if max(ranks) > devices:
+        raise ConfigError(f"ranks: {max(ranks)} ranks need as many CUDA devices, and there are {devices} here")
+    times = {size: _run_ranks(size) for size in ranks}
+    tables = [table for size in ranks for table in _all_reduce_tables(size, times[size])]
+    targets = [
+        Target(f"µs, one row, {size} ranks", times[size]["one shot"]["1"], _ONE_ROW_MICROS, at_least=False)
+        for size in ranks
+    ]
+    settings = {"ranks": list(ranks), "width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)}
+    return Report("all-reduce", settings, [_crossings(times), *tables], targets)
+
+
+def _run_ranks(size: int) -> Times:
+    """Start processes that run `measure_all_reduce`, and read the times that the first has written."""
+    with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory, f"rank-{rank}.log") for rank in range(size)]  # what libraries say, if the rank fails
+        ranks = [_start_rank(rank, size, directory, log) for rank, log in enumerate(logs)]
+        end = time.monotonic() + _RANKS_TIMEOUT
+        try:
+            codes: list[int | None] = [None]
+            while None in codes:
+                codes = [process.poll() for process in ranks]
+                failed = [rank for rank, code in enumerate(codes) if code]
+                if failed or time.monotonic() > end:
+                    said = "".join(logs[rank].read_text(errors="replace") for rank in failed[:1]).strip()
+                    who = f"{failed or 'all'} of {size}"
+                    raise ConfigError(f"ranks: {who} failed or did not end in {_RANKS_TIMEOUT:.0f} s: {said[-2000:]}")
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        times: Times = json.loads(Path(directory, "times.json").read_text(encoding="utf-8"))
+        return times
+
+
+def _start_rank(rank: int, size: int, directory: str, log: Path) -> subprocess.Popen[bytes]:
+    code = f"from minisgl.bench.tensor_parallel import measure_all_reduce as run; run({rank}, {size}, {directory!r})"
+    with log.open("wb") as output:
+        return subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=subprocess.STDOUT)
+
+
+def _all_reduce_tables(size: int, times: Times) -> list[Table]:
+    tables = []
+    for title, ways in (("all-reduce", _WAYS), ("all-reduce, residual addition and RMSNorm", _NORMS)):
+        rows: list[Sequence[Cell]] = [
+            [count, count * WIDTH * 2 / 1e3, *(times[way].get(str(count), "–") for way in ways)]
+            for count in ROWS
+            if str(count) in times[ways[0]]
+        ]
+        tables.append(Table(f"{title}, {size} ranks, µs", ["rows", "KB", *ways], rows))
+    return tables
+
+
+def _crossings(times: Mapping[int, Times]) -> Table:
+    """From how many bytes another way is faster."""
+    rows: list[Sequence[Cell]] = []
+    for size, micros in times.items():
+        ours = {rows: min(micros["one shot"].get(rows, two), two) for rows, two in micros["two shots"].items()}
+        two_shots = crossing(micros["one shot"], micros["two shots"])
+        one_kernel = crossing(micros["peer memory, then norm"], micros["one kernel"])
+        rows.append([size, two_shots, one_kernel, crossing(ours, micros["NCCL"])])
+    return Table("from how many KB it pays", ["ranks", "two shots", "norm in the same kernel", "NCCL"], rows)
+
+
+def crossing(before: Mapping[str, float], after: Mapping[str, float]) -> Cell:
+    """KB from which ``after`` is faster, between the two sizes where the lines through the times meet; – if nowhere."""
+    lead = [(int(rows), before[rows] - after[rows]) for rows in before if rows in after]
+    for (few, less), (many, more) in pairwise(lead):
+        if less <= 0 < more:
+            return (few + (many - few) * less / (less - more)) * WIDTH * 2 / 1e3
+    return "–" if not lead or lead[0][1] <= 0 else lead[0][0] * WIDTH * 2 / 1e3
+
+
+def measure_all_reduce(rank: int, size: int, directory: str) -> None:
+    """Be one rank: meet the others through a file in ``directory``, measure, and let rank 0 write ``times.json``."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = FileStore(str(Path(directory, "store")), size)
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), device_id=device
+    )
+    with torch.inference_mode():
+        times = _rank_times(device)
+    if rank == 0:
+        Path(directory, "times.json").write_text(json.dumps(times), encoding="utf-8")
+    os._exit(0)  # graphs that hold NCCL's kernels keep its communicators from going in order
+
+
+def _rank_times(device: torch.device) -> Times:
+    """Microseconds of every way and number of rows, where it applies, of the slowest rank."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    from minisgl.distributed.peer_all_reduce import PeerAllReduce  # imports Triton, which not every platform has
+    from minisgl.kernels.norm import add_and_norm
+
+    world = dist.group.WORLD
+    assert world is not None
+    x = torch.zeros((max(ROWS), WIDTH), dtype=torch.bfloat16, device=device)
+    weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+    one_shot_bytes = (5 << 20) // world.size()
+    forced = PeerAllReduce(world, device, x.nbytes, one_shot_bytes)
+    chosen = PeerAllReduce(world, device, x.nbytes)
+    symmetric = symmetric_memory.empty(x.shape, dtype=x.dtype, device=device)
+    symmetric_memory.rendezvous(symmetric, world)
+    symmetric.zero_()
+    name = world.group_name
+    torch_ops = torch.ops.symm_mem
+
+    def nccl_and_norm(rows: torch.Tensor) -> None:
+        dist.all_reduce(rows)
+        add_and_norm(rows, rows, weight, _EPS)
+
+    ways: dict[str, tuple[Callable[[torch.Tensor], object], int]] = {
+        "NCCL": (dist.all_reduce, x.nbytes),
+        "one shot": (forced.one_shot, one_shot_bytes),
+        "two shots": (forced.two_shot, x.nbytes),
+        "torch one shot": (lambda rows: torch_ops.one_shot_all_reduce(rows, "sum", name), 6 << 20),
+        "torch two shots": (lambda rows: torch_ops.two_shot_all_reduce_(rows, "sum", name), x.nbytes),
+        "NCCL, then norm": (nccl_and_norm, 12 << 20),
+        "peer memory, then norm": (lambda rows: add_and_norm(chosen.all_reduce(rows), rows, weight, _EPS), 12 << 20),
+        "one kernel": (lambda rows: chosen.add_and_norm(rows, rows, weight, _EPS), 12 << 20),
+    }
+    times: dict[str, dict[str, float]] = {}
+    for way, (run, most_bytes) in ways.items():
+        memory = symmetric if way.startswith("torch") else x
+        times[way] = {}
+        for count in ROWS:
+            rows = memory[:count]
+            if rows.nbytes <= most_bytes:
+                mine = _collective_micros(partial(run, rows), partial(forced.one_shot, x[:1]))
+                slowest = torch.tensor([mine], device=device)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                times[way][str(count)] = round(slowest.item(), 2)
+    forced.check()
+    chosen.check()
+    return times
+
+
+def _collective_micros(call: Call, barrier: Call) -> float:
+    """Median time of one of the calls that are replayed one after the other from a graph.
+
+    Ranks start together: each waits on the device until its host has launched everything, and then in ``barrier`` for
+    the others. So only the device is timed.
+    """
+
+    def meet() -> None:
+        torch.cuda._sleep(_HEAD_START)
+        barrier()
+
+    return microseconds([call], before=meet)
