@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minisgl.core.sampling_params import SamplingParams
     from minisgl.errors import ConfigError, EngineDead, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
     from minisgl.llm import LLM
     from minisgl.outputs import Completion, Delta, Metrics, RequestOutput
+    from minisgl.sampling_params import SamplingParams
 
 _HOMES = {
-    "core.sampling_params": ("SamplingParams",),
+    "sampling_params": ("SamplingParams",),
     "errors": ("ConfigError", "EngineDead", "InvalidRequest", "MiniSGLError", "ModelLoadError", "QueueFull"),
     "llm": ("LLM",),
     "outputs": ("Completion", "Delta", "Metrics", "RequestOutput"),

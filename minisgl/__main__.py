@@ -8,7 +8,7 @@ from importlib import import_module
 
 COMMANDS = {
     "serve": ("minisgl.serve", "serve a model over HTTP, as OpenAI's API"),
-    "chat": ("minisgl.chat.__main__", "chat in the terminal, with a server or a model in this process"),
+    "chat": ("minisgl.chat", "chat in the terminal, with a server or a model in this process"),
     "demo": ("minisgl.demo", "answer eight chat prompts in one continuous batch"),
     "bench": ("minisgl.bench.__main__", "measure the engine, its parts, or a server"),
     "course": ("minisgl.book.__main__", "write the engine chapter by chapter, and grade assignments"),

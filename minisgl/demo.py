@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
+from minisgl.sampling_params import SamplingParams
 
 _NOTE = (
     "Read this note: 'The library will be closed on Friday because the heating is being repaired. It opens again on "

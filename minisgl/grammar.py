@@ -17,10 +17,9 @@ from typing import cast
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-from minisgl.core.constraint import TokenConstraint
-from minisgl.core.request import Int32Array
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
+from minisgl.request import Int32Array, TokenConstraint
+from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
 
 _CACHED = 64

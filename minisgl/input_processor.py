@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core.config import EngineConfig
-from minisgl.core.request import Int32Array, Request
-from minisgl.core.sampling_params import SamplingParams
+from minisgl.config import EngineConfig
 from minisgl.errors import ContextExceeded, InvalidRequest, check_token_ids, check_type
 from minisgl.grammar import Grammars
+from minisgl.request import Int32Array, Request
+from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
 
 

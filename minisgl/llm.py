@@ -13,16 +13,15 @@ from typing import Any, cast
 import numpy as np
 from tqdm.auto import tqdm
 
-from minisgl.core.attention import AttentionChoice
-from minisgl.core.config import EngineConfig
-from minisgl.core.request import FinishReason
-from minisgl.core.sampling_params import SamplingParams
+from minisgl.config import EngineConfig
+from minisgl.context import AttentionChoice
+from minisgl.core import EngineCore
 from minisgl.engine.engine import Engine
-from minisgl.engine_core import EngineCore
 from minisgl.errors import EngineDead, InvalidRequest, check_type
-from minisgl.generation import Generation
-from minisgl.outputs import Delta, RequestOutput
-from minisgl.scheduler import StepOutput
+from minisgl.outputs import Delta, Generation, RequestOutput
+from minisgl.request import FinishReason
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.scheduler import StepOutput
 from minisgl.trace import Trace
 
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
@@ -38,7 +37,7 @@ class LLM:
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory with a checkpoint, or a Hugging Face hub id.
-        **options: fields of `minisgl.core.EngineConfig`, where each is described with its unit and default.
+        **options: fields of `minisgl.config.EngineConfig`, where each is described with its unit and default.
 
     Raises:
         ConfigError: an option is unknown or cannot work here.

@@ -2,7 +2,7 @@
 
 A child is lost when it has died, and also when it stands still: it is stopped (SIGSTOP, a debugger), or its main loop
 hangs. `ChildProcess` notices both, kills what stands still, and says which process it was and what is known of why.
-What that means for the others is decided by `minisgl.distributed.rank_group` and `minisgl.server.process_engine`.
+What that means for the others is decided by `minisgl.distributed.remote_executor` and `minisgl.server.process_engine`.
 """
 
 from __future__ import annotations

@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from minisgl.core.config import EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.logs import configure_logs
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import ServerConfig, add_options, given_options
 from minisgl.server.launch import serve
-from minisgl.server.options import add_options, given_options
 
 _KEY = "MINISGL_API_KEY"
 """Environment variable of `ServerConfig.api_key`."""

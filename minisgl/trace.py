@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.core.batch import Batch, StepObserver, StepPhase
-from minisgl.core.request import Request
-from minisgl.core.table import RunningTable
+from minisgl.batch import Batch, StepObserver, StepPhase
 from minisgl.engine.engine import Engine
+from minisgl.request import Request
 from minisgl.scheduler.loop import EngineLoop
+from minisgl.table import RunningTable
 
 _DeviceSpan = tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]
 """Name, args, and the device's events at its two ends."""

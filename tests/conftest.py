@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from minisgl.core.registry import import_path
 from minisgl.errors import ConfigError
+from minisgl.registry import import_path
 
 # Before anything imports Triton, which decides then: without a GPU its kernels are interpreted, on the CPU.
 if not torch.cuda.is_available():

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core import RunningTable
-from minisgl.core.batch import Batch, PendingStep, StepResult
+from minisgl.batch import Batch, PendingStep, StepResult
+from minisgl.table import RunningTable
 from tests.rule import Rule, allowed_by
 
 _MODULUS = (1 << 61) - 1

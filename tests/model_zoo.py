@@ -12,8 +12,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minisgl.core import AttentionBackend, ForwardContext, build_batch, forward_context
-from minisgl.layers import DenseAttention
+from minisgl.attention.torch_backend import DenseAttention
+from minisgl.batch import build_batch
+from minisgl.context import AttentionBackend, ForwardContext, forward_context
 from tests.steps import device_batch
 
 VOCAB_SIZE = 211

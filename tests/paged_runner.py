@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minisgl.core import AttentionBackend
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.torch_attention import TorchAttention
-from minisgl.models import ModelConfig
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.context import AttentionBackend
+from minisgl.kvcache.pool import KVCache
+from minisgl.models.config import ModelConfig
 from tests.model_zoo import Runner
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core.constraint import TokenConstraint
-from minisgl.core.request import Int32Array
+from minisgl.request import Int32Array, TokenConstraint
 
 _MODULUS = (1 << 31) - 1
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from minisgl.core import SamplingParams
-from minisgl.core.batch import NewRequest
-from minisgl.core.request import TokenLogprobs
-from minisgl.engine.logprobs import Logprobs, token_logprobs
-from minisgl.engine.sampler import Sampler
-from minisgl.engine.sampling_stages import DeviceSampling, HostSampling, TokenHistory
-from minisgl.engine.sampling_table import SamplingTable
+from minisgl.batch import NewRequest
+from minisgl.engine.sampler import Logprobs, Sampler, token_logprobs
+from minisgl.engine.sampling import DeviceSampling, HostSampling, SamplingTable, TokenHistory
+from minisgl.request import TokenLogprobs
+from minisgl.sampling_params import SamplingParams
 from tests.rule import mask_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.core import AttentionSpec, Batch, DeviceBatch, build_batch
+from minisgl.batch import Batch, DeviceBatch, build_batch
+from minisgl.context import AttentionSpec
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl import LLM
+from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
 
 CAT = "the cat and"

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from minisgl import LLM, ConfigError, InvalidRequest, MiniSGLError, ModelLoadError, SamplingParams
+from minisgl.errors import ConfigError, InvalidRequest, MiniSGLError, ModelLoadError
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

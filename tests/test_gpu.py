@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl import LLM, SamplingParams
-from minisgl.attention import ATTENTION_BACKENDS
-from minisgl.core.batch import Batch
-from minisgl.core.registry import resolve
-from minisgl.engine import PendingStep
-from minisgl.engine.runner import ModelRunner
-from minisgl.graphs import CudaGraphRunner
-from minisgl.models import ModelConfig, load_model
+from minisgl.attention.select import ATTENTION_BACKENDS
+from minisgl.batch import Batch
+from minisgl.engine.cuda_graph import CudaGraphRunner
+from minisgl.engine.engine import PendingStep
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.llm import LLM
+from minisgl.models.config import ModelConfig
 from minisgl.models.fusions import fuse_layers
+from minisgl.models.loader import load_model
 from minisgl.outputs import RequestOutput
+from minisgl.registry import resolve
+from minisgl.sampling_params import SamplingParams
 from tests.model_zoo import hf_logits, random_tokens, tiny_checkpoint
 from tests.paged_runner import PagedRunner
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from llguidance import LLParserLimits
 
-from minisgl.core import SamplingParams, TokenConstraint
 from minisgl.errors import InvalidRequest
 from minisgl.grammar import Grammars
+from minisgl.request import TokenConstraint
+from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
 from tests.rule import allowed_by
-from tests.tokenizer.tiny import KINDS, tiny_tokenizer
+from tests.tiny_tokenizer import KINDS, tiny_tokenizer
 
 EOS = (1, 3)
 """`</s>` and `<|im_end|>`: both end an output."""

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from minisgl import LLM, QueueFull, SamplingParams
+from minisgl.errors import QueueFull
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.tiny_text_model import Failing, assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

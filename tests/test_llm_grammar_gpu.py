@@ -12,10 +12,11 @@ import jsonschema
 import pytest
 import torch
 
-from minisgl import LLM, SamplingParams
-from minisgl.core.batch import Batch
-from minisgl.engine import PendingStep
-from minisgl.graphs import CudaGraphRunner
+from minisgl.batch import Batch
+from minisgl.engine.cuda_graph import CudaGraphRunner
+from minisgl.engine.engine import PendingStep
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.structured import CAT, DATE, PERSON, SCHEMA
 from tests.test_gpu import PLAIN
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint

@@ -11,12 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minisgl import LLM, ConfigError, SamplingParams
-from minisgl.core import DeviceBatch, EngineConfig
-from minisgl.core.attention import AttentionChoice
-from minisgl.engine.runner import ModelRunner
-from minisgl.graphs import CpuGraph, CudaGraphRunner, build_runner
+from minisgl.batch import DeviceBatch
+from minisgl.config import EngineConfig
+from minisgl.context import AttentionChoice
+from minisgl.engine.cuda_graph import CpuGraph, CudaGraphRunner, build_runner
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.errors import ConfigError
+from minisgl.llm import LLM
 from minisgl.models.single_token import SingleTokenDecoder
+from minisgl.sampling_params import SamplingParams
 from tests.model_zoo import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9]]
@@ -79,7 +82,7 @@ def test_a_number_of_rows_has_its_decoder(
     path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], kinds: list[str]
 ) -> None:
     monkeypatch.setattr("minisgl.engine.build.block_weights", lambda model: None)
-    monkeypatch.setattr("minisgl.graphs.runner.CudaGraphPool", lambda device: SimpleNamespace(capture=CpuGraph))
+    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphPool", lambda device: SimpleNamespace(capture=CpuGraph))
     eager = engine(path).engine.runner
     monkeypatch.setattr(eager.attention, "capturable", True)
     with patch.object(ModelRunner, "device", torch.device("cuda")):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl import LLM, ConfigError, EngineDead, InvalidRequest, SamplingParams
+from minisgl.errors import ConfigError, EngineDead, InvalidRequest
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.tiny_text_model import text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl import LLM, Delta, SamplingParams
+from minisgl.llm import LLM
+from minisgl.outputs import Delta
+from minisgl.sampling_params import SamplingParams
 from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

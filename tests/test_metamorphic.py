@@ -17,8 +17,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from minisgl import LLM, RequestOutput, SamplingParams
-from minisgl.scheduler import StepOutput
+from minisgl.llm import LLM
+from minisgl.outputs import RequestOutput
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.scheduler import StepOutput
 from tests.model_zoo import tiny_checkpoint
 
 VOCAB = 64

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minisgl import LLM, SamplingParams
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 
 MAX_NEW_TOKENS = 24
 QUESTIONS = [

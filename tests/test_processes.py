@@ -9,17 +9,37 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from minisgl import processes
-from minisgl.child_process import Failed
-from minisgl.errors import ConfigError, EngineDead, Failure
+from minisgl.child_process import Failed, freeze_heap
+from minisgl.errors import ConfigError, EngineDead, Failure, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
 from minisgl.processes import ChildProcess, end, explain, wait_until_ready
 from tests.children import Behaviour
+
+ERRORS = [QueueFull("full"), EngineDead("dead"), ConfigError("page_size: no"), ModelLoadError("gone")]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, InvalidRequest("stop", "no such thing")], ids=lambda e: type(e).__name__)
+def test_an_error_of_ours_arrives_as_it_left(error: MiniSGLError) -> None:
+    frame = msgspec.msgpack.encode(Failure.of(error))
+    arrived = msgspec.msgpack.decode(frame, type=Failure).error()
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert getattr(arrived, "field", None) == getattr(error, "field", None)
+
+
+def test_any_other_error_keeps_its_name() -> None:
+    arrived = Failure.of(ZeroDivisionError("by nothing")).error()
+    assert type(arrived) is MiniSGLError
+    assert str(arrived) == "ZeroDivisionError: by nothing"
+
 
 BEHAVIOURS = ["works", "fails", "dies", "hangs", "stubborn", "breaks", "counts"]
 LONG = 120.0
@@ -190,6 +210,7 @@ print(child.exited.result(0) if child.exited.done() else "the child lives", flus
 end([child])
 """
 
+
 PARENT = """
 import sys, time
 from minisgl.processes import wait_until_ready
@@ -214,3 +235,39 @@ def test_children_die_with_their_parent_and_sweep_up(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
     assert not directory.exists()
+
+
+class Node:
+    """Something that keeps itself alive."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_garbage_is_collected_before() -> None:
+    gone = weakref.ref(Node())
+    freeze_heap()
+    assert gone() is None
+
+
+def test_what_lives_is_not_looked_at_again() -> None:
+    living = Node()
+    kept, looked_at = weakref.ref(living), len(gc.get_objects())
+    freeze_heap()
+    assert len(gc.get_objects()) < looked_at / 100
+    del living
+    gc.collect()
+    assert kept() is not None
+
+
+def test_later_garbage_is_collected() -> None:
+    freeze_heap()
+    gone = weakref.ref(Node())
+    gc.collect()
+    assert gone() is None

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl import LLM, SamplingParams
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from minisgl.trace import DEVICE, HOST, REQUESTS, TRACKS, Event, Trace
 from tests.tiny_text_model import Failing, assert_idle_and_clean, text_checkpoint
 

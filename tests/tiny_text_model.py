@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from minisgl import LLM
-from minisgl.core.batch import Batch, PendingStep, StepLauncher, StepResult
-from minisgl.engine_core import EngineCore
+from minisgl.batch import Batch, PendingStep, StepLauncher, StepResult
+from minisgl.core import EngineCore
+from minisgl.llm import LLM
 from tests.model_zoo import tiny_checkpoint
-from tests.tokenizer.tiny import byte_level, save
+from tests.tiny_tokenizer import byte_level, save
 
 
 def text_checkpoint(directory: Path, eos: Sequence[int] = (), **overrides: Any) -> Path:

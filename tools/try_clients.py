@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
-from minisgl import SamplingParams
+from minisgl.sampling_params import SamplingParams
 from tests.server.harness import RunningServer, chat_checkpoint
 from tests.server.templates import QWEN
 from tests.tiny_text_model import Scripted

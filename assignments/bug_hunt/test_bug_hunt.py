@@ -10,10 +10,10 @@ import pytest
 
 from assignments.bug_hunt.page_trie import PageTrie
 from assignments.bug_hunt.trace_engine import PAGE_SIZE, TURN_TOKENS, TURNS, launches, trace_conversation
-from minisgl.core.registry import resolve
 from minisgl.kvcache.block_hash import BlockHashCache
 from minisgl.kvcache.prefix import PREFIX_CACHES, PrefixCache
 from minisgl.kvcache.radix import RadixCache
+from minisgl.registry import resolve
 
 CONTRACTS = {"make_cache": (PREFIX_CACHES, PrefixCache)}
 

@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 
 from minisgl.bench.host import NullExecutor
-from minisgl.core import Request, RunningTable, SamplingParams
-from minisgl.core.registry import resolve
 from minisgl.kvcache.prefix import PREFIX_CACHES, PrefixCache
-from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler
+from minisgl.registry import resolve
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.loop import EngineLoop
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Policies
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.table import RunningTable
 from minisgl.trace import Trace, recorded
 
 PAGE_SIZE = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl.core.request import Int32Array
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.pool import KVCache
+from minisgl.request import Int32Array
 
 
 class HostStore:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl import LLM, SamplingParams
-from minisgl.core.registry import resolve
 from minisgl.kvcache.page_store import PAGE_STORES, PageStore
+from minisgl.llm import LLM
+from minisgl.registry import resolve
+from minisgl.sampling_params import SamplingParams
 from tests.contracts.test_page_store import content, harness_over, ids, names, random_cache
 from tests.model_zoo import random_tokens, tiny_checkpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from minisgl.core import Request
+from minisgl.request import Request
 
 
 class FairQueueing:

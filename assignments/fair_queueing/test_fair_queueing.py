@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from minisgl.core import Request, SamplingParams
-from minisgl.core.registry import resolve
+from minisgl.registry import resolve
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.policy import QUEUE_POLICIES, Policies, QueuePolicy
 from tests.contracts.counting import count_operations
 from tests.scheduler.harness import Harness

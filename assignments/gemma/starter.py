@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl.core import Communicator
-from minisgl.layers import Rotation
-from minisgl.models import CausalLM, ModelConfig
+from minisgl.layers.rotary import Rotation
+from minisgl.layers.sharding import Communicator
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM
 
 
 class GemmaLayer(nn.Module):

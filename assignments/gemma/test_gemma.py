@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from minisgl import LLM, SamplingParams
-from minisgl.models import MODELS, Architecture, ModelConfig, load_model
+from minisgl.llm import LLM
+from minisgl.models.config import MODELS, Architecture, ModelConfig
+from minisgl.models.loader import load_model
+from minisgl.sampling_params import SamplingParams
 from tests.model_zoo import hf_logits, random_tokens, run_dense, tiny_checkpoint
 
 CONTRACTS = {"implementation": (MODELS, Architecture)}

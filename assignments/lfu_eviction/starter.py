@@ -7,9 +7,9 @@ class LFUWithAging:
     """Least frequently used goes first; every eviction makes what is left a little older."""
 
     def on_use(self, now: int, uses: int) -> tuple[int, int]:
-        """See `minisgl.kvcache.eviction.EvictionPolicy`."""
+        """See `minisgl.kvcache.prefix.EvictionPolicy`."""
         raise NotImplementedError("Assignment lfu_eviction: LFUWithAging.on_use")
 
     def on_evict(self, rank: tuple[int, int]) -> None:
-        """See `minisgl.kvcache.eviction.EvictionPolicy`."""
+        """See `minisgl.kvcache.prefix.EvictionPolicy`."""
         raise NotImplementedError("Assignment lfu_eviction: LFUWithAging.on_evict")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core.registry import resolve
-from minisgl.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, LeastRecentlyUsed
+from minisgl.kvcache.prefix import EVICTION_POLICIES, EvictionPolicy, LeastRecentlyUsed
 from minisgl.kvcache.radix import RadixCache
+from minisgl.registry import resolve
 
 CONTRACTS = {"make_policy": (EVICTION_POLICIES, EvictionPolicy)}
 

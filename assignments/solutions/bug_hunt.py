@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from assignments.bug_hunt.page_trie import PageTrie
-from minisgl.core.request import Int32Array
 from minisgl.kvcache.prefix import Insert, Match, PrefixCache
+from minisgl.request import Int32Array
 
 
 class Repaired(PageTrie):

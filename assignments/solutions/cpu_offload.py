@@ -8,8 +8,8 @@ from itertools import takewhile
 
 import torch
 
-from minisgl.core.request import Int32Array
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.pool import KVCache
+from minisgl.request import Int32Array
 
 
 class HostStore:

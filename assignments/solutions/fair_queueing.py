@@ -6,7 +6,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
-from minisgl.core import Request
+from minisgl.request import Request
 
 
 class FairQueueing:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl.core import SINGLE_RANK, Communicator
-from minisgl.layers import Embedding, GatedMLP, RMSNorm
-from minisgl.models import CausalLM, ModelConfig
-from minisgl.models.decoder import DecoderLayer
+from minisgl.layers.embedding import Embedding
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
 class GemmaNorm(RMSNorm):

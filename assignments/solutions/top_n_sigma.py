@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from minisgl.engine import DefaultSampler, DeviceSampling
-from minisgl.engine.sampling_stages import RandomStage
+from minisgl.engine.sampler import DefaultSampler
+from minisgl.engine.sampling import DeviceSampling, RandomStage
 
 
 class TopNSigma(DefaultSampler):

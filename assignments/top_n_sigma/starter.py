@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from minisgl.engine import DeviceSampling, SampledTokens, TokenHistory
+from minisgl.engine.sampler import SampledTokens
+from minisgl.engine.sampling import DeviceSampling, TokenHistory
 
 
 class TopNSigma:
@@ -22,5 +23,5 @@ class TopNSigma:
         self.n = n
 
     def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
-        """See `minisgl.engine.Sampler`."""
+        """See `minisgl.engine.sampler.Sampler`."""
         raise NotImplementedError("Assignment top_n_sigma: TopNSigma.sample")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl.core import SamplingParams
-from minisgl.core.registry import resolve
 from minisgl.engine.sampler import SAMPLERS, Sampler
+from minisgl.registry import resolve
+from minisgl.sampling_params import SamplingParams
 from tests.sampling import DEVICE, Row, fits, prepare, sample, sample_with_logprobs
 
 CONTRACTS = {"make_sampler": (SAMPLERS, Sampler)}

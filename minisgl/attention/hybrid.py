@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from minisgl.core import AttentionSpec, Batch, DeviceBatch
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.paged_attention import PagedAttention
+from minisgl.attention.torch_backend import PagedAttention
+from minisgl.batch import Batch, DeviceBatch
+from minisgl.context import AttentionSpec
+from minisgl.kvcache.pool import KVCache
 
 
 class HybridAttention(PagedAttention):

@@ -133,7 +133,7 @@ HELP = {
     "malformed": "share of requests with a body that is wrong",
     "model": "a shape (with random weights), a directory, a hub id, or default; for a server also tiny",
     "models": "shapes (with random weights), directories, or hub ids",
-    "options": "options of minisgl.LLM, with values in JSON",
+    "options": "options of minisgl.llm.LLM, with values in JSON",
     "output_len": "tokens out: one number, or for a server the least and the most",
     "page_size": "tokens a page",
     "planes": "ranks told over control planes; by default, as many as run",

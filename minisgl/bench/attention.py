@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS
-from minisgl.attention.flashinfer_support import flashinfer_obstacle
-from minisgl.attention.registry import AttentionFactory
+from minisgl.attention.select import ATTENTION_BACKENDS, AttentionFactory, flashinfer_obstacle
+from minisgl.attention.torch_backend import PagedAttention
+from minisgl.batch import Batch, DeviceBatch, batch_arrays, build_batch, device_batch, to_device
 from minisgl.bench.gpu_timing import (
     Call,
     buffers_needed,
@@ -24,14 +24,10 @@ from minisgl.bench.gpu_timing import (
     require_cuda,
 )
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.core import AttentionSpec, Batch, DeviceBatch, build_batch
-from minisgl.core.registry import resolve
-from minisgl.engine.inputs import batch_arrays, device_batch
-from minisgl.engine.staging import to_device
+from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.page_table import PageTable
-from minisgl.kvcache.paged_attention import PagedAttention
+from minisgl.kvcache.pool import KVCache, PageTable
+from minisgl.registry import resolve
 
 _DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -207,8 +203,7 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
 
 def versions() -> dict[str, AttentionFactory]:
     """Decode attention as it grows: each idea, with those before it."""
-    from minisgl.attention.triton_attention import TritonAttention  # Triton is not on every platform
-    from minisgl.attention.triton_rows import RowAttention
+    from minisgl.attention.triton.backend import RowAttention, TritonAttention
 
     return {
         _ALONE: partial(RowAttention, grouped=False),

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from minisgl.batch import Batch, DeviceBatch, build_batch
 from minisgl.bench.gpu_timing import copy_bandwidth
 from minisgl.bench.offline import ALL_OFF
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import make_engine, model_dir
-from minisgl.core import AttentionBackend, Batch, DeviceBatch, build_batch
+from minisgl.context import AttentionBackend
+from minisgl.engine.cuda_graph import CpuGraph, CudaGraphPool, CudaGraphRunner, graph_sizes, measure_graph_memory
 from minisgl.engine.fused_sampler import FusedSampler
-from minisgl.engine.runner import ModelRunner
-from minisgl.engine.sampling_stages import HostSampling
-from minisgl.graphs import CpuGraph, CudaGraphPool, CudaGraphRunner, graph_sizes, measure_graph_memory
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.sampling import HostSampling
 from minisgl.kernels.launch import without_pdl
 from minisgl.models.decoder import CausalLM
 from minisgl.models.fusions import fuse_layers

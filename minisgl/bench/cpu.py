@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 from minisgl.models.hub import resolve_model
+from minisgl.sampling_params import SamplingParams
 
 _SUFFIX_LEN = 24  # tokens of a question that follows the cached prefix
 

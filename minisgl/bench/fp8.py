@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS
+from minisgl.attention.select import ATTENTION_BACKENDS
+from minisgl.batch import batch_arrays, build_batch, device_batch, to_device
 from minisgl.bench.attention import DTYPE, HEAD_DIM, KV_HEADS, PAGE_SIZE, measure, steps, token_bytes
 from minisgl.bench.gpu_timing import copy_bandwidth, require_cuda
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, model_dir, run_workload
-from minisgl.core import AttentionBackend, build_batch
-from minisgl.core.registry import resolve
-from minisgl.engine import Engine
-from minisgl.engine.inputs import batch_arrays, device_batch
-from minisgl.engine.staging import to_device
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.context import AttentionBackend
+from minisgl.engine.engine import Engine
+from minisgl.kvcache.pool import KVCache
 from minisgl.llm import LLM
+from minisgl.registry import resolve
 
 _QUERY_HEADS = 16
 _ROUNDINGS: Mapping[str, Mapping[str, Any]] = {

@@ -14,16 +14,20 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from minisgl.batch import Batch, NewRequest, PendingStep, StepResult, build_batch
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.core import Batch, Request, RunningTable, SamplingParams
-from minisgl.core.batch import NewRequest, PendingStep, StepResult, build_batch
-from minisgl.core.registry import resolve
-from minisgl.core.request import Int32Array
-from minisgl.distributed import CONTROL_PLANES
+from minisgl.distributed.control_plane import CONTROL_PLANES
 from minisgl.distributed.messages import Endpoint, Stepped, decode_batch, encode_batch
-from minisgl.distributed.reports import ReportReader, send_report
+from minisgl.distributed.rank_process import ReportReader, send_report
 from minisgl.kvcache.radix import RadixCache
-from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler
+from minisgl.registry import resolve
+from minisgl.request import Int32Array, Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.loop import EngineLoop
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Policies
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.table import RunningTable
 
 _VOCAB = 50_000
 _SUFFIX_LEN = 64  # own tokens of a request behind the shared prefix
@@ -168,7 +172,7 @@ class _Listener(msgspec.Struct, frozen=True):
 def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """Microseconds from a step decided (a `Batch` in the driver) to the last rank that holds it, received and decoded.
 
-    A process without a model or a GPU stands for each rank. It waits like `minisgl.distributed.worker.Rank`, and takes
+    A process without a model or a GPU stands for each rank. It waits as `distributed.rank_process.Rank` does and takes
     the time where a rank calls `Engine.launch`.
 
     Args:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch._inductor.exc import InductorError
 
+from minisgl.attention.torch_backend import PagedAttention
+from minisgl.batch import Batch, DeviceBatch
 from minisgl.bench.gpu_timing import (
     Call,
     buffers_needed,
@@ -20,23 +22,25 @@ from minisgl.bench.gpu_timing import (
     require_cuda,
 )
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.core import AttentionSpec, Batch, DeviceBatch, ForwardContext, forward_context
+from minisgl.context import AttentionSpec, ForwardContext, forward_context
 from minisgl.engine.logits_processors import keep_top, softmax_weights
 from minisgl.engine.random import draw
-from minisgl.engine.sampling_stages import RandomStage, TopStage
-from minisgl.kernels.activation import silu_and_mul
-from minisgl.kernels.norm import add_and_norm
+from minisgl.engine.sampling import RandomStage, TopStage
+from minisgl.kernels.norm import add_and_norm, silu_and_mul
 from minisgl.kernels.rope import rotate_and_store
 from minisgl.kernels.sampling import sample_tokens
-from minisgl.kernels.threshold import find_thresholds
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.paged_attention import PagedAttention
-from minisgl.layers import Attention, Experts, RMSNorm, RopeSettings, Rotary, rotate
-from minisgl.layers import silu_and_mul as plain_silu_and_mul
+from minisgl.kernels.top_p import find_thresholds
+from minisgl.kvcache.pool import KVCache
+from minisgl.layers.attention import Attention
 from minisgl.layers.fused import FusedExperts
-from minisgl.models import ModelConfig, load_model
+from minisgl.layers.mlp import Experts
+from minisgl.layers.mlp import silu_and_mul as plain_silu_and_mul
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import RopeSettings, Rotary, rotate
+from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, Decoder
 from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
+from minisgl.models.loader import load_model
 
 
 class LayerShape(NamedTuple):

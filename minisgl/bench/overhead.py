@@ -1,7 +1,7 @@
 """``python -m minisgl.bench api``: what the server adds to the engine's time for a token batch.
 
 A **token batch** is what one step of the engine brings when N requests decode together: N tokens. It is timed twice,
-for the same model, options, lengths and N: with `minisgl.LLM` alone in a process of its own, and over HTTP, with a
+for the same model, options, lengths and N: with `minisgl.llm.LLM` alone in a process of its own, and over HTTP, with a
 client that reads N streams. Both times are differences between a long wave of requests and a short one, divided by the
 additional steps of the long one, so that costs per request (connecting, prefill, the last words) cancel out. The
 **overhead** is the second time less the first.
@@ -31,8 +31,8 @@ from minisgl.bench.client import Client, closed_loop
 from minisgl.bench.load import PlannedRequest, prompt_tokens
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.bench.server import ProcessTree, ServedModel, ServerFailed, served_model, server
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 
 _TIMEOUT = 600.0  # seconds for one wave, and for the engine alone
 _LIMIT_MS = 1.0

@@ -13,12 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+from minisgl.batch import Batch
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.bench.workloads import make_engine, model_dir
-from minisgl.core.batch import Batch
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.llm import LLM
-from minisgl.scheduler import EngineLoop, Scheduler
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.loop import EngineLoop
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.trace import DEVICE, Trace, recorded
 
 _ON_OFF = {False: "off", True: "on"}

@@ -14,12 +14,14 @@ import torch
 
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, model_dir
-from minisgl.core.request import FinishReason, Request
-from minisgl.core.sampling_params import SamplingParams
-from minisgl.core.table import RunningTable
-from minisgl.kvcache.eviction import select_prefix_cache
+from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.llm import LLM
-from minisgl.scheduler import KVMemory, Policies, Scheduler
+from minisgl.request import FinishReason, Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Policies
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.table import RunningTable
 
 _REPEATS = 5
 

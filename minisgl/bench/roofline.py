@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core.batch import Batch
+from minisgl.batch import Batch
 from minisgl.errors import ConfigError
-from minisgl.models import ModelConfig
+from minisgl.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

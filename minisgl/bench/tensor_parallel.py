@@ -51,7 +51,7 @@ Times = Mapping[str, Mapping[str, float]]
 class ParallelRun:
     """An engine, and how often each workload runs on it."""
 
-    model: str  # a name from `SHAPES`, which gets random weights, or what `minisgl.LLM` takes
+    model: str  # a name from `SHAPES`, which gets random weights, or what `minisgl.llm.LLM` takes
     ranks: int  # that share it
     repeat: int  # runs of each workload, with new prompts; the median counts
     all_reduce: str = "auto"  # as in `EngineConfig`: ``"torch"`` between GPUs is NCCL alone. One rank adds up nothing
@@ -246,7 +246,7 @@ def _rank_times(device: torch.device) -> Times:
     """Microseconds of every way and number of rows, where it applies, of the slowest rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    from minisgl.distributed.peer_all_reduce import PeerAllReduce  # imports Triton, which not every platform has
+    from minisgl.distributed.peer_all_reduce import PeerAllReduce
     from minisgl.kernels.norm import add_and_norm
 
     world = dist.group.WORLD

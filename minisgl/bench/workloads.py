@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 
 _HIGHEST_TOKEN = 10_000
 _QWEN3: dict[str, Any] = {

@@ -8,8 +8,9 @@ from itertools import groupby
 
 import numpy as np
 
+from minisgl.batch import Batch
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, round_step, shorten, visible
-from minisgl.core import Batch, RunningTable
+from minisgl.table import RunningTable
 
 
 def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:

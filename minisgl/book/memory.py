@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, byte_size, counted, request_colors, round_step
-from minisgl.core import Request
 from minisgl.errors import ConfigError
 from minisgl.kvcache.sizing import free_memory, total_memory
 from minisgl.llm import LLM
-from minisgl.scheduler import KVMemory
+from minisgl.request import Request
+from minisgl.scheduler.memory import KVMemory
 
 _COLUMNS = 16
 _CELL = (WIDTH - 2 * MARGIN) / _COLUMNS

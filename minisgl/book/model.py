@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, Point, circle, counted, request_colors, shorten, visible
-from minisgl.layers import GatedMLP, MergedColumnParallelLinear, MoE, Rotary, rotate
-from minisgl.models import DecoderLayer
+from minisgl.layers.linear import MergedColumnParallelLinear
+from minisgl.layers.mlp import GatedMLP, MoE
+from minisgl.layers.rotary import Rotary, rotate
+from minisgl.models.decoder import DecoderLayer
 
 LARGEST_CELL = 30.0
 _LONGEST = 8

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, runs, shorten
-from minisgl.core.request import Int32Array
 from minisgl.kvcache.block_hash import Block, BlockHashCache
 from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.request import Int32Array
 
 if TYPE_CHECKING:
-    from minisgl.attention.shared_prefix import PrefixGroups
+    from minisgl.attention.cascade import PrefixGroups
 
 Decode = Callable[[list[int]], str]
 """From token ids to text, such as ``llm.tokenizer.decode``."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.core.registry import import_path
+from minisgl.registry import import_path
 
 MESSAGE_LENGTH = 2000
 """Characters that are kept of a failure's message."""

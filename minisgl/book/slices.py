@@ -8,10 +8,9 @@ from itertools import groupby
 from math import prod
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, byte_size, counted, request_colors, shorten
-from minisgl.core import RankInfo
 from minisgl.errors import ConfigError
-from minisgl.layers import Shard, divide, divide_kv_heads, divide_vocabulary
-from minisgl.models import ModelConfig
+from minisgl.layers.sharding import RankInfo, Shard, divide, divide_kv_heads, divide_vocabulary
+from minisgl.models.config import ModelConfig
 
 _LEFT, _RIGHT = MARGIN + 160, WIDTH - MARGIN - 214
 _BOX, _LINE = 38, 52

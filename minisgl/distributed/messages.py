@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl.batch import Batch, NewRequest
 from minisgl.child_process import ChildOptions
-from minisgl.core.attention import AttentionChoice
-from minisgl.core.batch import Batch, NewRequest
-from minisgl.core.config import EngineConfig
-from minisgl.core.request import Int32Array, TokenLogprobs
-from minisgl.core.sampling_params import SamplingParams
+from minisgl.config import EngineConfig
+from minisgl.context import AttentionChoice
+from minisgl.request import Int32Array, TokenLogprobs
+from minisgl.sampling_params import SamplingParams
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     Args:
         num_pages: KV pages, the same on all ranks.
-        page_bytes, model_bytes, runner_bytes: on this rank, as in `minisgl.engine.Engine`.
+        page_bytes, model_bytes, runner_bytes: on this rank, as in `minisgl.engine.engine.Engine`.
         max_seq_len: longest sequence.
         attention: the attention backends, and why it is these.
     """

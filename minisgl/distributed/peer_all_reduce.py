@@ -1,32 +1,106 @@
-"""All-reduce over peer memory: for the small messages of decode steps, where latency is all that counts."""
+"""Where what lies in the memory that a rank shares, and what fits."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import triton
 
-from minisgl.distributed.peer_layout import PeerLayout
+from minisgl.distributed.peer_kernels import one_shot_kernel, two_shot_kernel
 from minisgl.distributed.peer_memory import exchange, share_memory
-from minisgl.distributed.peer_one_shot import one_shot_kernel
-from minisgl.distributed.peer_two_shot import two_shot_kernel
 from minisgl.errors import EngineDead
 from minisgl.kernels.launch import check_device, pdl_launch_args
+
+_ROW_BYTES = 32 << 10
+"""Of the longest row that is normalised: one program keeps it in registers."""
+
+
+_LEAST_ROW_BYTES = 256
+"""Of the shortest row that the memory has signal pads for."""
+
+
+@dataclass(frozen=True)
+class PeerLayout:
+    """Parts of a rank's piece of peer memory, each on a boundary of 16 bytes; the first inbox is at its beginning.
+
+    Args:
+        ranks: how many share.
+        one_shot_bytes: of the largest tensor that is reduced in one shot.
+        max_bytes: of the largest tensor at all.
+    """
+
+    ranks: int
+    one_shot_bytes: int
+    max_bytes: int
+
+    @property
+    def capacity(self) -> int:
+        """Words of four bytes that each rank may send each other in one shot."""
+        return -(-self.one_shot_bytes // 16) * 4
+
+    @property
+    def groups(self) -> int:
+        """How many groups of rows, one row a rank, two shots have signal pads for."""
+        return -(-self.max_bytes // (self.ranks * _LEAST_ROW_BYTES))
+
+    @property
+    def inbox(self) -> int:
+        """Byte at which the inbox of two shots begins: after two turns of eight bytes a word from each rank."""
+        return 2 * self.ranks * self.capacity * 8
+
+    @property
+    def outbox(self) -> int:
+        """Byte at which the outbox of two shots begins."""
+        return self.inbox + self._room
+
+    @property
+    def pads(self) -> int:
+        """Byte at which the signal pads begin, int32[2 × groups, ranks]."""
+        return self.outbox + self._room
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole piece."""
+        return self.pads + 2 * self.groups * self.ranks * 4
+
+    @property
+    def _room(self) -> int:
+        """Of a tensor whose last group lacks all rows but one."""
+        return -(-self.max_bytes // 16) * 16 + self.ranks * _ROW_BYTES
+
+    def fits_one_shot(self, nbytes: int) -> bool:
+        """Whether so many bytes can be reduced in one shot."""
+        return nbytes <= self.one_shot_bytes
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes can be reduced: whole words, at most ``max_bytes`` of them."""
+        return 0 < nbytes <= self.max_bytes and nbytes % 4 == 0
+
+    def fits_rows(self, rows: int, row_bytes: int) -> bool:
+        """Whether so many rows can be reduced and normalised."""
+        whole = self.fits(rows * row_bytes) and row_bytes % 4 == 0 and row_bytes <= _ROW_BYTES
+        return whole and (self.fits_one_shot(rows * row_bytes) or -(-rows // self.ranks) <= self.groups)
+
 
 ONE_SHOT_BYTES = {2: 1536 << 10, 4: 368 << 10, 8: 128 << 10}
 """Up to how many bytes one shot is faster than two, by ranks. ``benchmarks/results/all-reduce.json`` has the crossings
 of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB. For 8, which were not at hand, this is
 reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot sends twice the data to each peer."""
 
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 _POLL_SECONDS = 0.1e-6
 """That one poll for a signal takes at the least: words that nobody writes to are in its own GPU's cache."""
 
+
 _WORDS = 256
 """Of a program of the one-shot kernel."""
+
 
 _ELEMENTS = (4096, 2048)
 """Of a row of the two-shot kernel where rows have no meaning: the first with which half of its programs have work."""
@@ -80,7 +154,7 @@ class PeerAllReduce:
         return self.one_shot(x) if self._layout.fits_one_shot(x.nbytes) else self.two_shot(x)
 
     def one_shot(self, x: torch.Tensor) -> torch.Tensor:
-        """`all_reduce` as in `minisgl.distributed.peer_one_shot`."""
+        """`all_reduce` as in `minisgl.distributed.peer_kernels`."""
         out, words = torch.empty_like(x), x.nbytes // 4
         one_shot_kernel[(triton.cdiv(words, _WORDS),)](
             x, out, self._peers, self._state, self._lost, words,
@@ -90,7 +164,7 @@ class PeerAllReduce:
         return out
 
     def two_shot(self, x: torch.Tensor) -> torch.Tensor:
-        """`all_reduce` as in `minisgl.distributed.peer_two_shot`."""
+        """`all_reduce` as in `minisgl.distributed.peer_kernels`."""
         out, programs = torch.empty_like(x), 2 * self._processors
         for elements in _ELEMENTS:
             if x.numel() >= elements * self._layout.ranks * programs // 2:

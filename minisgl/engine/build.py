@@ -8,24 +8,30 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention import attention_choice, select_backend
-from minisgl.core.communicator import SINGLE_RANK, Communicator
-from minisgl.core.config import EngineConfig
-from minisgl.core.registry import resolve
-from minisgl.engine.device_state import DeviceState
+from minisgl.attention.select import attention_choice, select_backend
+from minisgl.config import EngineConfig
+from minisgl.engine.cuda_graph import build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
-from minisgl.engine.memory import check_balance, check_num_pages, gather, longest_sequence, pages_that_fit
-from minisgl.engine.runner import ModelRunner
+from minisgl.engine.memory import (
+    check_balance,
+    check_num_pages,
+    gather,
+    longest_sequence,
+    pages_that_fit,
+    warm_up_kernels,
+)
+from minisgl.engine.model_runner import DeviceState, ModelRunner
 from minisgl.engine.sampler import SAMPLERS
-from minisgl.engine.warm_up import warm_up_kernels
 from minisgl.errors import ConfigError
-from minisgl.graphs import build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.kernels import has_triton
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes
-from minisgl.layers import divide_kv_heads
-from minisgl.models import ModelConfig, block_weights, load_model
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide_kv_heads
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import block_weights
 from minisgl.models.fusions import fuse_layers, select_fusions
+from minisgl.models.loader import load_model
+from minisgl.registry import resolve
 
 _FP8_CAPABILITY = (8, 9)
 

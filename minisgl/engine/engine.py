@@ -10,17 +10,15 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from minisgl.core.attention import AttentionChoice
-from minisgl.core.batch import Batch, StepObserver, StepResult
-from minisgl.core.communicator import SINGLE_RANK, Communicator
-from minisgl.core.config import EngineConfig
-from minisgl.engine.logprobs import Logprobs, token_logprobs
-from minisgl.engine.runner import ModelRunner
-from minisgl.engine.sampler import SampledTokens
-from minisgl.engine.sampling_stages import HostSampling
-from minisgl.engine.sampling_table import SamplingTable
+from minisgl.batch import Batch, StepObserver, StepResult
+from minisgl.config import EngineConfig
+from minisgl.context import AttentionChoice
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.sampler import Logprobs, SampledTokens, token_logprobs
+from minisgl.engine.sampling import HostSampling, SamplingTable
 from minisgl.errors import EngineDead
-from minisgl.models import ModelConfig
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
+from minisgl.models.config import ModelConfig
 
 
 @dataclass(slots=True)

@@ -1,15 +1,14 @@
-"""The sampler that draws with the kernels of `minisgl.kernels.threshold` and `minisgl.kernels.sampling`."""
+"""The sampler that draws with the kernels of `minisgl.kernels.top_p` and `minisgl.kernels.sampling`."""
 
 from __future__ import annotations
 
 import torch
 
-from minisgl.engine.logprobs import take_logprobs
-from minisgl.engine.sampler import DefaultSampler, SampledTokens
-from minisgl.engine.sampling_stages import DeviceSampling, TokenHistory
+from minisgl.engine.sampler import DefaultSampler, SampledTokens, take_logprobs
+from minisgl.engine.sampling import DeviceSampling, TokenHistory
 from minisgl.kernels.launch import check_device
 from minisgl.kernels.sampling import sample_tokens
-from minisgl.kernels.threshold import find_thresholds
+from minisgl.kernels.top_p import find_thresholds
 
 
 class FusedSampler(DefaultSampler):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.engine.sampling_stages import BiasStage, ConstraintStage, MaskStage, PenaltyStage, TokenHistory, TopStage
+from minisgl.engine.sampling import BiasStage, ConstraintStage, MaskStage, PenaltyStage, TokenHistory, TopStage
 
 _NEG_INF = float("-inf")
 

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl.core.request import Int32Array
+from minisgl.request import Int32Array
 
 UInt64Array = npt.NDArray[np.uint64]
+
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN_INT32 = 0x9E3779B1 - 2**32  # as int32; odd, so that multiplying by it loses nothing

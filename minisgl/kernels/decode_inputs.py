@@ -68,7 +68,7 @@ def derive_inputs(
         page_table: int32[slots, pages], changed.
         page_index, page_value: int32[B] entries of the flattened page table, and what they become.
         page_size: tokens a page.
-        positions, out_locs, input_ids: int32[B], written; as in `minisgl.core.DeviceBatch`.
+        positions, out_locs, input_ids: int32[B], written; as in `minisgl.batch.DeviceBatch`.
     """
     rows = len(slots)
     _derive_kernel[(1,)](

@@ -27,8 +27,10 @@ PDL_LAUNCH_ARGS = _pdl_launch_args()
 start when all programs of the one before have said ``gdc_launch_dependents``, and waits for its results at
 ``gdc_wait``. So the end of one overlaps with the start of the next."""
 
+
 _MOST_PDL_ROWS = 1024
 """Longer kernels hide how they start; launched early, they only get into the way of the one before."""
+
 
 _LARGEST_FP8 = tl.constexpr(448.0)
 
@@ -86,7 +88,7 @@ tile_range = _interpreted_range if INTERPRETED.value else tl.range
 @triton.jit
 def to_kv_dtype(x: tl.tensor, memory: tl.tensor) -> tl.tensor:
     """``x`` in the dtype of ``memory``, a pointer into the KV cache. The twin is
-    `minisgl.kvcache.kv_cache.to_kv_dtype`."""
+    `minisgl.kvcache.pool.to_kv_dtype`."""
     if memory.dtype.element_ty == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -_LARGEST_FP8), _LARGEST_FP8)
         if INTERPRETED:

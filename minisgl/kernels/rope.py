@@ -145,8 +145,8 @@ def rotate_and_store(
 
     Args:
         qkv: [T, (num_heads + 2 × num_kv_heads) × head_dim] output of the packed projection, each row contiguous.
-        table: float32[max_positions, head_dim], `minisgl.layers.Rotary.table`.
-        positions, out_locs: [T] int32 as in `minisgl.core.DeviceBatch`.
+        table: float32[max_positions, head_dim], `minisgl.layers.rotary.Rotary.table`.
+        positions, out_locs: [T] int32 as in `minisgl.batch.DeviceBatch`.
         k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim], one layer of a `KVCache`.
         q_norm, k_norm: [head_dim] weights of QK-norm where the model has it, both or neither.
         eps: of both norms.

@@ -143,7 +143,7 @@ def sample_tokens(
         random: temperatures, float32[S] and 0 in greedy rows, and both halves of the keys, int32[S] each, see
             `minisgl.engine.random.draw_keys`; None if all rows are greedy.
         out: int32[S], receives the tokens. Among equal scores the lowest id wins; −inf wins against nothing else.
-        thresholds: `minisgl.kernels.threshold.Thresholds`, what may be drawn in each row; None for every token.
+        thresholds: `minisgl.kernels.top_p.Thresholds`, what may be drawn in each row; None for every token.
     """
     num_rows, vocab = logits.shape
     # A row alone needs many small parts to fill the GPU; many rows need fewer and larger ones. A vocabulary smaller

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
 from minisgl.kvcache.prefix import Insert, Match
+from minisgl.request import Int32Array
 
 
 @dataclass(eq=False, slots=True)

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
-from minisgl.kvcache.eviction import EvictionPolicy, LeastRecentlyUsed, Rank
-from minisgl.kvcache.prefix import Insert, Match
+from minisgl.kvcache.prefix import EvictionPolicy, Insert, LeastRecentlyUsed, Match, Rank
+from minisgl.request import Int32Array
 
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from minisgl.core import SINGLE_RANK, AttentionSpec, Communicator, get_forward_context
+from minisgl.context import AttentionSpec, get_forward_context
 from minisgl.layers.linear import QKVParallelLinear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotation, rotate
-from minisgl.layers.shares import divide, divide_kv_heads
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide, divide_kv_heads
 
 
 class Attention(nn.Module):

@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.layers.linear import Linear
-from minisgl.layers.shares import divide_vocabulary
-from minisgl.layers.weights import ShardSpec, weight
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, ShardSpec, divide_vocabulary, weight
 
 
 class Embedding(nn.Module):

@@ -6,16 +6,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl.core import Communicator, PagedAttentionBackend, get_forward_context
-from minisgl.kernels.activation import silu_and_mul
+from minisgl.context import PagedAttentionBackend, get_forward_context
 from minisgl.kernels.experts import sum_of_experts
-from minisgl.kernels.norm import add_and_norm
+from minisgl.kernels.norm import add_and_norm, silu_and_mul
 from minisgl.kernels.rope import rotate_and_store
 from minisgl.layers.attention import Attention
-from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.moe import Experts
+from minisgl.layers.mlp import Experts, GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary, Rotation
+from minisgl.layers.sharding import Communicator
 
 
 def _take_over(fused: nn.Module, plain: nn.Module) -> None:

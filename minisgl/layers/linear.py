@@ -1,16 +1,41 @@
-"""Linear layers: single, merged, and divided among ranks."""
+"""Linear layers: plain, packed and row-parallel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from minisgl.core import SINGLE_RANK, Communicator
-from minisgl.layers.blocked import linear
-from minisgl.layers.shares import Shard, whole
-from minisgl.layers.weights import ShardSpec, WeightPart, weight
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec, WeightPart, weight, whole
+
+
+def blocked(weight: nn.Parameter) -> nn.Parameter:
+    """A copy of ``weight`` ([out_features, in_features]) in oneDNN's layout; ``to_dense()`` of it is the weight again.
+
+    Only float32 on the CPU has one; any other weight is returned as it is.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return weight
+    return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight), requires_grad=False)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x Wᵀ + b`` for a weight of either layout.
+
+    Args:
+        x: [T, in_features].
+        weight: [out_features, in_features], row-major or `blocked`.
+        bias: [out_features] or None.
+
+    Returns:
+        [T, out_features].
+    """
+    if weight.is_mkldnn:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
 
 
 class Linear(nn.Module):

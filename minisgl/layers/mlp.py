@@ -1,14 +1,26 @@
-"""The gated MLP."""
+"""Feed-forward layers: the gated MLP, and the mixture of experts."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from minisgl.core import SINGLE_RANK, Communicator
-from minisgl.layers.activation import silu_and_mul
-from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from minisgl.layers.shares import divide
+from minisgl.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec, WeightPart, divide, weight, whole
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU (Shazeer 2020): ``silu(gate) × up``.
+
+    Args:
+        gate_up: [..., 2 × n], gate in the first half of the last dimension, up in the second.
+
+    Returns:
+        [..., n], same dtype.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 class GatedMLP(nn.Module):
@@ -36,3 +48,109 @@ class GatedMLP(nn.Module):
         """[T, hidden_size] → [T, hidden_size]."""
         out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
         return out
+
+
+class Experts(nn.Module):
+    """The weights of all experts, packed: ``gate_up_proj`` [E, 2 × intermediate, hidden] and ``down_proj``
+    [E, hidden, intermediate]. Checkpoints have three tensors an expert.
+
+    Args:
+        num_experts: E.
+        hidden_size, intermediate_size: widths of an expert; of the latter, also this rank's shard. The result is this
+            rank's part of a sum then.
+    """
+
+    capturable: bool = False
+    """Whether `forward` may be recorded in a CUDA graph, as all other layers may. This one asks the device how many
+    tokens each expert got, and does different work for different answers."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int | Shard) -> None:
+        super().__init__()
+        self.shard = whole(intermediate_size) if isinstance(intermediate_size, int) else intermediate_size
+        self.gate_up_proj = weight(num_experts, 2 * self.shard.size, hidden_size)
+        self.down_proj = weight(num_experts, hidden_size, self.shard.size)
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Sum of each token's experts, weighted.
+
+        Args:
+            x: [T, hidden_size].
+            experts: [T, k] expert ids.
+            weights: [T, k] dtype of ``x``.
+
+        Returns:
+            [T, hidden_size].
+        """
+        # A pair is one token at one of its experts. Sorted by expert, the pairs of an expert are one slice.
+        expert_of_pair = experts.flatten()
+        pairs = expert_of_pair.argsort(stable=True)
+        tokens = pairs // experts.shape[1]
+        pair_weights = weights.flatten()[pairs, None]
+        counts = expert_of_pair.bincount(minlength=len(self.down_proj)).tolist()
+
+        out = torch.zeros_like(x)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            chosen = tokens[start : start + count]
+            hidden = silu_and_mul(F.linear(x[chosen], self.gate_up_proj[expert]))
+            result = F.linear(hidden, self.down_proj[expert])
+            out.index_add_(0, chosen, result * pair_weights[start : start + count])
+            start += count
+        return out
+
+    def weight_parts(self) -> list[WeightPart]:
+        num_experts, rows, _ = self.gate_up_proj.shape
+        gate, up = slice(0, rows // 2), slice(rows // 2, rows)
+        by_rows, by_columns = ShardSpec(0, self.shard), ShardSpec(1, self.shard)
+        parts: list[WeightPart] = []
+        for expert in range(num_experts):
+            name = f"experts.{expert}"
+            parts.append(WeightPart(f"{name}.gate_proj.weight", "gate_up_proj", (expert, gate), by_rows))
+            parts.append(WeightPart(f"{name}.up_proj.weight", "gate_up_proj", (expert, up), by_rows))
+            parts.append(WeightPart(f"{name}.down_proj.weight", "down_proj", (expert,), by_columns))
+        return parts
+
+
+class MoE(nn.Module):
+    """A router and its experts (Shazeer et al. 2017): each token goes through the k experts it scores highest.
+
+    Args:
+        hidden_size: width of input and output.
+        intermediate_size: width of one expert, over all ranks.
+        num_experts: E.
+        experts_per_token: k.
+        normalize: whether the k weights of a token are scaled to sum to 1.
+        communicator: joins the ranks that share the width of every expert. The router is on all of them.
+
+    Raises:
+        ConfigError: the ranks cannot share it equally.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        normalize: bool,
+        communicator: Communicator = SINGLE_RANK,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(hidden_size, num_experts)
+        self.experts = Experts(
+            num_experts, hidden_size, divide("moe_intermediate_size", intermediate_size, communicator)
+        )
+        self.communicator = communicator
+        self.experts_per_token = experts_per_token
+        self.normalize = normalize
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] → [T, hidden_size]. The router's softmax is in float32 at least."""
+        scores = self.gate(x)
+        probs = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights, experts = probs.topk(self.experts_per_token, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.communicator.all_reduce(self.experts(x, experts, weights.to(x.dtype)))

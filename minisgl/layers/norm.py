@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.weights import weight
+from minisgl.layers.sharding import weight
 
 
 class RMSNorm(nn.Module):

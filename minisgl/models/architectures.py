@@ -1,4 +1,4 @@
-"""The table of differences: how each architecture departs from the plain decoder of Llama."""
+"""Which architectures of the Hugging Face hub the decoder covers, and what each needs read off its config."""
 
 from __future__ import annotations
 

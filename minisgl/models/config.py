@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from minisgl.core import SINGLE_RANK, Communicator
-from minisgl.core.registry import Table, resolve
 from minisgl.errors import ModelLoadError
-from minisgl.layers import ROPE_TYPES, RopeSettings
+from minisgl.layers.rotary import ROPE_TYPES, RopeSettings
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
+from minisgl.registry import Table, resolve
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,7 +150,7 @@ class ModelConfig:
 
 
 class Architecture(Protocol):
-    """Builds models of one architecture: normally a subclass of `minisgl.models.CausalLM`."""
+    """Builds models of one architecture: normally a subclass of `minisgl.models.decoder.CausalLM`."""
 
     hidden_act: str
     """The non-linearity of the MLPs, as ``config.json`` calls it. A checkpoint with another is refused."""

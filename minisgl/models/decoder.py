@@ -8,8 +8,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from minisgl.core import SINGLE_RANK, AttentionSpec, Communicator, DeviceBatch
-from minisgl.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm, Rotary, Rotation
+from minisgl.batch import DeviceBatch
+from minisgl.context import AttentionSpec
+from minisgl.layers.attention import Attention
+from minisgl.layers.embedding import Embedding, LMHead
+from minisgl.layers.linear import Linear, blocked
+from minisgl.layers.mlp import GatedMLP, MoE
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary, Rotation
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
 
 
@@ -103,7 +110,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with an LM head. Architectures are subclasses that say how they differ, see `MODELS`.
 
-    Module names are those of Hugging Face checkpoints. A forward pass runs inside `minisgl.core.forward_context`.
+    Module names are those of Hugging Face checkpoints. A forward pass runs inside `minisgl.context.forward_context`.
 
     Args:
         config: of the model.
@@ -146,3 +153,23 @@ class CausalLM(nn.Module):
             return self.model.embed_tokens.logits(hidden)
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+
+def block_weights(model: nn.Module) -> None:
+    """Give every `Linear` of ``model`` a weight in the CPU's `blocked` layout, one after the other.
+
+    A tied LM head gets a weight of its own, since the embedding looks up rows of the row-major table. That copy is the
+    only memory that this takes.
+    """
+    if isinstance(model, CausalLM) and model.lm_head is None:
+        model.lm_head = _untied(model.model.embed_tokens)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.weight = blocked(module.weight)
+
+
+def _untied(table: Embedding) -> LMHead:
+    with torch.device("meta"):
+        head = LMHead(table.weight.shape[1], table.shard.total, table.communicator)
+    head.weight = table.weight
+    return head

@@ -8,10 +8,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from minisgl.core import SINGLE_RANK
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
-from minisgl.layers import Attention, Experts, GatedMLP, MoE, RMSNorm, RowParallelLinear
+from minisgl.layers.attention import Attention
+from minisgl.layers.linear import RowParallelLinear
+from minisgl.layers.mlp import Experts, GatedMLP, MoE
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.sharding import SINGLE_RANK
 from minisgl.models.decoder import Decoder, DecoderLayer
 
 LAYER_FUSIONS = ("norm", "rope", "activation", "experts")

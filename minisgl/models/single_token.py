@@ -7,10 +7,12 @@ from typing import TypeGuard, cast
 import torch
 from torch import nn
 
-from minisgl.core import DeviceBatch, KVTensors
+from minisgl.batch import DeviceBatch
+from minisgl.context import KVTensors
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
-from minisgl.layers import GatedMLP, RowParallelLinear
+from minisgl.layers.linear import RowParallelLinear
+from minisgl.layers.mlp import GatedMLP
 from minisgl.models.decoder import CausalLM, DecoderLayer
 
 

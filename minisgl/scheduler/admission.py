@@ -1,18 +1,71 @@
-"""From waiting to running: which requests are looked at, and what it takes to let one in."""
+"""From waiting to running: the queue, and what it takes to let a request in."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
-from minisgl.core.batch import NewRequest
-from minisgl.core.request import Request
-from minisgl.core.table import RunningTable
+from minisgl.batch import NewRequest
+from minisgl.errors import QueueFull
+from minisgl.request import Request
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MemoryDemand, Policies
-from minisgl.scheduler.queue import WaitingQueue
+from minisgl.table import RunningTable
+
+
+class WaitingQueue:
+    """Requests in order of arrival, preempted ones before all others.
+
+    Args:
+        limit: most new requests that may wait. Preempted ones do not count: they were let in already.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.preempted: dict[int, Request] = {}
+        self.new: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self.preempted) + len(self.new)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.preempted.values()
+        yield from self.new.values()
+
+    @property
+    def has_room(self) -> bool:
+        """True if another new request may be added."""
+        return len(self.new) < self.limit
+
+    def add(self, request: Request) -> None:
+        """Append a new request.
+
+        Raises:
+            QueueFull: the limit is reached.
+        """
+        if not self.has_room:
+            raise QueueFull(f"{self.limit} requests are waiting already (max_queued_requests); try again later")
+        self.new[request.uid] = request
+
+    def put_back(self, request: Request) -> None:
+        """Return a preempted request to the head, before all that came later."""
+        self.preempted[request.uid] = request
+        self.preempted = dict(sorted(self.preempted.items()))
+
+    def note_bypass(self, admitted: Request) -> None:
+        """Count it for every new request that came before ``admitted`` and still waits."""
+        for request in self.new.values():
+            if request.uid > admitted.uid:
+                return
+            request.bypassed += 1
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+        (self.preempted if request.uid in self.preempted else self.new).pop(request.uid)
+
 
 WINDOW = 1024
 """How many waiting requests a step looks at, so that a long queue costs no host time."""

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl.core.batch import Batch
-from minisgl.core.constraint import MaskMaker, TokenConstraint
-from minisgl.core.request import Int32Array
-from minisgl.core.table import RunningTable
+from minisgl.batch import Batch
+from minisgl.request import Int32Array, MaskMaker, TokenConstraint
+from minisgl.table import RunningTable
 
 
 class Constraints:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from minisgl.core.batch import Batch, PendingStep, StepLauncher, StepObserver, StepPhase
+from minisgl.batch import Batch, PendingStep, StepLauncher, StepObserver, StepPhase
 from minisgl.errors import EngineDead
-from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.step import StepOutput
+from minisgl.scheduler.scheduler import Scheduler, StepOutput
 
 
 class EngineLoop:

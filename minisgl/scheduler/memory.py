@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core.request import Int32Array
-from minisgl.core.table import RunningTable
 from minisgl.errors import InvariantError
-from minisgl.kvcache.page_store import PageStore
-from minisgl.kvcache.page_table import PageTable
-from minisgl.kvcache.pages import PagePool
+from minisgl.kvcache.page_store import Offload, PageStore
+from minisgl.kvcache.pool import PagePool, PageTable
 from minisgl.kvcache.prefix import Handle, Insert, Match, PrefixCache
-from minisgl.scheduler.offload import Offload
+from minisgl.request import Int32Array
+from minisgl.table import RunningTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
-from minisgl.core.registry import Table, resolve
-from minisgl.core.request import Request
 from minisgl.errors import ConfigError
+from minisgl.registry import Table, resolve
+from minisgl.request import Request
 
 MAX_BYPASS = 64
 """How often later requests may be admitted before an earlier one; after that, all wait for it."""
 
+
 P = TypeVar("P")
+
 
 # -- the queue -----------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,7 @@ class LongestPrefixMatch:
 
 
 QUEUE_POLICIES: Table[Callable[[], QueuePolicy]] = {"fcfs": FirstComeFirstServed, "lpm": LongestPrefixMatch}
+
 
 # -- the batch -----------------------------------------------------------------------------------------------------
 
@@ -146,6 +149,7 @@ class Static:
 
 BATCH_POLICIES: Table[Callable[[], BatchPolicy]] = {"prefill-first": PrefillFirst, "mixed": Mixed, "static": Static}
 
+
 # -- admission -----------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +195,7 @@ class Reserve:
 
 
 ADMISSION_POLICIES: Table[Callable[[], AdmissionPolicy]] = {"optimistic": Optimistic, "reserve": Reserve}
+
 
 # -- all three -----------------------------------------------------------------------------------------------------
 

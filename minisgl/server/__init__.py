@@ -1,1 +1,1 @@
-"""Chapter 15: an OpenAI-compatible server over the engine. Chapter 14's processes meet here."""
+"""The HTTP server and its processes."""

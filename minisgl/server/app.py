@@ -1,33 +1,185 @@
-"""The application: all routes over one engine, and the layers around them."""
+"""The application: routes, and the layers around them that check keys, limit bodies and log requests."""
 
 from __future__ import annotations
 
+import hmac
+import logging
+import re
+import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import MiniSGLError
+from minisgl.logs import FIELDS
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
-from minisgl.server.errors import as_api_error
-from minisgl.server.generating import Generator
-from minisgl.server.guards import BodyLimit, KeyGuard
+from minisgl.server.errors import ApiError, as_api_error
 from minisgl.server.live.page import add_live_page
-from minisgl.server.metrics import Metrics
+from minisgl.server.metrics import Metrics, RequestRecord, record_of, watching_routes
 from minisgl.server.native_routes import native_routes
-from minisgl.server.openai_routes import openai_routes
+from minisgl.server.openai_routes import TextService, openai_routes
 from minisgl.server.openapi import describe
-from minisgl.server.records import record_of
-from minisgl.server.request_log import RequestLog
-from minisgl.server.text_service import TextService
-from minisgl.server.tool_parsers import syntax_for
-from minisgl.server.watching import watching_routes
+from minisgl.server.streaming import Generator
+from minisgl.server.tools import syntax_for
+
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+
+class KeyGuard:
+    """Lets in whoever knows the key, before anything of a body is read.
+
+    Args:
+        app: what is guarded.
+        key: that clients send as ``Authorization: Bearer KEY``.
+    """
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or refuse a request (ASGI)."""
+        if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows_key(scope):
+            await self._app(scope, receive, send)
+        else:
+            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers=_CHALLENGE)
+
+    def _knows_key(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)  # takes as long for a good guess as for a bad one
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key: what tells nothing about anybody's requests."""
+    return path in ("/health", "/ui") or (path.startswith("/ui/") and path != "/ui/events")
+
+
+class BodyLimit:
+    """Stops reading a body that is too large, whether its length was announced or not.
+
+    Args:
+        app: what reads the bodies.
+        limit: most bytes.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if int(announced) > self._limit:
+            raise self._error()
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise self._error()
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _error(self) -> ApiError:
+        message = f"the body is larger than {self._limit} bytes; send less, or raise --max-body-size"
+        return ApiError(413, message, code="body_too_large")
+
+
+logger = logging.getLogger("minisgl.request")
+
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestLog:
+    """Keeps a `RequestRecord` of every request. An error that nobody has turned into an answer becomes one here.
+
+    Args:
+        app: answers the requests.
+        metrics: told of every request that has ended.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(_request_id(scope))
+        record.attach(scope)
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            answer = as_api_error(error)
+            record.code = answer.code
+            if not started:
+                await answer.response()(scope, receive, noting)
+        finally:
+            record.endpoint = getattr(scope.get("route"), "path", "other")
+            self._metrics.observe(record)
+            logger.info("request", extra={FIELDS: _line(record, scope["method"])})
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id if it is harmless to repeat and to log, else a new one."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _line(record: RequestRecord, method: str) -> dict[str, Any]:
+    """The record for the log; times in seconds."""
+    line: dict[str, Any] = {
+        "request_id": record.request_id,
+        "endpoint": f"{method} {record.endpoint}",
+        "status": record.status,
+        "seconds": round(time.perf_counter() - record.arrived, 6),
+    }
+    if record.code is not None:
+        line["code"] = record.code
+    if record.usage is not None:
+        line |= {
+            "stream": record.streamed,
+            "prompt_tokens": record.usage.prompt_tokens,
+            "cached_tokens": record.usage.cached_tokens,
+            "completion_tokens": record.usage.completion_tokens,
+            "queue_seconds": round(record.queue_time, 6),
+            "finish_reason": record.finish_reasons + ["abort"] * record.unfinished,
+        }
+    if record.first_token is not None:
+        line["first_token_seconds"] = round(record.first_token - record.arrived, 6)
+    return line
+
 
 _CLIENT_CLOSED_REQUEST = 499
 """What web servers log for a client that left; nobody receives it."""

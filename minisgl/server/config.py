@@ -1,16 +1,22 @@
-"""The options of the server, beside those of the engine: one immutable record, checked once."""
+"""The options of the server, and how options become arguments of the command line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import argparse
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from minisgl.errors import ConfigError
-from minisgl.server.tool_parsers import TOOL_PARSERS
+from minisgl.server.tools import TOOL_PARSERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server needs to know beside `minisgl.core.EngineConfig`.
+    """What the server needs to know beside `minisgl.config.EngineConfig`.
 
     Args:
         host: address to listen on; 127.0.0.1 is reached from this machine only.
@@ -73,3 +79,73 @@ class ServerConfig:
     def _one_of(self, name: str, *choices: str) -> None:
         if getattr(self, name) not in choices:
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+
+def add_options(
+    parser: argparse.ArgumentParser, config: type[Any], short_forms: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
+
+    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``, an empty one as an
+    empty string; a flag without a value is true), help texts from the ``Args:`` section. A flag that is not given
+    leaves no attribute behind, so that `given_options` passes on what was given and nothing else.
+
+    Args:
+        parser: to add to.
+        config: dataclass.
+        short_forms: another flag for some fields, by their names.
+    """
+    types = get_type_hints(config)
+    texts = _described(inspect.getdoc(config) or "")
+    for option in fields(config):
+        default = "" if option.default in (None, MISSING) else f" Default: {option.default}."
+        parse = _parser_of(types[option.name])
+        alone: dict[str, Any] = {"nargs": "?", "const": True} if parse is _truth else {}
+        parser.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            *([short_forms[option.name]] if option.name in short_forms else []),
+            dest=option.name,
+            type=parse,
+            **alone,
+            default=argparse.SUPPRESS,
+            metavar=option.name.upper(),
+            help=(texts[option.name] + default).replace("%", "%%"),
+        )
+
+
+def given_options(arguments: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    """The fields of ``config`` that were given on the command line, by name."""
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def _parser_of(kind: Any) -> Any:
+    if isinstance(kind, UnionType):
+        (kind,) = (member for member in get_args(kind) if member is not type(None))
+    if get_origin(kind) is tuple:
+        return _integers if get_args(kind)[0] is int else _words
+    return _truth if kind is bool else kind
+
+
+def _truth(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {word!r}")
+    return word.lower() == "true"
+
+
+def _integers(words: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers separated by commas, got {words!r}") from None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Texts of the ``Args:`` section by name, each on one line and without markup."""
+    section = docstring.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(text.replace("`", "").split()) for name, text in entries}

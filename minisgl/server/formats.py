@@ -1,17 +1,22 @@
-"""The bodies that the endpoints answer with: whole, and in chunks."""
+"""From updates of the engine to the JSON of each API."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from minisgl.messages import Update
+from minisgl.request import TokenLogprobs
+from minisgl.server.messages import Update
+from minisgl.server.tools import CallReader, ToolCall
 from minisgl.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -106,3 +111,226 @@ class OpenAIFormat(Format):
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
+
+
+class ChatFormat(OpenAIFormat):
+    """Answers of an assistant, who may call tools.
+
+    Args:
+        model, tokenizer, logprobs, show_usage: see `OpenAIFormat`.
+        make_reader: makes what finds the calls in one choice's text; None where there can be none.
+    """
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        show_usage: bool,
+        make_reader: Callable[[], CallReader] | None,
+    ) -> None:
+        super().__init__(model, tokenizer, logprobs, show_usage)
+        self._readers = None if make_reader is None else defaultdict[int, CallReader](make_reader)
+        self._calls: Counter[int] = Counter()
+        """Calls so far, by choice."""
+
+    def opening(self, num_choices: int) -> list[Json]:
+        """One chunk a choice that says whose turn it is."""
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+            for index in range(num_choices)
+        ]
+
+    def chunk(self, update: Update) -> Json | None:
+        """Text and calls that are certain by now."""
+        text, calls = self._read(update)
+        delta: Json = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
+        if not delta and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
+            return None
+        return self._chunk({"delta": delta, **self._rest(update)})
+
+    def _choice(self, update: Update) -> Json:
+        text, calls = self._read(update)
+        message: Json = {"role": "assistant", "content": text}
+        if calls:
+            without_index = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+            message |= {"content": text or None, "tool_calls": without_index}
+        return {"message": message, **self._rest(update)}
+
+    def _read(self, update: Update) -> tuple[str, list[Json]]:
+        """The text of an update without the calls in it, and the calls."""
+        if self._readers is None:
+            return update.text, []
+        reader = self._readers[update.choice]
+        pieces = reader.feed(update.text)
+        if update.finish_reason:
+            pieces += reader.finish()
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        return text, [self._call(update.choice, piece) for piece in pieces if isinstance(piece, ToolCall)]
+
+    def _call(self, choice: int, call: ToolCall) -> Json:
+        index = self._calls[choice]
+        self._calls[choice] += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+    def _rest(self, update: Update) -> Json:
+        logprobs = {"content": [self._position(entry) for entry in update.logprobs]} if self._wants_logprobs else None
+        reason = update.finish_reason
+        if reason == "stop" and self._calls[update.choice]:
+            reason = "tool_calls"
+        return {"index": update.choice, "logprobs": logprobs, "finish_reason": reason}
+
+    def _position(self, entry: TokenLogprobs) -> Json:
+        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text = self._text(token_id)
+        # A token that is a part of a character has no text, and its bytes are not known here.
+        octets = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": octets}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that comes back before its continuation.
+
+    Args:
+        text: of the prompt.
+        token_ids: of the prompt; empty if no log-probabilities were asked for.
+        logprobs: of all tokens but the first, which nothing comes before.
+    """
+
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+class CompletionFormat(OpenAIFormat):
+    """Continuations of text.
+
+    Args:
+        model, tokenizer, logprobs, show_usage: see `OpenAIFormat`.
+        echoes: what comes before the text of each choice; empty for nothing.
+    """
+
+    whole_object = chunk_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, logprobs: bool, show_usage: bool, echoes: Sequence[Echo]
+    ) -> None:
+        super().__init__(model, tokenizer, logprobs, show_usage)
+        self._echoes = echoes
+        self._offsets: Counter[int] = Counter()
+        """Characters so far, by choice."""
+
+    def opening(self, num_choices: int) -> list[Json]:
+        """The echoes."""
+        return [
+            self._chunk(self._body(index, echo.text, self._echoed(index), None))
+            for index, echo in enumerate(self._echoes)
+        ]
+
+    def chunk(self, update: Update) -> Json | None:
+        """New text."""
+        if not update.text and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
+            return None
+        return self._chunk(self._body(update.choice, update.text, self._logprobs(update), update.finish_reason))
+
+    def _choice(self, update: Update) -> Json:
+        if not self._echoes:
+            return self._body(update.choice, update.text, self._logprobs(update), update.finish_reason)
+        echoed, continued = self._echoed(update.choice), self._logprobs(update)
+        if echoed is not None and continued is not None:
+            echoed = {name: echoed[name] + continued[name] for name in echoed}
+        return self._body(update.choice, self._echoes[update.choice].text + update.text, echoed, update.finish_reason)
+
+    def _body(self, choice: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _echoed(self, choice: int) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        echo = self._echoes[choice]
+        first = self._text(echo.token_ids[0])
+        self._offsets[choice] = len(first)
+        rest = self._positions(choice, echo.logprobs)
+        start = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        return {name: start[name] + rest[name] for name in rest}
+
+    def _logprobs(self, update: Update) -> Json | None:
+        return self._positions(update.choice, update.logprobs) if self._wants_logprobs else None
+
+    def _positions(self, choice: int, entries: Sequence[TokenLogprobs]) -> Json:
+        tokens, offsets, top = [], [], []
+        for entry in entries:
+            tokens.append(self._text(entry.token_id))
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(tokens[-1])
+            likely: dict[str, float] = {}
+            for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+                likely.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))
+            top.append(likely)
+        values = [max(entry.logprob, LEAST_LOGPROB) for entry in entries]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+class GenerateFormat(Format):
+    """Text, token ids and counts of each choice.
+
+    Args:
+        prompt_lens: tokens of each prompt.
+        n: choices a prompt.
+        several: whether the answer is a list.
+    """
+
+    def __init__(self, prompt_lens: Sequence[int], n: int, several: bool) -> None:
+        self._id = uuid.uuid4().hex
+        self._prompt_lens = prompt_lens
+        self._n = n
+        self._several = several
+        self._so_far: dict[int, Update] = {}
+
+    def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
+        """See `Format`, as for all that follow."""
+        bodies = [self._body(update) for update in updates]
+        return bodies if self._several else bodies[0]
+
+    def opening(self, num_choices: int) -> list[Json]:
+        """None."""
+        return []
+
+    def chunk(self, update: Update) -> Json | None:
+        """The choice so far."""
+        so_far = self._so_far.setdefault(update.choice, update)
+        if so_far is not update:
+            so_far.merge(update)
+        if not update.text and not update.finish_reason:
+            return None
+        return {**self._body(so_far), "index": update.choice}
+
+    def closing(self, usage: Usage) -> list[Json]:
+        """None: every chunk counts its tokens."""
+        return []
+
+    def _body(self, update: Update) -> Json:
+        reason: Json | None = None if update.finish_reason is None else {"type": update.finish_reason}
+        if reason is not None and update.finish_reason == "length":
+            reason["length"] = len(update.token_ids)
+        meta = {
+            "id": f"{self._id}-{update.choice}",
+            "finish_reason": reason,
+            "prompt_tokens": self._prompt_lens[update.choice // self._n],
+            "completion_tokens": len(update.token_ids),
+            "cached_tokens": update.cached_tokens,
+        }
+        return {"text": update.text, "output_ids": update.token_ids, "meta_info": meta}

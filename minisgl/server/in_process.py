@@ -10,18 +10,20 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from minisgl.engine_core import EngineCore
+from minisgl.core import EngineCore
 from minisgl.errors import EngineDead, QueueFull
-from minisgl.messages import Abort, Rejected, Reply, StatsRequest, Stop, Submit
-from minisgl.messages.detokenize import DetokenizerStage
-from minisgl.messages.sockets import JOBS
-from minisgl.messages.tokenize import TokenizerStage
 from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
-from minisgl.server.engine_stage import EngineStage, Views
+from minisgl.server.detokenizer_worker import DetokenizerStage
+from minisgl.server.messages import Abort, Rejected, Reply, StatsRequest, Stop, Submit
+from minisgl.server.scheduler_worker import EngineStage, Views
+from minisgl.server.sockets import JOBS
+from minisgl.server.tokenizer_worker import TokenizerStage
 
 logger = logging.getLogger(__name__)
 
+
 T = TypeVar("T")
+
 
 PATIENCE = 0.5
 """Seconds for which an idle engine sleeps at most."""

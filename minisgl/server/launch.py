@@ -17,8 +17,8 @@ from types import FrameType
 
 import uvicorn
 
-from minisgl.core.config import EngineConfig
-from minisgl.core.heap import freeze_heap
+from minisgl.child_process import freeze_heap
+from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
@@ -26,6 +26,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.process_engine import ProcessEngine
 
 logger = logging.getLogger(__name__)
+
 
 LAST_WORDS_TIMEOUT = 5
 """Seconds that clients have to read the end of their answers when the server stops."""
@@ -118,10 +119,9 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
     if not config.in_process:
         yield ProcessEngine(engine_config, config)
         return
-    from minisgl.engine_core import EngineCore  # here, because else the API process needs nothing of the engine
+    from minisgl.core import EngineCore
     from minisgl.server.in_process import InProcessEngine
-    from minisgl.server.recording import recording
-    from minisgl.server.views import views_of
+    from minisgl.server.scheduler_worker import recording, views_of
 
     with EngineCore(engine_config) as core, nullcontext() if config.trace is None else recording(core, config.trace):
         yield InProcessEngine(core, views_of(core))

@@ -1,16 +1,94 @@
-"""``/metrics``: what an operator watches, in the format of Prometheus."""
+"""What an operator watches: health, metrics, and a record of each request."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from fastapi import APIRouter
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import Request
+from starlette.types import Scope
 
 from minisgl.errors import EngineDead
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
-from minisgl.server.engine_stats import EngineStats
-from minisgl.server.records import RequestRecord
+from minisgl.server.errors import ApiError
+from minisgl.server.formats import Usage
+from minisgl.server.messages import EngineStats, Update
+from minisgl.server.openapi import ASKS, READS, errors
+from minisgl.server.replies import HealthReply
+
+_KEY = "minisgl.record"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, from its arrival to the last byte of its answer. Times are seconds of ``time.perf_counter``.
+
+    Args:
+        request_id: the client's own, or one made up for it; sent back as ``x-request-id``.
+        arrived: when its head had been read.
+        endpoint: the route's path, as the program writes it, so that there are few; ``"other"`` where none fits.
+        status: of the answer; 499 if the client left before there was one.
+        code: of the error, if the answer tells one.
+        streamed: whether tokens are sent as they come.
+        usage: its tokens, once the engine has accepted it.
+        choices: generations that the engine has accepted.
+        finish_reasons: of the choices that have ended.
+        queue_time: longest time that one of its choices waited for its first step, in seconds.
+        first_token: when the first token arrived, if streamed.
+    """
+
+    request_id: str
+    arrived: float = field(default_factory=time.perf_counter)
+    endpoint: str = "other"
+    status: int = 499
+    code: str | None = None
+    streamed: bool = False
+    usage: Usage | None = None
+    choices: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    queue_time: float = 0.0
+    first_token: float | None = None
+    _last_piece: dict[int, float] = field(default_factory=dict)
+
+    def note(self, update: Update) -> float | None:
+        """Take an update that goes to the client.
+
+        Returns:
+            For all but the first piece of a stream's choice, the seconds since the piece before.
+        """
+        if update.finish_reason is not None:
+            self.finish_reasons.append(update.finish_reason)
+            self.queue_time = max(self.queue_time, update.queue_time)
+        if not self.streamed or not update.token_ids:
+            return None
+        now = time.perf_counter()
+        before = self._last_piece.get(update.choice)
+        self._last_piece[update.choice] = now
+        if self.first_token is None:
+            self.first_token = now
+        return None if before is None else now - before
+
+    @property
+    def unfinished(self) -> int:
+        """Choices that have not ended."""
+        return self.choices - len(self.finish_reasons)
+
+    def attach(self, scope: Scope) -> None:
+        """Let `record_of` find it."""
+        scope[_KEY] = self
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The record of a request."""
+    record: RequestRecord = request.scope[_KEY]
+    return record
+
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 """Upper ends of the histograms' buckets: 1 ms to 100 s, each 2 to 2.5 times the one before."""
@@ -104,3 +182,54 @@ class Metrics:
         self._pool.set(stats.pages)
         for state, pages in (("used", stats.used_pages), ("cached", stats.cached_pages), ("free", stats.free_pages)):
             self._pages.labels(state).set(pages)
+
+
+_PROMPT = [0]
+"""Any token will do."""
+
+
+def watching_routes(engine: AsyncEngine, metrics: Metrics, health_timeout: float) -> APIRouter:
+    """Health and metrics.
+
+    Args:
+        engine: to watch.
+        metrics: to show.
+        health_timeout: seconds that the engine has for one token.
+    """
+    router = APIRouter()
+
+    @router.get("/health", response_model=HealthReply, responses=errors(503))
+    async def health() -> Any:
+        """Whether requests are taken."""
+        if engine.error is not None:
+            raise engine.error
+        return {"status": "ok"}
+
+    @router.get("/health/generate", response_model=HealthReply, responses=errors(*ASKS, 500))
+    async def health_generate() -> Any:
+        """Whether requests are answered: generates one token."""
+        try:
+            await asyncio.wait_for(_generate_one(engine), health_timeout)
+        except TimeoutError as error:
+            message = f"the engine has not generated a token within {health_timeout:g} s"
+            raise ApiError(503, message, code="engine_slow") from error
+        return {"status": "ok"}
+
+    @router.get("/metrics", response_class=Response, responses={**_PLAIN_TEXT, **errors(*READS)})
+    async def show_metrics() -> Response:
+        """Counters, gauges and histograms in the format of Prometheus."""
+        return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+_PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+async def _generate_one(engine: AsyncEngine) -> None:
+    answer = await engine.submit([_PROMPT], SamplingParams(max_tokens=1, temperature=0.0), streaming=False)
+    try:
+        async for _ in answer.updates():
+            pass
+    finally:
+        answer.abort()

@@ -1,22 +1,146 @@
-"""The endpoints that OpenAI's API has not: SGLang's ``/generate``, and the tokenizer's two."""
+"""``/generate``, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_validator
 
+from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
-from minisgl.server.generate_format import GenerateFormat
-from minisgl.server.generating import Generator
+from minisgl.server.chat_request import ChatMessage
+from minisgl.server.formats import GenerateFormat
 from minisgl.server.json_body import JsonRoute
-from minisgl.server.native_requests import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from minisgl.server.openai_routes import check_model
+from minisgl.server.messages import Conversation
+from minisgl.server.openai_routes import TextService, check_model
 from minisgl.server.openapi import GENERATES, TAKES_BODY, errors, streams
 from minisgl.server.replies import DetokenizeReply, GenerateReply, TokenizeReply
-from minisgl.server.text_service import TextService
+from minisgl.server.requests import (
+    ApiObject,
+    Count,
+    EngineRequest,
+    IdLists,
+    Ids,
+    Least,
+    Prompt,
+    SamplingFields,
+    Seed,
+    Texts,
+    is_ids,
+    only,
+    shown,
+)
+from minisgl.server.streaming import Generator
+
+_OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+
+
+class GenerateParams(SamplingFields):
+    """``sampling_params`` of ``POST /generate``, by SGLang's names; a ``top_k`` of −1 keeps all tokens."""
+
+    top_k: Annotated[StrictInt, shown(minimum=-1, maximum=2**31 - 1)] | None = None
+    max_new_tokens: Count = 128
+    min_new_tokens: Least = 0
+    sampling_seed: Seed | None = None
+    json_schema: StrictStr | None = None
+    regex: StrictStr | None = None
+    skip_special_tokens: Annotated[bool, only(True)] = True
+    spaces_between_special_tokens: Annotated[bool, only(True)] = True
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_tokens(cls, top_k: int | None) -> int | None:
+        return 0 if top_k == -1 else top_k
+
+    def in_engine_words(self) -> SamplingParams:
+        """The same for the engine. Raises `InvalidRequest`."""
+        form = self.model_dump(include={"json_schema", "regex"}, exclude_none=True)
+        lengths = {"max_tokens": self.max_new_tokens, "min_tokens": self.min_new_tokens}
+        return SamplingParams(**{**self.passed_on(), **form, **lengths, "seed": self.sampling_seed})
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(each, str) for each in value)):
+        return value
+    raise ValueError("must be a text or a list of texts, not empty")
+
+
+def _ids(value: Any) -> Any:
+    if is_ids(value) or (isinstance(value, list) and value and all(map(is_ids, value))):
+        return value
+    raise ValueError("must be a list of token ids or a list of such lists, none empty")
+
+
+class GenerateRequest(ApiObject):
+    """Body of ``POST /generate``: one of ``text`` and ``input_ids``, a prompt or a list of prompts."""
+
+    text: Annotated[str | list[str] | None, PlainValidator(_texts, json_schema_input_type=str | Texts)] = None
+    input_ids: Annotated[
+        list[int] | list[list[int]] | None,
+        PlainValidator(_ids, json_schema_input_type=Ids | IdLists),
+    ] = None
+    sampling_params: GenerateParams = GenerateParams()
+    stream: StrictBool = False
+
+    @property
+    def _given(self) -> Any:
+        if (self.text is None) is (self.input_ids is None):
+            raise InvalidRequest("text", "give either text or input_ids")
+        return self.input_ids if self.text is None else self.text
+
+    @property
+    def several(self) -> bool:
+        """Whether the answer is a list: there are several prompts, or several choices of one."""
+        return self.sampling_params.n > 1 or not (isinstance(self._given, str) or is_ids(self._given))
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """Whichever was given, as a list."""
+        given = self._given
+        return [given] if isinstance(given, str) or is_ids(given) else given
+
+    def engine_request(self) -> EngineRequest:
+        """See `minisgl.server.requests.Generates`."""
+        return EngineRequest(self.prompts, self.sampling_params.in_engine_words(), self.stream)
+
+    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
+        """Parameters are in an object of their own, some under other names."""
+        if error.field in ("text", "input_ids"):
+            return error
+        prompt = "text" if self.input_ids is None else "input_ids"
+        name = prompt if error.field == "prompt" else f"sampling_params.{_OWN_NAMES.get(error.field, error.field)}"
+        return type(error)(name, error.message)
+
+
+class TokenizeRequest(ApiObject):
+    """Body of ``POST /tokenize``: one of ``prompt`` and ``messages``."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: Annotated[bool, only(True)] = True
+    add_generation_prompt: Annotated[bool, only(True)] = True
+
+    @property
+    def text(self) -> str | Conversation:
+        """Whichever was given. Raises `InvalidRequest`."""
+        if (self.prompt is None) is (self.messages is None):
+            raise InvalidRequest("prompt", "give either prompt or messages")
+        if self.messages is None:
+            return str(self.prompt)
+        return Conversation([each.for_template(f"messages[{index}]") for index, each in enumerate(self.messages)])
+
+
+class DetokenizeRequest(ApiObject):
+    """Body of ``POST /detokenize``; special tokens have no text."""
+
+    model: StrictStr | None = None
+    tokens: list[Annotated[StrictInt, shown(minimum=0)]]
+    skip_special_tokens: Annotated[bool, only(True)] = True
 
 
 def native_routes(engine: AsyncEngine, generator: Generator, texts: TextService) -> APIRouter:

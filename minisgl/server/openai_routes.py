@@ -1,27 +1,120 @@
-"""OpenAI's endpoints."""
+"""Text to token ids and back for the endpoints that want nothing else, beside the engine and not in its way."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from minisgl.errors import check_token_ids
+from minisgl.request import TokenLogprobs
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
-from minisgl.server.chat_format import ChatFormat
 from minisgl.server.chat_request import ChatRequest
-from minisgl.server.completion_format import CompletionFormat
-from minisgl.server.completion_request import CompletionRequest
-from minisgl.server.echo import echo
 from minisgl.server.errors import ApiError
-from minisgl.server.generating import Generator
+from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo
 from minisgl.server.json_body import JsonRoute
+from minisgl.server.messages import Conversation
 from minisgl.server.openapi import GENERATES, READS, errors, streams
 from minisgl.server.replies import ChatReply, CompletionReply, ModelList, ModelReply
-from minisgl.server.text_service import TextService
-from minisgl.server.tool_parsers import ToolSyntax
+from minisgl.server.requests import CompletionRequest
+from minisgl.server.streaming import Generator
+from minisgl.server.tools import ToolSyntax
+from minisgl.tokenizer import Tokenizer
+
+
+class TextService:
+    """A tokenizer of its own in a thread of its own: tokenizers change while they work, so none is shared.
+
+    Args:
+        path: directory of the checkpoint. It is read when the first text comes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-text")
+
+    async def tokenize(self, prompt: str | Conversation) -> list[int]:
+        """Token ids, with those that the tokenizer or the template adds.
+
+        Raises:
+            InvalidRequest: the prompt is malformed, or the template rejects it.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text, special tokens left out.
+
+        Raises:
+            InvalidRequest: an id is outside of the vocabulary.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode, token_ids)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer(self._path)
+
+    def _encode(self, prompt: str | Conversation) -> list[int]:
+        if isinstance(prompt, Conversation):
+            return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
+        return self._tokenizer.encode(prompt)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        check_token_ids("tokens", token_ids, self._tokenizer.vocab_size, limit=len(token_ids))
+        return self._tokenizer.decode(token_ids)
+
+
+AT_ONCE = 64
+"""Beginnings of a prompt that are in the engine's queue together."""
+
+
+_FORCE = 100.0
+
+
+async def echo(engine: AsyncEngine, texts: TextService, prompt: str | list[int], num_logprobs: int | None) -> Echo:
+    """What a prompt looks like when it comes back.
+
+    Args:
+        engine: has the model.
+        texts: has the tokenizer.
+        prompt: text or token ids.
+        num_logprobs: likeliest tokens to report at every position; None is no log-probabilities.
+
+    Raises:
+        InvalidRequest, QueueFull, EngineDead, GenerationFailed: from the engine.
+    """
+    text = prompt if isinstance(prompt, str) else await texts.detokenize(prompt)
+    if num_logprobs is None:
+        return Echo(text)
+    token_ids = await texts.tokenize(prompt) if isinstance(prompt, str) else prompt
+    logprobs: list[TokenLogprobs] = []
+    for start in range(1, len(token_ids), AT_ONCE):
+        lengths = range(start, min(start + AT_ONCE, len(token_ids)))
+        scores = (_score(engine, token_ids[:length], token_ids[length], num_logprobs) for length in lengths)
+        logprobs += await asyncio.gather(*scores)
+    return Echo(text, token_ids, logprobs)
+
+
+async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_logprobs: int) -> TokenLogprobs:
+    """The log-probability of ``token_id`` after ``before``, and of the likeliest tokens there."""
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, logit_bias={token_id: _FORCE}, logprobs=num_logprobs, ignore_eos=True
+    )
+    answer = await engine.submit([before], params, streaming=False)
+    try:
+        (update,) = [update async for update in answer.updates()]
+    finally:
+        answer.abort()
+    (entry,) = update.logprobs
+    # Where even the bias has not lifted it to the top, the token is as good as impossible.
+    return entry if entry.token_id == token_id else TokenLogprobs(token_id, LEAST_LOGPROB, entry.top)
 
 
 def openai_routes(

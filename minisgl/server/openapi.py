@@ -20,6 +20,7 @@ _MEANINGS = {
     503: "The queue is full, and Retry-After says when to come again; or the engine is dead or shutting down.",
 }
 
+
 READS = (401,)
 """Statuses of errors, beside 200, that an endpoint without a body can answer with."""
 ASKS = (401, 503)

@@ -1,4 +1,4 @@
-"""What the bodies of all generating endpoints share. A field that is not named is refused, never ignored."""
+"""What clients send: sampling fields, and the body of a completion."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from pydantic import (
     model_validator,
 )
 
-from minisgl.core.sampling_params import SamplingParams
 from minisgl.errors import InvalidRequest
-from minisgl.messages import Conversation
+from minisgl.sampling_params import SamplingParams
+from minisgl.server.messages import Conversation
 
 _PASSED_ON = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 """Sampling parameters that have the same name and meaning in the API, so they are checked in one place only."""
 
+
 Prompt = str | Sequence[int] | Conversation
 """Text, token ids, or what is to be written in the model's chat template."""
+
 
 _MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0
 
@@ -210,3 +212,95 @@ def _token_id(text: str) -> int:
         return int(text)
     except ValueError as error:
         raise InvalidRequest("logit_bias", f"must map token ids to numbers, got the token id {text!r}") from error
+
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class JsonSchema(ApiObject):
+    """A schema and its name. It holds strictly, whatever ``strict`` says; name and description are for people."""
+
+    name: StrictStr
+    description: StrictStr | None = None
+    json_schema: dict[str, Any] = Field(_ANY_OBJECT, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(ApiObject):
+    """``text``, ``json_object``, ``json_schema``, or this server's own ``regex``."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: StrictStr | None = None
+
+    def constraint(self) -> dict[str, str]:
+        """The fields of `SamplingParams` that say the same.
+
+        Raises:
+            InvalidRequest: a field is missing, or belongs to another type.
+        """
+        for name in ("json_schema", "regex"):
+            if (getattr(self, name) is None) is (self.type == name):
+                only = "is required with" if self.type == name else "is only allowed with"
+                raise InvalidRequest(f"response_format.{name}", f"{only} type {name}")
+        if self.type == "text":
+            return {}
+        if self.type == "regex":
+            return {"regex": str(self.regex)}
+        schema = _ANY_OBJECT if self.json_schema is None else self.json_schema.json_schema
+        return {"json_schema": json.dumps(schema)}
+
+
+def is_ids(value: Any) -> bool:
+    """Whether ``value`` is a list of token ids, as far as can be told without a vocabulary."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _as_prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str) or is_ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(item, str) or is_ids(item) for item in value):
+        return value
+    raise ValueError("must be a text, a list of token ids, or a list of texts or of lists of token ids, none empty")
+
+
+Ids = Annotated[list[Annotated[int, shown(minimum=0)]], shown(minItems=1)]
+Texts = Annotated[list[str], shown(minItems=1)]
+IdLists = Annotated[list[Ids], shown(minItems=1)]
+
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists),
+]
+"""One prompt or several, as a list."""
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` is taken at its default."""
+
+    prompt: Prompts
+    max_tokens: Count = 16
+    logprobs: NumLogprobs | None = None
+    echo: StrictBool = False
+    best_of: Annotated[int, only(1)] = 1
+    response_format: ResponseFormat | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """As given."""
+        return self.prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The count itself."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        """As given, 16 by default."""
+        return self.max_tokens
+
+    def constraint(self) -> dict[str, str]:
+        """Of ``response_format``."""
+        return {} if self.response_format is None else self.response_format.constraint()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl.core import AttentionBackend, AttentionSpec, Batch, DeviceBatch, build_batch
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.batch import Batch, DeviceBatch, build_batch
+from minisgl.context import AttentionBackend, AttentionSpec
+from minisgl.kvcache.pool import KVCache
 from tests.steps import device_batch, naive_attention
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minisgl.core import AttentionSpec
+from minisgl.context import AttentionSpec
 from tests.steps import naive_attention
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.core import AttentionSpec
+from minisgl.context import AttentionSpec
 from tests.attention import PagedSequences
 from tests.attention.test_cascade import EagerCascade
 

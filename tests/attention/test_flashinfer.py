@@ -11,18 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS
-from minisgl.attention.flashinfer_support import flashinfer_obstacle
-from minisgl.core import AttentionSpec
-from minisgl.core.registry import resolve
+from minisgl.attention.select import ATTENTION_BACKENDS, flashinfer_obstacle
+from minisgl.attention.torch_backend import PagedAttention
+from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.paged_attention import PagedAttention
+from minisgl.kvcache.pool import KVCache
+from minisgl.registry import resolve
 from tests.attention import PagedSequences, Step, fake_flashinfer
 from tests.steps import CPU
 
 MakeBackend = Callable[[KVCache], PagedAttention]
-MODULES = ("minisgl.attention.flashinfer_attention", "minisgl.attention.flashinfer_kernels")
+MODULES = ("minisgl.attention.flashinfer", "minisgl.attention.flashinfer")
 GPU = torch.device("cuda")
 
 
@@ -41,7 +40,7 @@ def make_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBackend]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    from minisgl.attention.flashinfer_attention import flashinfer_attention
+    from minisgl.attention.flashinfer import flashinfer_attention
 
     yield flashinfer_attention
     for module in MODULES:
@@ -129,12 +128,12 @@ def test_says_what_is_missing_and_what_to_choose(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     spec = object() if installed else None
-    monkeypatch.setattr("minisgl.attention.flashinfer_support.find_spec", lambda name: spec)
+    monkeypatch.setattr("minisgl.attention.select.find_spec", lambda name: spec)
     with pytest.raises(
         ConfigError, match=f"decode_attention: FlashInfer cannot be used: .*{message}.*; choose 'triton' or 'torch'"
     ):
         resolve("attention", "flashinfer-fa2", ATTENTION_BACKENDS)(cache)
-    monkeypatch.setattr("minisgl.attention.flashinfer_support.find_spec", lambda name: object())
+    monkeypatch.setattr("minisgl.attention.select.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert flashinfer_obstacle(cache_on(GPU)) is None
 

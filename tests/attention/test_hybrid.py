@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.attention import select_backend
 from minisgl.attention.hybrid import HybridAttention, split_phases
-from minisgl.core import AttentionSpec, Batch, DeviceBatch
+from minisgl.attention.select import select_backend
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.batch import Batch, DeviceBatch
+from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.kvcache.pool import KVCache
 from tests.attention import PagedSequences
 from tests.steps import CPU, step_of
 

@@ -13,14 +13,16 @@ from unittest.mock import patch
 
 import pytest
 
-from minisgl import LLM, SamplingParams, demo
+from minisgl import demo
 from minisgl.bench import offline, preemption, workloads
 from minisgl.bench.__main__ import main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
+from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
+from minisgl.sampling_params import SamplingParams
 from minisgl.trace import DEVICE, Trace
 from tests.model_zoo import tiny_checkpoint
-from tests.tokenizer.tiny import byte_level, save
+from tests.tiny_tokenizer import byte_level, save
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl import LLM, ConfigError
-from minisgl.attention.registry import AttentionFactory
+from minisgl.attention.select import AttentionFactory
 from minisgl.bench import fp8
 from minisgl.bench.__main__ import main
 from minisgl.bench.attention import Step, attend_calls
-from minisgl.engine import Engine
+from minisgl.engine.engine import Engine
+from minisgl.errors import ConfigError
+from minisgl.llm import LLM
 from tests.model_zoo import hf_logits, tiny_checkpoint
 from tests.tiny_text_model import text_checkpoint
 

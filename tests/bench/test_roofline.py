@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl.batch import Batch, build_batch
 from minisgl.bench.host import SimulatedDevice
 from minisgl.bench.roofline import Machine, Work, step_work
 from minisgl.bench.workloads import model_dir
-from minisgl.core import Batch, build_batch
 from minisgl.errors import ConfigError
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.models import ModelConfig, load_model
-from minisgl.models.config import MoEConfig
+from minisgl.kvcache.pool import KVCache
+from minisgl.models.config import ModelConfig, MoEConfig
+from minisgl.models.loader import load_model
 from tests.model_zoo import tiny_checkpoint
 
 

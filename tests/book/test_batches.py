@@ -6,9 +6,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from minisgl.batch import Batch, build_batch
 from minisgl.book import Lengths, Picture, attention_mask, batch_arrays, length_strip
 from minisgl.book.svg import WIDTH
-from minisgl.core import Batch, Request, RunningTable, SamplingParams, build_batch
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.table import RunningTable
 from tests.book.drawing import SVG, assert_sound, boxes, texts
 
 # -- batch pictures --------------------------------------------------------------------------------------------------

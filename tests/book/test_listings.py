@@ -5,17 +5,17 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from minisgl.attention.triton_tiles import softmax_step
+from minisgl.attention.triton.tiles import softmax_step
 from minisgl.book import chapter_map, show, table
 from minisgl.book.course_table import load_table
-from minisgl.core import RunningTable
+from minisgl.table import RunningTable
 
 
 def test_show_gives_file_line_and_the_source_that_runs() -> None:
     listing = show(RunningTable.admit).text
     heading, _, code = listing.partition("\n\n")
     lines, first = inspect.getsourcelines(RunningTable.admit)
-    assert heading == f"`minisgl/core/table.py`, line {first}"
+    assert heading == f"`minisgl/table.py`, line {first}"
     assert code.startswith("```python\ndef admit(")
     assert code.endswith("\n```")
     assert [line.strip() for line in code.splitlines()[1:-1]] == [line.strip() for line in lines]
@@ -28,7 +28,7 @@ def test_show_takes_a_class() -> None:
 def test_show_takes_a_triton_kernel() -> None:
     """Which is an object of Triton's, compiled or interpreted."""
     listing = show(softmax_step).text
-    assert listing.startswith("`minisgl/attention/triton_tiles.py`, line ")
+    assert listing.startswith("`minisgl/attention/triton/tiles.py`, line ")
     assert "```python\n@triton.jit\ndef softmax_step(" in listing
 
 

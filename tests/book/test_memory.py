@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minisgl import LLM
 from minisgl.book import Picture, PoolUse, engine_memory, memory_budget, pool_use
 from minisgl.book.svg import WIDTH
 from minisgl.errors import ConfigError
+from minisgl.llm import LLM
 from tests.book.drawing import SVG, assert_sound, boxes, texts
 from tests.scheduler.harness import Harness
 from tests.tiny_text_model import text_checkpoint

@@ -13,8 +13,10 @@ import torch
 from minisgl.book import Picture, attention_map, distribution, layer_flow, memory_curve, packed_rows, rotation_dials
 from minisgl.book.model import LARGEST_CELL
 from minisgl.book.svg import _PALETTE, WIDTH
-from minisgl.layers import MergedColumnParallelLinear, RopeSettings, Rotary
-from minisgl.models import DecoderLayer, ModelConfig
+from minisgl.layers.linear import MergedColumnParallelLinear
+from minisgl.layers.rotary import RopeSettings, Rotary
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import DecoderLayer
 from tests.book.drawing import SVG, boxes, texts
 from tests.model_zoo import tiny_checkpoint
 

@@ -6,11 +6,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from minisgl.batch import build_batch
 from minisgl.book import page_map, step_timeline, token_strip
 from minisgl.book.svg import _PALETTE, WIDTH
-from minisgl.core import Request, RunningTable, SamplingParams, build_batch
 from minisgl.kvcache.radix import RadixCache
-from minisgl.scheduler import KVMemory
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.memory import KVMemory
+from minisgl.table import RunningTable
 from tests.book.drawing import boxes, texts
 
 

@@ -7,12 +7,12 @@ from itertools import count
 import numpy as np
 import pytest
 
-from minisgl.attention.shared_prefix import PrefixGroups, find_groups
+from minisgl.attention.cascade import PrefixGroups, find_groups
 from minisgl.book import Picture, hash_chain, prefix_groups, radix_tree
 from minisgl.book.svg import runs
-from minisgl.core.request import Int32Array
 from minisgl.kvcache.block_hash import BlockHashCache
 from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.request import Int32Array
 from tests.book.drawing import assert_sound, boxes, texts
 
 # -- radix tree ------------------------------------------------------------------------------------------------------

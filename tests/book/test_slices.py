@@ -9,7 +9,7 @@ import pytest
 from minisgl.book import SlicedMatrix, decoder_slices, weight_slices
 from minisgl.book.svg import _PALETTE
 from minisgl.errors import ConfigError
-from minisgl.models import ModelConfig
+from minisgl.models.config import ModelConfig
 from tests.book.drawing import assert_sound, boxes, texts
 from tests.model_zoo import tiny_checkpoint
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from minisgl import LLM, SamplingParams
 from minisgl.book import Picture, host_device_timeline, kernel_timeline, schedule_player, schedule_timeline
 from minisgl.book.svg import WIDTH
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from minisgl.trace import DEVICE, HOST, REQUESTS, Event, Trace
 from tests.book.drawing import assert_sound, boxes, texts
 from tests.tiny_text_model import text_checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.core import Table, resolve
+from minisgl.registry import Table, resolve
 
 Contracts = dict[str, tuple[Table[Any], type]]
 

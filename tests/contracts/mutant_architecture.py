@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.core import SINGLE_RANK, Communicator
-from minisgl.layers import Rotary, Rotation
-from minisgl.models import CausalLM, ModelConfig
+from minisgl.layers.rotary import Rotary, Rotation
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM
 
 
 class Unrotated(Rotary):

@@ -9,17 +9,17 @@ from itertools import islice
 import numpy as np
 import torch
 
-from minisgl.core import AttentionSpec, Batch, DeviceBatch, Request
-from minisgl.core.request import Int32Array
-from minisgl.distributed import TorchCommunicator
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.batch import Batch, DeviceBatch
+from minisgl.context import AttentionSpec
+from minisgl.distributed.communicator import TorchCommunicator
 from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
-from minisgl.engine.sampling_stages import DeviceSampling, TokenHistory
-from minisgl.kvcache.eviction import LeastRecentlyUsed
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.prefix import Insert
+from minisgl.engine.sampling import DeviceSampling, TokenHistory
+from minisgl.kvcache.pool import KVCache
+from minisgl.kvcache.prefix import Insert, LeastRecentlyUsed
 from minisgl.kvcache.radix import Node, RadixCache
-from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.request import Int32Array, Request
 from minisgl.scheduler.policy import LongestPrefixMatch, MemoryDemand, PrefillFirst, Reserve, SchedulerLoad, StepPlan
 
 # -- radix caches --------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from minisgl.core.registry import resolve
-from minisgl.layers import Rotary
-from minisgl.models import MODELS, Architecture, ModelConfig, load_model
+from minisgl.layers.rotary import Rotary
+from minisgl.models.config import MODELS, Architecture, ModelConfig
+from minisgl.models.loader import load_model
+from minisgl.registry import resolve
 from tests.model_zoo import hf_logits, random_tokens, run_dense, tiny_checkpoint
 from tests.paged_runner import PagedRunner
 

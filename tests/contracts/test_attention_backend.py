@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS
-from minisgl.core import AttentionBackend, AttentionSpec
-from minisgl.core.registry import resolve
+from minisgl.attention.select import ATTENTION_BACKENDS
+from minisgl.context import AttentionBackend, AttentionSpec
+from minisgl.registry import resolve
 from tests.attention import PagedSequences
 
 CONTRACTS = {"paged": (ATTENTION_BACKENDS, AttentionBackend)}

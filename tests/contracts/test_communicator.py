@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.core import Communicator
-from minisgl.core.registry import resolve
-from minisgl.distributed import COMMUNICATORS
+from minisgl.distributed.communicator import COMMUNICATORS
+from minisgl.layers.sharding import Communicator
+from minisgl.registry import resolve
 from tests.distributed.ranks import MakeCommunicator, on_ranks
 
 CONTRACTS = {"make_communicator": (COMMUNICATORS, Communicator)}

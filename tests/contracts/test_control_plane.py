@@ -15,11 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from minisgl.core.registry import resolve
-from minisgl.distributed import CONTROL_PLANES, ControlPlane, StepReceiver
-from minisgl.distributed.control_plane import PlaneFactory
+from minisgl.distributed.control_plane import CONTROL_PLANES, ControlPlane, PlaneFactory, StepReceiver
 from minisgl.distributed.messages import Endpoint
 from minisgl.errors import EngineDead
+from minisgl.registry import resolve
 
 CONTRACTS = {"make_plane": (CONTROL_PLANES, ControlPlane)}
 

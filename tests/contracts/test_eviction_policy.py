@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core.registry import resolve
-from minisgl.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy
+from minisgl.kvcache.prefix import EVICTION_POLICIES, EvictionPolicy
 from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.registry import resolve
 from tests.contracts.counting import count_operations
 from tests.scheduler.harness import Harness
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core.registry import resolve
-from minisgl.core.request import Int32Array
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.kvcache.page_store import PAGE_STORES, PageStore
-from minisgl.scheduler.offload import Offload
+from minisgl.kvcache.page_store import PAGE_STORES, Offload, PageStore
+from minisgl.kvcache.pool import KVCache
+from minisgl.registry import resolve
+from minisgl.request import Int32Array
 from tests.scheduler.harness import Harness
 
 CONTRACTS = {"make_store": (PAGE_STORES, PageStore)}

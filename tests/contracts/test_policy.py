@@ -12,8 +12,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason, Request, SamplingParams
-from minisgl.core.registry import resolve
+from minisgl.registry import resolve
+from minisgl.request import FinishReason, Request
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.policy import (
     ADMISSION_POLICIES,
     BATCH_POLICIES,

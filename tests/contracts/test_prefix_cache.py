@@ -10,12 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core.registry import resolve
-from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
-from minisgl.kvcache import block_hash as block_hash  # so that it is registered
-from minisgl.kvcache import radix as radix
 from minisgl.kvcache.prefix import PREFIX_CACHES, Handle, Insert, Match, PrefixCache
+from minisgl.registry import resolve
+from minisgl.request import Int32Array
 
 CONTRACTS = {"make_cache": (PREFIX_CACHES, PrefixCache)}
 PAGE_SIZES = [1, 4, 16]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from minisgl.core.registry import resolve
 from minisgl.kvcache.prefix import PREFIX_CACHES, Handle, PrefixCache
+from minisgl.registry import resolve
 from tests.contracts.test_prefix_cache import PAGE_SIZES, Client, MakeCache, tokens_of
 
 CONTRACTS = {"make_cache": (PREFIX_CACHES, PrefixCache)}

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl import kernels as kernels  # so that its sampler is registered
-from minisgl.core import SamplingParams
-from minisgl.core.registry import resolve
 from minisgl.engine.sampler import SAMPLERS, Sampler
+from minisgl.registry import resolve
+from minisgl.sampling_params import SamplingParams
 from tests.sampling import DEVICE, Row, fits, prepare, sample, sample_with_logprobs
 
 VOCAB = 50

@@ -42,7 +42,7 @@ def grade(path: str, suite: str, *options: str) -> tuple[int, Verdict]:
 
 @pytest.mark.parametrize(
     ("path", "suite"),
-    [("minisgl.kvcache.radix:RadixCache", CACHES), ("minisgl.kvcache.torch_attention:TorchAttention", BACKENDS)],
+    [("minisgl.kvcache.radix:RadixCache", CACHES), ("minisgl.attention.torch_backend:TorchAttention", BACKENDS)],
 )
 def test_a_right_one_passes(path: str, suite: str) -> None:
     status, verdict = grade(path, suite)
@@ -172,7 +172,7 @@ def test_a_broken_backend_fails(mutant: str, broken: str, passed: str) -> None:
 @pytest.mark.parametrize(
     ("path", "suite"),
     [
-        ("minisgl.kvcache.torch_attention:TorchAttention", "test_attention_backend"),
+        ("minisgl.attention.torch_backend:TorchAttention", "test_attention_backend"),
         ("minisgl.scheduler.policy:PrefillFirst", "test_policy"),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_class_goes_to_the_suite_that_asks_for_most(
         ("no.such.module:Cache", "No module named 'no'"),
         ("minisgl.kvcache.radix:NoSuchCache", "has no attribute 'NoSuchCache'"),
         ("tests.contracts.mutants:__doc__", "is not a class"),
-        ("minisgl.kvcache.pages:PagePool", "make_cache: lacks evict, held_pages, insert, lock, match, unlock"),
+        ("minisgl.kvcache.pool:PagePool", "make_cache: lacks evict, held_pages, insert, lock, match, unlock"),
     ],
 )
 def test_what_cannot_be_graded_is_a_usage_error(path: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,8 +39,8 @@ def proved_with(chapter: Chapter) -> list[str]:
 def test_a_table_that_is_wrong_is_found_out() -> None:
     """The table of chapter 1 with a test that needs no task, and with one that is not there."""
     one = load_table().chapters[1]
-    needless = "tests/core/test_registry.py::test_a_name_is_taken_once"
-    missing = "tests/core/test_table.py::test_admission_sets_every_length[of-nothing]"
+    needless = "tests/test_registry.py::test_a_name_is_taken_once"
+    missing = "tests/test_table.py::test_admission_sets_every_length[of-nothing]"
     problems = proved_with(replace(one, tasks=(replace(one.tasks[1], number=1, tests=(needless, missing)),)))
     assert problems == [
         f"chapter 1: in the starter, {needless} of task 1 passes",
@@ -53,13 +53,13 @@ def test_tasks_in_the_wrong_order_are_found_out() -> None:
     one = load_table().chapters[1]
     admit, leave = one.tasks[1], one.tasks[2]
     problems = proved_with(replace(one, tasks=(replace(leave, number=1), replace(admit, number=2))))
-    test = "tests/core/test_table.py::test_a_slot_in_use_is_not_released"
+    test = "tests/test_table.py::test_a_slot_in_use_is_not_released"
     assert any(f"in the starter, {test} of task 1 fails" in problem for problem in problems)
 
 
 def test_a_stub_that_an_import_needs_is_found_out() -> None:
     """`Registry` is used while modules are imported."""
     one = load_table().chapters[1]
-    stub = Stub("minisgl.core.registry", "Registry.__init__")
+    stub = Stub("minisgl.registry", "Registry.__init__")
     problems = proved_with(replace(one, tasks=(replace(one.tasks[0], stubs=(*one.tasks[0].stubs, stub)),)))
     assert any(problem.startswith("chapter 1: the starter cannot be imported: it fails with") for problem in problems)

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from minisgl.core import AttentionSpec
-from minisgl.distributed import TorchCommunicator
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.context import AttentionSpec
+from minisgl.distributed.communicator import TorchCommunicator
 from minisgl.distributed.peer_all_reduce import PeerAllReduce
 from minisgl.errors import EngineDead
-from minisgl.kvcache.kv_cache import KVCache
 from minisgl.kvcache.page_store import NoPageStore
-from minisgl.kvcache.torch_attention import TorchAttention
+from minisgl.kvcache.pool import KVCache
 
 
 class Store(NoPageStore):

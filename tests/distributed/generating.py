@@ -9,8 +9,9 @@ from typing import Any
 
 import psutil
 
-from minisgl import LLM, SamplingParams
+from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
+from minisgl.sampling_params import SamplingParams
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_size": 4, "verify_ranks": True}
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9], list(range(40)), [3] * 25]
@@ -45,7 +46,7 @@ def step_for_ever(llm: LLM) -> None:
 def is_rank(process: psutil.Process) -> bool:
     """Whether it is a rank, of this driver or another, that still runs."""
     try:
-        return "minisgl.distributed.worker" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+        return "minisgl.distributed.rank_process" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

@@ -21,13 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minisgl.distributed import TorchCommunicator, peer_all_reduce
+from minisgl.distributed import peer_all_reduce
+from minisgl.distributed.communicator import TorchCommunicator
 from minisgl.distributed.peer_all_reduce import _ELEMENTS, _POLL_SECONDS, PeerAllReduce
 from minisgl.distributed.peer_memory import share_memory
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.kernels.norm import add_and_norm
-from minisgl.layers import RMSNorm
 from minisgl.layers.fused import FusedAllReduceRMSNorm
+from minisgl.layers.norm import RMSNorm
 from tests.kernels.closeness import assert_close
 
 EPS = 1e-6

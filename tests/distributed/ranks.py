@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from minisgl.core import Communicator
-from minisgl.distributed import TorchCommunicator
+from minisgl.distributed.communicator import TorchCommunicator
+from minisgl.layers.sharding import Communicator
 
 CPU = torch.device("cpu")
 T = TypeVar("T")

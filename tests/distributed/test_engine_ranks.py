@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.core import Communicator, EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine, rank_device
 from minisgl.engine.memory import check_balance, gather, pages_that_fit
 from minisgl.errors import ConfigError
+from minisgl.layers.sharding import Communicator
 from tests.distributed.ranks import CPU, on_ranks
 from tests.model_zoo import tiny_checkpoint
 

@@ -20,10 +20,12 @@ import psutil
 import pytest
 import zmq
 
-from minisgl import LLM, EngineDead, ModelLoadError
-from minisgl.distributed import RemoteEngine, remote_engine
-from minisgl.distributed.rendezvous import open_store
-from minisgl.generation import Generation
+from minisgl.distributed import remote_executor as remote_engine
+from minisgl.distributed.rank_process import open_store
+from minisgl.distributed.remote_executor import RemoteEngine
+from minisgl.errors import EngineDead, ModelLoadError
+from minisgl.llm import LLM
+from minisgl.outputs import Generation
 from tests.distributed import broken
 from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, ranks_of, step_for_ever, tokens, wait_for
 from tests.model_zoo import tiny_checkpoint

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from minisgl.core import Communicator
-from minisgl.layers import RMSNorm
 from minisgl.layers.fused import FusedAllReduceRMSNorm
-from minisgl.models import ModelConfig, load_model
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.sharding import Communicator
+from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, DecoderLayer
 from minisgl.models.fusions import fuse_layers
+from minisgl.models.loader import load_model
 from tests.distributed.ranks import Position
 from tests.model_zoo import random_tokens, tiny_checkpoint
 from tests.paged_runner import PagedRunner

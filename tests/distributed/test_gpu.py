@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl import LLM, EngineDead, SamplingParams
-from minisgl.distributed import RemoteEngine
 from minisgl.distributed.peer_all_reduce import ONE_SHOT_BYTES
+from minisgl.distributed.remote_executor import RemoteEngine
+from minisgl.errors import EngineDead
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.distributed.generating import PARAMS, PROMPTS, step_for_ever, tokens, wait_for
 from tests.model_zoo import tiny_checkpoint
 from tests.test_gpu import agreeing_until_a_tie

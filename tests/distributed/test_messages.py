@@ -9,12 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl import SamplingParams
+from minisgl.batch import Batch, NewRequest
 from minisgl.child_process import Ready
-from minisgl.core import Batch, EngineConfig
-from minisgl.core.attention import AttentionChoice
-from minisgl.core.batch import NewRequest
-from minisgl.core.request import TokenLogprobs
+from minisgl.config import EngineConfig
+from minisgl.context import AttentionChoice
 from minisgl.distributed.messages import (
     Endpoint,
     EngineInfo,
@@ -25,8 +23,10 @@ from minisgl.distributed.messages import (
     encode_batch,
     encode_report,
 )
-from minisgl.distributed.reports import ReportReader, send_report
+from minisgl.distributed.rank_process import ReportReader, send_report
 from minisgl.errors import EngineDead
+from minisgl.request import TokenLogprobs
+from minisgl.sampling_params import SamplingParams
 
 ODD = SamplingParams(
     max_tokens=7,

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from minisgl.core import SINGLE_RANK, Communicator
 from minisgl.errors import ConfigError, ModelLoadError
-from minisgl.layers import Linear
-from minisgl.models import CausalLM, ModelConfig, block_weights, load_model
+from minisgl.layers.linear import Linear
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM, block_weights
 from minisgl.models.fusions import fuse_layers
+from minisgl.models.loader import load_model
 from tests.distributed.ranks import CPU, Position, in_turns, on_ranks
 from tests.model_zoo import ARCHITECTURES, Variant, hf_logits, random_tokens, run_dense, tiny_checkpoint
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import Communicator
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.layers import divide_kv_heads
-from minisgl.models import ModelConfig, load_model
+from minisgl.kvcache.pool import KVCache
+from minisgl.layers.sharding import Communicator, divide_kv_heads
+from minisgl.models.config import ModelConfig
+from minisgl.models.loader import load_model
 from minisgl.models.single_token import SingleTokenDecoder
 from tests.distributed.ranks import CPU, in_turns
 from tests.model_zoo import Variant, random_tokens

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from minisgl import LLM, ConfigError, SamplingParams
+from minisgl.errors import ConfigError
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.distributed import broken
 from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, generate, tokens
 from tests.model_zoo import tiny_checkpoint

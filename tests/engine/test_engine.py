@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import minisgl.engine.build as construction
-from minisgl import ConfigError
-from minisgl.core import EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine, resolve_kv_dtype
 from minisgl.engine.memory import INT32_MAX, longest_sequence
+from minisgl.errors import ConfigError
 from tests.model_zoo import tiny_checkpoint
 
 

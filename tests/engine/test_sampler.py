@@ -18,12 +18,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from minisgl.core import SamplingParams
-from minisgl.core.registry import resolve
 from minisgl.engine.logits_processors import count_tokens, keep_min_p, keep_top, penalise, softmax_weights
 from minisgl.engine.random import draw, draw_keys, exponentials, splitmix64, token_hash
 from minisgl.engine.sampler import SAMPLERS, DefaultSampler
-from minisgl.engine.sampling_stages import TokenHistory
+from minisgl.engine.sampling import TokenHistory
+from minisgl.registry import resolve
+from minisgl.sampling_params import SamplingParams
 from tests.sampling import Row, fits, prepare, sample, sample_with_logprobs
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from minisgl.models import ModelConfig, load_model
+from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM
+from minisgl.models.loader import load_model
 from tests.model_zoo import Variant
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

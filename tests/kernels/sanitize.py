@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from minisgl import LLM, SamplingParams
-from minisgl.graphs import CpuGraph, CudaGraphRunner
+from minisgl.engine.cuda_graph import CpuGraph, CudaGraphRunner
+from minisgl.llm import LLM
 from minisgl.models.single_token import SingleTokenDecoder
+from minisgl.sampling_params import SamplingParams
 from tests.model_zoo import tiny_checkpoint
 
 

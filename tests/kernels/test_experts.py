@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.kernels.expert_tiles import ExpertTiles, expert_tiles
-from minisgl.kernels.experts import Blocks, Plan, choose_plan, sum_of_experts
-from minisgl.layers import Experts
+from minisgl.kernels.experts import Blocks, ExpertTiles, Plan, choose_plan, expert_tiles, sum_of_experts
 from minisgl.layers.fused import FusedExperts
+from minisgl.layers.mlp import Experts
 from tests.kernels.closeness import DEVICE, TOLERANCE, every_dtype, random, spread
 
 NUM_EXPERTS, TOP_K = 6, 2

@@ -1,13 +1,44 @@
-"""Residual + RMSNorm as one kernel against the layer and against float64."""
+"""SiLU·mul as one kernel against float64 and against the plain function."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from minisgl.kernels.norm import add_and_norm
-from minisgl.layers import RMSNorm
+from minisgl import layers
+from minisgl.kernels.norm import add_and_norm, silu_and_mul
+from minisgl.layers.norm import RMSNorm
 from tests.kernels.closeness import DEVICE, assert_close, every_dtype, random, spread
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1, 48, 128, 1024, 3000])
+def test_equals_float64(dtype: torch.dtype, size: int) -> None:
+    gate_up = random(3, 2 * size, dtype=dtype) * 4
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(silu_and_mul(gate_up), gate * gate.sigmoid() * up, dtype)
+
+
+@every_dtype
+def test_equals_the_plain_function(dtype: torch.dtype) -> None:
+    gate_up = random(2, 200, dtype=dtype)
+    out = silu_and_mul(gate_up)
+    assert out.shape == (2, 100)
+    # The plain one rounds twice, after the SiLU and after the product.
+    plain = layers.silu_and_mul(gate_up).double()
+    assert float((out.double() - plain).norm() / plain.norm()) < 2 * torch.finfo(dtype).eps
+
+
+def test_large_gates_neither_overflow_nor_vanish() -> None:
+    gate_up = torch.tensor([[-200.0, -90.0, 90.0, 200.0, 1.0, 1.0, 1.0, 1.0]]).to(random(1, dtype=torch.float32).device)
+    assert silu_and_mul(gate_up).tolist() == [[pytest.approx(0, abs=1e-30), pytest.approx(0, abs=1e-30), 90.0, 200.0]]
+
+
+def test_rows_may_lie_apart() -> None:
+    gate_up = random(5, 80, dtype=torch.float32)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(silu_and_mul(spread(gate_up)), gate * gate.sigmoid() * up, torch.float32)
+
 
 EPS = 1e-5
 
@@ -19,7 +50,7 @@ def reference(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @every_dtype
 @pytest.mark.parametrize("size", [1, 32, 100, 128, 1024, 5120])
-def test_equals_float64(dtype: torch.dtype, size: int) -> None:
+def test_norm_equals_float64(dtype: torch.dtype, size: int) -> None:
     x, residual, weight = (random(rows, size, dtype=dtype, seed=rows) for rows in (3, 3, 1))
     residual = residual.flip(0)
     before = x.clone(), residual.clone()
@@ -37,8 +68,8 @@ def test_equals_the_layer(dtype: torch.dtype) -> None:
     x, residual = random(4, 96, dtype=dtype, seed=1), random(4, 96, dtype=dtype, seed=2)
     for stream in (residual, None):
         outputs = add_and_norm(x, stream, norm.weight, norm.eps)
-        for ours, layers in zip(outputs, norm.add_and_norm(x, stream), strict=True):
-            assert_close(ours, layers.double(), dtype)
+        for ours, plain in zip(outputs, norm.add_and_norm(x, stream), strict=True):
+            assert_close(ours, plain.double(), dtype)
 
 
 def test_without_a_residual_the_sum_is_the_input() -> None:
@@ -68,7 +99,7 @@ def test_half_precision_squares_do_not_overflow() -> None:
     assert torch.equal(normed, torch.ones_like(normed))
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_to_normalise_may_lie_apart() -> None:
     x, residual = random(5, 40, dtype=torch.float32, seed=1), random(5, 40, dtype=torch.float32, seed=2)
     weight = random(40, dtype=torch.float32)
     for near_or_far in ((spread(x), residual), (x, spread(residual))):

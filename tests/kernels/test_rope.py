@@ -7,10 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from minisgl.core import AttentionSpec
+from minisgl.context import AttentionSpec
 from minisgl.kernels.rope import rotate_and_store
-from minisgl.kvcache.kv_cache import KVCache
-from minisgl.layers import Attention, RopeSettings, Rotary, rotate
+from minisgl.kvcache.pool import KVCache
+from minisgl.layers.attention import Attention
+from minisgl.layers.rotary import RopeSettings, Rotary, rotate
 from tests.kernels.closeness import DEVICE, assert_close, every_dtype, random, spread
 
 PAGE_SIZE, PAGES, POSITIONS = 4, 5, 64

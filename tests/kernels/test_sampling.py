@@ -10,14 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.core import SamplingParams
 from minisgl.engine.fused_sampler import FusedSampler
 from minisgl.engine.random import draw_keys, exponentials, splitmix64, token_hash
 from minisgl.engine.sampler import DefaultSampler
-from minisgl.engine.sampling_stages import RandomStage
+from minisgl.engine.sampling import RandomStage
 from minisgl.kernels.launch import INTERPRETED
 from minisgl.kernels.sampling import _log_exponential, sample_tokens
-from minisgl.kernels.threshold import Thresholds
+from minisgl.kernels.top_p import Thresholds
+from minisgl.sampling_params import SamplingParams
 from tests.kernels.closeness import DEVICE, every_dtype, random, spread
 from tests.sampling import Row, sample
 

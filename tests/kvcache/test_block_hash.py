@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
 from minisgl.kvcache.block_hash import BlockHashCache
+from minisgl.request import Int32Array
 
 
 def array(*values: int) -> Int32Array:

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from minisgl.core.request import Int32Array
 from minisgl.errors import InvariantError
 from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.request import Int32Array
 
 
 def array(*values: int) -> Int32Array:

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache import sizing
-from minisgl.kvcache.kv_cache import KVCache
+from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes, pages_from_free_memory, pages_from_peak, total_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.core import AttentionSpec, ForwardContext, forward_context
-from minisgl.layers import Attention, DenseAttention, RopeSettings, Rotary, causal_mask, grouped_query_attention
+from minisgl.attention.torch_backend import DenseAttention, causal_mask, grouped_query_attention
+from minisgl.context import AttentionSpec, ForwardContext, forward_context
+from minisgl.layers.attention import Attention
+from minisgl.layers.rotary import RopeSettings, Rotary
 from tests.steps import naive_attention, step_of
 
 SPEC = AttentionSpec(layer_id=0, num_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)

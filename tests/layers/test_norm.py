@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.layers import RMSNorm
+from minisgl.layers.norm import RMSNorm
 
 
 def make_norm(size: int, dtype: torch.dtype) -> RMSNorm:

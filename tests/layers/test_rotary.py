@@ -9,9 +9,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from minisgl.errors import ConfigError
-from minisgl.layers import RopeSettings, Rotary, rotate
-from minisgl.layers.rope_types import yarn_frequencies
-from minisgl.models import ModelConfig
+from minisgl.layers.rotary import RopeSettings, Rotary, rotate, yarn_frequencies
+from minisgl.models.config import ModelConfig
 from tests.model_zoo import ROPE_VARIANTS, Variant
 
 

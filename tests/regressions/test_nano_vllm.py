@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from minisgl import LLM, InvalidRequest, SamplingParams
-from minisgl.graphs import CpuGraph, CudaGraphRunner, graph_sizes
+from minisgl.engine.cuda_graph import CpuGraph, CudaGraphRunner, graph_sizes
+from minisgl.errors import InvalidRequest
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -6,10 +6,16 @@ from collections import defaultdict
 
 import numpy as np
 
-from minisgl.core import Batch, FinishReason, Request, RunningTable, SamplingParams
+from minisgl.batch import Batch
 from minisgl.kvcache import block_hash, radix
-from minisgl.kvcache.eviction import select_prefix_cache
-from minisgl.scheduler import EngineLoop, KVMemory, Policies, Scheduler, StepOutput
+from minisgl.kvcache.prefix import select_prefix_cache
+from minisgl.request import FinishReason, Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.loop import EngineLoop
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Policies
+from minisgl.scheduler.scheduler import Scheduler, StepOutput
+from minisgl.table import RunningTable
 from tests.fake_executor import FaultyExecutor, ShadowExecutor, expected_output
 from tests.rule import CountingMaskMaker, Rule
 

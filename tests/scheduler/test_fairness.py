@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.core import FinishReason, Request, RequestState
 from minisgl.errors import QueueFull
+from minisgl.request import FinishReason, Request, RequestState
 from minisgl.scheduler.policy import MAX_BYPASS, PrefillFirst
 from minisgl.scheduler.scheduler import LOOKAHEAD
 from tests.scheduler.harness import Harness

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from minisgl.core import FinishReason, Request
+from minisgl.request import FinishReason, Request
 from tests.fake_executor import Fault
 from tests.scheduler.harness import DELAYS, Harness
 

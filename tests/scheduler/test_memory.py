@@ -7,11 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core import Request, RunningTable, SamplingParams
 from minisgl.errors import InvariantError
 from minisgl.kvcache import block_hash, radix
-from minisgl.kvcache.eviction import select_prefix_cache
-from minisgl.scheduler import KVMemory
+from minisgl.kvcache.prefix import select_prefix_cache
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.memory import KVMemory
+from minisgl.table import RunningTable
 
 assert radix  # imported, as the next one, for their registration
 assert block_hash

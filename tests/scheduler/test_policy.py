@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import numpy as np
 import pytest
 
-from minisgl.core import EngineConfig, Request, SamplingParams
+from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.policy import (
     MAX_BYPASS,
     FirstComeFirstServed,
@@ -21,6 +25,7 @@ from minisgl.scheduler.policy import (
     Static,
     StepPlan,
 )
+from tests.scheduler.harness import Harness
 
 
 class OddFirst:
@@ -155,3 +160,61 @@ def test_optimistic_keeps_a_page_for_each_running_request() -> None:
 def test_reserve_counts_what_all_may_still_need() -> None:
     assert Reserve().can_admit(MemoryDemand(now=3, at_most=5, available=9, promised=4, running=1))
     assert not Reserve().can_admit(MemoryDemand(now=3, at_most=6, available=9, promised=4, running=1))
+
+
+class Books(FirstComeFirstServed):
+    def __init__(self) -> None:
+        self.admitted: list[tuple[int, str, int]] = []
+        self.finished: list[tuple[int, int]] = []
+
+    def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
+        return reversed(waiting)
+
+    def on_admit(self, request: Request) -> None:
+        assert request.slot >= 0
+        self.admitted.append((request.uid, request.user, request.cached_tokens))
+
+    def on_finish(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        self.finished.append((request.uid, len(request.output)))
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books()
+
+
+def harness_of(books: Books, **options: int) -> Harness:
+    return Harness(policies=Policies(queue=books), **options)
+
+
+def test_a_request_starts_and_ends(books: Books) -> None:
+    harness = harness_of(books, max_running=1)
+    harness.add([1] * 9, max_tokens=2, user="a")
+    harness.run()
+    harness.add([1] * 9, max_tokens=3, user="b")
+    harness.run()
+    assert books.admitted == [(0, "a", 0), (1, "b", 8)]
+    assert books.finished == [(0, 2), (1, 3)]
+
+
+def test_one_that_never_started_ends_too(books: Books) -> None:
+    harness = harness_of(books, max_running=1)
+    first, second = harness.add([1], max_tokens=5), harness.add([2], max_tokens=5)
+    harness.step()
+    assert [uid for uid, *_ in books.admitted] == [second.uid]
+    harness.abort(first)
+    assert books.finished == [(first.uid, 0)]
+
+
+def test_a_preempted_request_starts_once(books: Books) -> None:
+    harness = harness_of(books, page_size=1, num_pages=24)
+    requests = [harness.add([i % 3] * 4, max_tokens=12) for i in range(4)]
+    harness.run()
+    assert sum(request.preemptions for request in requests) > 0
+    assert sorted(uid for uid, *_ in books.admitted) == [0, 1, 2, 3]
+    assert sorted(books.finished) == [(0, 12), (1, 12), (2, 12), (3, 12)]
+
+
+def test_other_orders_keep_none() -> None:
+    assert Policies.named("lpm").usage_listener is None

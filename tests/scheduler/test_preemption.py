@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl.core import FinishReason, RequestState
+from minisgl.request import FinishReason, RequestState
 from minisgl.scheduler.policy import MemoryDemand
 from tests.scheduler.harness import DELAYS, Harness
 

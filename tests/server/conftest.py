@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl import LLM
+from minisgl.llm import LLM
 from minisgl.server.config import ServerConfig
 from tests.server.harness import ProcessServer, RunningServer, ServerThread, chat_checkpoint
 

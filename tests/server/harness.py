@@ -13,17 +13,17 @@ from typing import Any, Self, TypeVar
 import httpx
 import openai
 
-from minisgl.core.config import EngineConfig
-from minisgl.engine_core import EngineCore
-from minisgl.scheduler import StepOutput
+from minisgl.config import EngineConfig
+from minisgl.core import EngineCore
+from minisgl.scheduler.scheduler import StepOutput
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
 from minisgl.server.in_process import InProcessEngine
 from minisgl.server.launch import Server, bind
 from minisgl.server.process_engine import ProcessEngine
-from minisgl.server.views import views_of
+from minisgl.server.scheduler_worker import views_of
 from tests.model_zoo import tiny_checkpoint
-from tests.tokenizer.tiny import TEMPLATE, byte_level, save
+from tests.tiny_tokenizer import TEMPLATE, byte_level, save
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}]
 PROMPT = "the cat and the dog, 12 of them"

@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from minisgl.core.request import TokenLogprobs
-from minisgl.messages import Update
-from minisgl.server.answer import Answer, GenerationFailed
+from minisgl.request import TokenLogprobs
+from minisgl.server.async_engine import Answer, GenerationFailed
 from minisgl.server.config import ServerConfig
+from minisgl.server.messages import Update
 from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
 
 

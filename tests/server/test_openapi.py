@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from pydantic import TypeAdapter, ValidationError
 from schemathesis.generation import GenerationMode
 
-from minisgl import InvalidRequest, SamplingParams
+from minisgl.errors import InvalidRequest
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.chat_request import ChatRequest
-from minisgl.server.completion_request import CompletionRequest
-from minisgl.server.native_requests import GenerateRequest
+from minisgl.server.native_routes import GenerateRequest
 from minisgl.server.replies import ChatReply, CompletionReply, ErrorReply, GenerateReply, ModelList
+from minisgl.server.requests import CompletionRequest
 from tests.server.harness import MESSAGES, RunningServer, chat_checkpoint
 from tests.server.templates import QWEN
 

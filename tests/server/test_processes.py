@@ -18,8 +18,9 @@ import openai
 import psutil
 import pytest
 
-from minisgl import LLM, EngineDead, InvalidRequest, QueueFull, SamplingParams
-from minisgl.errors import ContextExceeded
+from minisgl.errors import ContextExceeded, EngineDead, InvalidRequest, QueueFull
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
 from minisgl.server.process_engine import ProcessEngine
 from tests.server.harness import MESSAGES, ProcessServer, in_background, wait_until
 

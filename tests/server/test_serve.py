@@ -20,13 +20,12 @@ from pathlib import Path
 import openai
 import pytest
 
-from minisgl.core.config import EngineConfig
-from minisgl.engine_core import EngineCore
+from minisgl.config import EngineConfig
+from minisgl.core import EngineCore
 from minisgl.errors import ConfigError
 from minisgl.serve import main
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import ServerConfig, add_options, given_options
 from minisgl.server.launch import bind
-from minisgl.server.options import add_options, given_options
 from minisgl.trace import Trace
 from tests.server.harness import MESSAGES, in_background, wait_until
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from minisgl.chat.partner import NoAnswer
-from minisgl.chat.server import _events as read_events
+from minisgl.chat import NoAnswer
+from minisgl.chat import _events as read_events
 from minisgl.server.errors import to_json
+from minisgl.server.formats import Usage
+from minisgl.server.messages import Update
 from minisgl.server.streaming import event, until_disconnect
 
 CHUNKS = [{"text": "So"}, {"text": " be it\u2028\n\ndata: x"}, {"text": "è"}]
@@ -101,3 +103,21 @@ def test_an_error_of_the_work_is_nobody_elses() -> None:
             await until_disconnect(Client().receive, fails())
 
     asyncio.run(scenario())
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    usage = Usage([7], n=1)
+    usage.add(Update(0, 0, "a", [1]))
+    usage.add(Update(0, 0, "", [2, 3]))
+    usage.add(Update(0, 0, "b", [4], finish_reason="stop", cached_tokens=4))
+    body = usage.body()
+    assert (body["prompt_tokens"], body["completion_tokens"], body["total_tokens"]) == (7, 4, 11)
+    assert body["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_cached_tokens_are_counted_once_a_prompt() -> None:
+    usage = Usage([7, 9], n=2)
+    for choice, cached in ((0, 4), (1, 6), (2, 0), (3, 8)):
+        usage.add(Update(0, choice, "", [1], cached_tokens=cached))
+        usage.add(Update(0, choice, "", [1], finish_reason="length", cached_tokens=cached))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (16, 8, 4)

@@ -26,11 +26,11 @@ def problems(root: Path, text: str) -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        "`minisgl/core/batch.py`, `minisgl/core`, `tests/kvcache/`, `minisgl/*/x.py`, `n // page_size`, `my_order.py`",
-        "`tests/kvcache/test_pages.py::test_alloc`, `tests/kvcache/test_pages.py::TestPool`",
-        "`tests/kvcache/test_pages.py::test_alloc[4-True]`",
-        "[a](../minisgl/core/batch.py) [b](00-a.md#there) [c](#here) [d](https://example.org/minisgl/x.py)",
-        "~~~bash\npython -m pytest tests/kvcache -k 'not slow' ../tests/kvcache/test_pages.py\n~~~\n",
+        "`minisgl/batch.py`, `minisgl/core`, `tests/kvcache/`, `minisgl/*/x.py`, `n // page_size`, `my_order.py`",
+        "`tests/kvcache/test_pool.py::test_alloc`, `tests/kvcache/test_pool.py::TestPool`",
+        "`tests/kvcache/test_pool.py::test_alloc[4-True]`",
+        "[a](../minisgl/batch.py) [b](00-a.md#there) [c](#here) [d](https://example.org/minisgl/x.py)",
+        "~~~bash\npython -m pytest tests/kvcache -k 'not slow' ../tests/kvcache/test_pool.py\n~~~\n",
         "```python\nopen('tests/not_yet.py')  # `tests/not_yet.py` [x](y.md)\n```\n",
     ],
 )
@@ -43,7 +43,7 @@ def test_what_is_there_may_be_named(root: Path, text: str) -> None:
     [
         ("`minisgl/core/gone.py`", "there is no minisgl/core/gone.py"),
         ("`../tests/gone/`", "there is no tests/gone"),
-        ("`tests/kvcache/test_pages.py::test_all`", "tests/kvcache/test_pages.py has no test_all"),
+        ("`tests/kvcache/test_pool.py::test_all`", "tests/kvcache/test_pool.py has no test_all"),
         ("[a](../minisgl/gone.py)", "the link to ../minisgl/gone.py is dead"),
         ("[a](01-b.md#there)", "the link to 01-b.md is dead"),
         ("~~~bash\npython -m pytest tests/gone.py\n~~~\n", "there is no tests/gone.py"),

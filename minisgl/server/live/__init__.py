@@ -1,1 +1,1 @@
-"""The live page: what the engine is doing right now, for anybody who watches."""
+"""The live page: the engine's state, drawn while it serves."""

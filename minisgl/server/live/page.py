@@ -1,12 +1,14 @@
-"""The live page's routes: its files, and the stream of states that moves it."""
+"""Text in place of tokens: the last station of a state on its way to a page."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
@@ -16,9 +18,41 @@ from starlette.types import Receive, Scope, Send
 from minisgl.errors import MiniSGLError
 from minisgl.server.errors import as_api_error, to_json
 from minisgl.server.live.state import LiveState
-from minisgl.server.live.text import Spelled
 from minisgl.server.streaming import event, until_disconnect
 from minisgl.tokenizer import Tokenizer
+
+_REMEMBERED = 4096
+"""Texts of nodes and requests that are kept, because the next state has most of them again."""
+
+
+class Spelled:
+    """Writes states as JSON, each once for all who watch.
+
+    Args:
+        tokenizer: the model's. If the checkpoint has none, the ids are shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._spell = lru_cache(_REMEMBERED)(self._text)
+        self._state: LiveState | None = None
+        self._json = b""
+
+    def json(self, state: LiveState) -> bytes:
+        """The state with its texts, in one line."""
+        if state is not self._state:
+            for node in state.nodes:
+                node.text = self._spell(tuple(node.head))
+            for request in state.requests:
+                request.text = self._spell(tuple(request.tail))
+            self._state, self._json = state, msgspec.json.encode(state)
+        return self._json
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        if not self._tokenizer.available:
+            return " ".join(map(str, token_ids))
+        return self._tokenizer.spell(token_ids)
+
 
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",

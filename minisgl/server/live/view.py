@@ -1,31 +1,226 @@
-"""The engine's state as a message: built between two steps, in the engine's thread."""
+"""Prefix caches as a tree of `LiveNode`, whatever they are inside."""
 
 from __future__ import annotations
 
+import heapq
 import time
+from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core.request import Int32Array, Request
-from minisgl.engine_core import EngineCore
-from minisgl.scheduler import KVMemory
+from minisgl.batch import Batch, StepPhase
+from minisgl.core import EngineCore
+from minisgl.kvcache.block_hash import Block, BlockHashCache
+from minisgl.kvcache.prefix import PrefixCache
+from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.request import Int32Array, Request, RequestState
+from minisgl.scheduler.memory import KVMemory
 from minisgl.server.live.state import (
     HEAD,
     MOST_CELLS,
+    MOST_FINISHED,
+    MOST_NODE_PAGES,
+    MOST_NODES,
     MOST_RUNNING,
+    MOST_SLICES,
     MOST_WAITING,
     LiveNode,
     LiveRequest,
+    LiveSlice,
     LiveState,
     PageRun,
 )
-from minisgl.server.live.steps import StepWatch
-from minisgl.server.live.tree import nodes_of
+from minisgl.table import RunningTable
+
+MOST_VISITED = 4000
+"""Nodes or blocks that are looked at. A larger tree is shown in part: a look must not hold up the engine."""
+
+
+def nodes_of(cache: PrefixCache) -> tuple[list[LiveNode], int]:
+    """What a prefix cache holds, and how many nodes that are in all.
+
+    Returns:
+        At most `MOST_NODES`, the most recently used ones where the cache knows, each after its parent; and their number
+        before this cut. Nothing for a cache of a kind that is unknown here.
+    """
+    if isinstance(cache, RadixCache):
+        visited = list(islice(cache.nodes(), MOST_VISITED))
+        # Who uses a node uses its parents, and of equals the first come first: no node is without its parent.
+        latest = heapq.nlargest(MOST_NODES, visited, key=lambda node: node.last_access)
+        return [_node(node) for node in latest], len(visited)
+    if isinstance(cache, BlockHashCache):
+        chains = _chain_nodes(list(islice(cache.blocks(), MOST_VISITED)), cache.page_size)
+        return chains[:MOST_NODES], len(chains)
+    return [], 0
+
+
+def _node(node: Node) -> LiveNode:
+    assert node.parent is not None
+    return LiveNode(
+        uid=node.uid,
+        parent=node.parent.uid,
+        tokens=len(node.tokens),
+        num_pages=len(node.pages),
+        pages=node.pages[:MOST_NODE_PAGES].tolist(),
+        locks=node.lock_count,
+        last_used=node.last_access,
+        head=node.tokens[:HEAD].tolist(),
+    )
+
+
+def _chains(blocks: list[Block]) -> tuple[list[list[Block]], dict[Block, list[Block]]]:
+    """Blocks as runs: one goes on as long as each block has one successor, and as many references as that.
+
+    Returns:
+        The chains, each after the one that it continues; and every block's.
+    """
+    successors = Counter(block.parent for block in blocks)
+    chain_of: dict[Block, list[Block]] = {}
+    chains: list[list[Block]] = []
+    for block in blocks:
+        parent = block.parent
+        if parent in chain_of and successors[parent] == 1 and parent.ref_count == block.ref_count:
+            chain = chain_of[parent]
+        else:
+            chain = []
+            chains.append(chain)
+        chain.append(block)
+        chain_of[block] = chain
+    return chains, chain_of
+
+
+def _chain_nodes(blocks: list[Block], page_size: int) -> list[LiveNode]:
+    """Chains of blocks as nodes. A chain is named by its first page, counted from 1, because 0 is the root's."""
+    chains, chain_of = _chains(blocks)
+    nodes = []
+    for chain in chains:
+        parent = chain_of.get(chain[0].parent) if chain[0].parent is not None else None
+        head: Int32Array = np.frombuffer(b"".join(block.tokens for block in chain[:HEAD]), dtype=np.int32)
+        nodes.append(
+            LiveNode(
+                uid=chain[0].page + 1,
+                parent=parent[0].page + 1 if parent else 0,
+                tokens=len(chain) * page_size,
+                num_pages=len(chain),
+                pages=[block.page for block in chain[:MOST_NODE_PAGES]],
+                locks=chain[0].ref_count,
+                last_used=0,
+                head=head[:HEAD].tolist(),
+            )
+        )
+    return nodes
+
+
+ATTENTION_SPAN = 2.0
+"""Seconds after a look at the engine for which its steps are recorded."""
+SHORTEST_SLICE = 0.02
+"""Seconds up to which steps are put together: fifty a second are more than anybody sees."""
+
+
+class StepWatch:
+    """A `StepObserver` that records steps while the live page is open, and ignores them otherwise.
+
+    Args:
+        table: the running requests, to which a batch's slots refer.
+    """
+
+    def __init__(self, table: RunningTable) -> None:
+        self.slices: deque[LiveSlice] = deque(maxlen=MOST_SLICES)
+        self._table = table
+        self._watched_until = 0.0
+        self._steps = 0
+        self._launched: dict[int, LiveSlice] = {}
+        """Steps whose tokens have not arrived, by the identity of their batches."""
+        self._last_end = 0.0
+        self._previous: list[tuple[Request, int]] = []
+        """Requests of the step before, and how often each had been preempted by then."""
+        self._seen: dict[int, Request] = {}
+        """Requests of recent steps by uid."""
+
+    def look(self) -> None:
+        """Begin to record, or go on."""
+        self._watched_until = time.perf_counter() + ATTENTION_SPAN
+
+    def finished(self) -> list[Request]:
+        """The last `MOST_FINISHED` of the requests that ended while somebody watched, the last one last."""
+        done = [request for request in self._seen.values() if request.state is RequestState.FINISHED]
+        done.sort(key=lambda request: request.times.finished)
+        for request in done[:-MOST_FINISHED]:
+            del self._seen[request.uid]
+        return done[-MOST_FINISHED:]
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Note a step that is launched. One that fails before its tokens are waited for is no slice."""
+        if phase == "launch" and batch is not None and time.perf_counter() <= self._watched_until:
+            self._launched[id(batch)] = self._note(batch)
+        elif phase == "fail":
+            self._launched.pop(id(batch), None)
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Record a step whose tokens have arrived, or that has failed instead."""
+        if phase == "wait" and (step := self._launched.pop(id(batch), None)) is not None:
+            self._record(step)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Nothing: `finished` looks at the requests of recent steps."""
+
+    def _note(self, batch: Batch) -> LiveSlice:
+        requests = [self._table.request(slot) for slot in batch.slots.tolist()]
+        fed = batch.q_lens.tolist()
+        decode = batch.num_decode
+        rows = [
+            (request.uid, 0 if row < decode else fed[row], int(row < decode))
+            for row, request in enumerate(requests[:MOST_RUNNING])
+        ]
+        preempted = [request.uid for request, before in self._previous if request.preemptions > before]
+        self._previous = [(request, request.preemptions) for request in requests]
+        self._seen.update((request.uid, request) for request in requests)
+        self._steps += 1
+        return LiveSlice(
+            number=self._steps,
+            start=time.perf_counter(),
+            end=0.0,
+            steps=1,
+            prefill=batch.num_tokens - decode,
+            decode=decode,
+            rows=rows,
+            preempted=preempted,
+        )
+
+    def _record(self, step: LiveSlice) -> None:
+        step.end = time.perf_counter()
+        step.start = max(step.start, self._last_end)  # it was launched behind the one before
+        self._last_end = step.end
+        if self.slices and step.end - self.slices[-1].start < SHORTEST_SLICE:
+            self.slices[-1] = _joined(self.slices[-1], step)
+        else:
+            self.slices.append(step)
+
+
+def _joined(a: LiveSlice, b: LiveSlice) -> LiveSlice:
+    """Two slices as one. A new object: the old one may be on its way to a watcher."""
+    rows = {uid: (prefill, decode) for uid, prefill, decode in a.rows}
+    for uid, prefill, decode in b.rows:
+        before = rows.get(uid, (0, 0))
+        rows[uid] = (before[0] + prefill, before[1] + decode)
+    return LiveSlice(
+        number=a.number,
+        start=a.start,
+        end=b.end,
+        steps=a.steps + b.steps,
+        prefill=a.prefill + b.prefill,
+        decode=a.decode + b.decode,
+        rows=[(uid, *tokens) for uid, tokens in list(rows.items())[:MOST_RUNNING]],
+        preempted=a.preempted + b.preempted,
+    )
+
 
 LONGEST_USER = 64
 """Characters of a client's name that are shown. Half a surrogate pair in it becomes a question mark."""
+
 
 _FREE, _CACHED, _PRIVATE = range(3)
 _USES = ("free", "cached", "private")

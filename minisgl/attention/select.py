@@ -1,0 +1,123 @@
+"""Which attention backend runs: by name, or the fastest for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from minisgl.attention.hybrid import HybridAttention
+from minisgl.attention.torch_backend import PagedAttention, TorchAttention
+from minisgl.attention.triton import TRITON_DTYPES
+from minisgl.config import EngineConfig
+from minisgl.context import AttentionBackend, AttentionChoice
+from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import KVCache
+from minisgl.registry import Table, resolve
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_HEAD_DIMS = (64, 128, 256)
+_CAPABILITY = (8, 0)
+
+
+def flashinfer_obstacle(kv_cache: KVCache) -> str | None:
+    """What keeps FlashInfer from attending over ``kv_cache``, as half a sentence; None if nothing does."""
+    device, dtype, head_dim = kv_cache.k.device, kv_cache.k.dtype, kv_cache.k.shape[-1]
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU and the device is {device.type!r}"
+    if torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return f"it needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or later"
+    if dtype not in _DTYPES:
+        return f"it computes float16 and bfloat16 and the KV cache is {str(dtype).removeprefix('torch.')}"
+    if head_dim not in _HEAD_DIMS:
+        return f"it has kernels for heads of 64, 128 and 256 and the model's have {head_dim}"
+    if find_spec("flashinfer") is None:
+        return "it is not installed (pip install 'minisgl[cuda]')"
+    return None
+
+
+AttentionFactory = Callable[[KVCache], AttentionBackend]
+
+
+def _flashinfer(kv_cache: KVCache, version: str | None = None) -> AttentionBackend:
+    """Build FlashInfer with a version of FlashAttention for prefill, ``"fa2"`` or ``"fa3"``; None: the faster one."""
+    obstacle = flashinfer_obstacle(kv_cache)
+    if obstacle is not None:
+        raise ConfigError(
+            f"prefill_attention, decode_attention: FlashInfer cannot be used: {obstacle}; choose 'triton' or 'torch'"
+        )
+    from minisgl.attention.flashinfer import flashinfer_attention
+
+    return flashinfer_attention(kv_cache, version)
+
+
+ATTENTION_BACKENDS: Table[AttentionFactory] = {
+    "torch": TorchAttention,
+    "triton": "minisgl.attention.triton.backend:TritonAttention",
+    "cascade": "minisgl.attention.cascade:CascadeAttention",
+    "flashinfer": _flashinfer,
+    "flashinfer-fa2": partial(_flashinfer, version="fa2"),
+    "flashinfer-fa3": partial(_flashinfer, version="fa3"),
+}
+
+
+def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
+    """Name what was measured to be fastest, on an H200, of what can attend over ``kv_cache``, and say why.
+
+    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels. That saves less than a hundredth of
+    a mixed workload's time and costs a minute of compiling at its first use; ask for it with
+    ``prefill_attention="flashinfer"``.
+    """
+    if kv_cache.k.device.type == "cpu":
+        return "torch", "it is the fastest on a CPU"
+    if find_spec("triton") is None:
+        return "torch", "the faster backends need Triton, which is not installed"
+    if kv_cache.dtype not in TRITON_DTYPES:
+        name = str(kv_cache.dtype).removeprefix("torch.")
+        return "torch", f"it is the only one that computes in {name}"
+    return "cascade", "it decodes fastest, reads shared prefixes once, and has nothing to compile for long"
+
+
+def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice:
+    """Name the backends that ``config`` stands for over ``kv_cache``."""
+    names = config.prefill_attention, config.decode_attention
+    fastest, reason = auto_backend(kv_cache)
+    prefill, decode = (fastest if name == "auto" else name for name in names)
+    if "auto" not in names:
+        reason = "it was asked for" if prefill == decode else "they were asked for"
+    elif prefill != decode:
+        phase, other = ("prefill", "decode") if names[0] == "auto" else ("decode", "prefill")
+        reason = f"{other} was asked for; of {phase}: {reason}"
+    return AttentionChoice(prefill, decode, reason)
+
+
+def select_backend(prefill: str, decode: str) -> AttentionFactory:
+    """Return what builds the backend for ``prefill_attention`` and ``decode_attention``: one if they come to the same
+    name, else a `HybridAttention` of two.
+
+    Args:
+        prefill, decode: a name in `ATTENTION_BACKENDS`, ``"module:Class"``, or ``"auto"``, for `auto_backend`.
+
+    Raises:
+        ConfigError: a name is unknown. What is built raises it where the two cannot share a KV cache.
+    """
+    for option, name in (("prefill_attention", prefill), ("decode_attention", decode)):
+        if name != "auto":
+            resolve(option, name, ATTENTION_BACKENDS)
+    return partial(_build, prefill, decode)
+
+
+def _build(prefill: str, decode: str, kv_cache: KVCache) -> AttentionBackend:
+    names = [auto_backend(kv_cache)[0] if name == "auto" else name for name in (prefill, decode)]
+    first = resolve("prefill_attention", names[0], ATTENTION_BACKENDS)(kv_cache)
+    if names[0] == names[1]:
+        return first
+    second = resolve("decode_attention", names[1], ATTENTION_BACKENDS)(kv_cache)
+    if not isinstance(first, PagedAttention) or not isinstance(second, PagedAttention):
+        raise ConfigError(
+            f"prefill_attention, decode_attention: {names[0]!r} and {names[1]!r} differ, so both have to be a "
+            "PagedAttention; give the same name twice to use one backend"
+        )
+    return HybridAttention(kv_cache, first, second)

@@ -1,0 +1,228 @@
+"""The options of an engine: one immutable record, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from minisgl.errors import ConfigError
+
+_MAX_RUNNING = 65536
+_LONGEST_WAIT = 1e6
+_STRINGS = (
+    "model",
+    "device",
+    "architecture",
+    "prefix_cache",
+    "eviction_policy",
+    "page_store",
+    "prefill_attention",
+    "decode_attention",
+    "queue_policy",
+    "batch_policy",
+    "admission_policy",
+    "sampler",
+    "control_plane",
+    "all_reduce",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All options of `minisgl.llm.LLM` and of the server.
+
+    An option that selects an implementation takes a name or ``"module:Class"``, a class of your own that fulfils the
+    protocol. ``tests/contracts`` tests whether it does.
+
+    Args:
+        model: ``"default"`` (SmolLM2-135M-Instruct), a directory, or a Hugging Face hub id.
+        architecture: name of the model's class in transformers, or ``"module:Class"``; ``"auto"`` is the name in
+            ``config.json``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` …; ``"auto"`` is CUDA where there is a GPU, else the CPU.
+        dtype: of weights and activations: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is
+            the checkpoint's dtype on CUDA and float32 on the CPU.
+        kv_dtype: of keys and values: ``"auto"`` is the model's dtype; ``"fp8"`` (e4m3) holds twice the tokens of
+            bfloat16 in the same memory and halves what decoding reads, at a loss of precision.
+        max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
+        max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
+        max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
+        max_prefill_tokens: most prompt tokens of one step; a longer prompt is prefilled in chunks. The decode rows of
+            a mixed step are not counted.
+        page_size: tokens in a KV page, a power of two from 1 to 256.
+        num_pages: KV pages to allocate; None is as many as ``memory_ratio`` allows.
+        memory_ratio: share of the memory to use, above 0 and at most 1; None is 0.9 on CUDA and 0.25 on the CPU, which
+            other programs use too.
+        memory_formula: what ``memory_ratio`` is a share of. ``"free"``: of the memory that was free before the model
+            was loaded, and the model is subtracted (as in mini-sglang). ``"peak"``: of all memory, and the peak use of
+            a warm-up with the largest legal prefill is subtracted (as in vLLM).
+        prefix_cache: how computed prefixes are found again: ``"radix"``, ``"block-hash"`` or ``"none"``.
+        eviction_policy: which cached pages are evicted first; ``"lru"`` is the least recently used. Any other needs a
+            prefix cache that takes a policy, as ``"radix"`` does.
+        page_store: where evicted pages are copied to; ``"none"`` drops them.
+        prefill_attention: attention backend for the prefill rows of a step: ``"torch"``, ``"triton"``, ``"cascade"``,
+            ``"flashinfer"``, ``"flashinfer-fa2"`` or ``"flashinfer-fa3"``; ``"auto"`` is the fastest on the device.
+            `minisgl.llm.LLM.attention_backend` says which backends are used and why.
+        decode_attention: the same for the decode rows. If both options come to the same name, one backend attends for
+            all rows.
+        queue_policy: which waiting request is considered first: ``"fcfs"`` (order of arrival) or ``"lpm"`` (longest
+            cached prefix).
+        batch_policy: what a step is made of: ``"prefill-first"`` (prefill or decode), ``"mixed"`` (both) or
+            ``"static"`` (no new request before all running ones are finished).
+        admission_policy: whether a request may start: ``"optimistic"`` (its tokens fit now; running requests may be
+            preempted later) or ``"reserve"`` (all running requests fit to their end).
+        sampler: ``"default"`` (plain PyTorch) or ``"triton"`` (one fused kernel); ``"auto"`` is ``"triton"`` on CUDA.
+        fusions: names of the fused kernels to use: ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding
+            + KV store), ``activation`` (SiLU·mul), ``experts`` (a mixture's experts as grouped products, without which
+            CUDA graphs cannot hold a mixture) and ``single-token`` (all of a decode step with one token). None is all
+            of them on CUDA and none on the CPU.
+        enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
+        max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger steps run eagerly. None
+            is ``max_running_requests``, up to 512.
+        graph_batches: numbers of rows to capture; a step is padded to the next one. None chooses them up to
+            ``max_graph_batch``.
+        overlap: schedule and launch the next step while the device computes this one; False waits for each step. None
+            is True on CUDA, which works asynchronously, and False on the CPU. The tokens are the same.
+        tensor_parallel_size: ranks that share the model, each on a GPU of its own, or as a process on the CPU.
+        control_plane: how the driver sends steps to the ranks: ``"shared-memory"`` or ``"zmq"``.
+        all_reduce: how ranks add up partial results: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
+            ``"ring"`` (sends and receives, between CPU ranks) or ``"peer-memory"`` (between GPUs; our own kernels, and
+            NCCL for the largest tensors). ``"auto"`` is ``"peer-memory"`` where GPUs can access one another's memory,
+            else ``"torch"``.
+        distributed_timeout: seconds that a rank waits for another in a collective before the engine ends; the driver
+            waits ten more for a step. It must exceed the longest step.
+        hang_timeout: seconds without a sign of life after which a process (a rank, or one of the server's) counts as
+            stopped and is killed, at least 1; None is never. A process that answers may take longer over a step:
+            ``distributed_timeout``.
+        verify_ranks: compare after every step what each rank received and sampled, to find bugs.
+        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs only
+            ``config.json``.
+        seed: of dummy weights, and of requests without a seed of their own; from 0 to 2**63 - 1.
+        request_timeout: seconds after which an unfinished request ends with an error; None is never.
+
+    Raises:
+        ConfigError: a value is out of range or of the wrong type.
+    """
+
+    model: str = "default"
+    architecture: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    max_seq_len: int | None = None
+    max_running_requests: int = 256
+    max_queued_requests: int = 65536
+    max_prefill_tokens: int = 8192
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_ratio: float | None = None
+    memory_formula: str = "free"
+    prefix_cache: str = "radix"
+    eviction_policy: str = "lru"
+    page_store: str = "none"
+    prefill_attention: str = "auto"
+    decode_attention: str = "auto"
+    queue_policy: str = "fcfs"
+    batch_policy: str = "prefill-first"
+    admission_policy: str = "optimistic"
+    sampler: str = "auto"
+    fusions: tuple[str, ...] | None = None
+    enforce_eager: bool = False
+    max_graph_batch: int | None = None
+    graph_batches: tuple[int, ...] | None = None
+    overlap: bool | None = None
+    tensor_parallel_size: int = 1
+    control_plane: str = "shared-memory"
+    all_reduce: str = "auto"
+    distributed_timeout: float = 300.0
+    hang_timeout: float | None = 30.0
+    verify_ranks: bool = False
+    load_format: str = "auto"
+    seed: int = 0
+    request_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "tensor_parallel_size"):
+            self._positive(name)
+        for name in ("max_seq_len", "num_pages", "max_graph_batch"):
+            if getattr(self, name) is not None:
+                self._positive(name)
+        if not _is_int(self.page_size) or not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
+        if self.max_running_requests > _MAX_RUNNING:
+            raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
+        for name in _STRINGS:
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
+        if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
+            raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
+        self._check_fusions()
+        self._check_graph_batches()
+        for name in ("enforce_eager", "verify_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: must be True or False, got {getattr(self, name)!r}")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap: must be True, False or None, got {self.overlap!r}")
+        if self.request_timeout is not None and not (_is_number(self.request_timeout) and self.request_timeout > 0.0):
+            raise ConfigError(f"request_timeout: must be a positive number of seconds, got {self.request_timeout!r}")
+        if not (_is_number(self.distributed_timeout) and 0.0 < self.distributed_timeout <= _LONGEST_WAIT):
+            raise ConfigError(
+                f"distributed_timeout: must be a positive number of seconds, at most {_LONGEST_WAIT:.0f}, got "
+                f"{self.distributed_timeout!r}"
+            )
+        if self.hang_timeout is not None and not (
+            _is_number(self.hang_timeout) and 1.0 <= self.hang_timeout <= _LONGEST_WAIT
+        ):
+            raise ConfigError(
+                f"hang_timeout: must be None or a number of seconds from 1 to {_LONGEST_WAIT:.0f}, got "
+                f"{self.hang_timeout!r}"
+            )
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed: must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
+        self._one_of("memory_formula", "free", "peak")
+        self._one_of("load_format", "auto", "dummy")
+        self._one_of("dtype", "auto", "float32", "bfloat16", "float16", "float64")
+        self._one_of("kv_dtype", "auto", "fp8")
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:
+        """Build from keyword arguments; an unknown one is a `ConfigError` that lists the known."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"{name}: unknown option; known options are {', '.join(sorted(known))}")
+        return cls(model=model, **options)
+
+    def _check_fusions(self) -> None:
+        names = self.fusions
+        if names is None:
+            return
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"fusions: must be a tuple of names, such as ('norm', 'rope'), or None, got {names!r}")
+
+    def _check_graph_batches(self) -> None:
+        if self.graph_batches is None:
+            return
+        sizes = tuple(self.graph_batches)
+        if not sizes or not all(_is_int(size) and size >= 1 for size in sizes):
+            raise ConfigError(f"graph_batches: must be numbers of rows, at least 1 each, got {self.graph_batches!r}")
+        if self.max_graph_batch is not None and max(sizes) != self.max_graph_batch:
+            raise ConfigError(
+                f"graph_batches: the largest is {max(sizes)} and max_graph_batch is {self.max_graph_batch}; give one"
+            )
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value < 1:
+            raise ConfigError(f"{name}: must be an integer of at least 1, got {value!r}")
+
+    def _one_of(self, name: str, *choices: str) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

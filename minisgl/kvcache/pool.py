@@ -1,0 +1,187 @@
+"""Pages of KV memory: the free pages, the page table, and the tensors that hold keys and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl.errors import InvariantError
+from minisgl.request import Int32Array
+
+
+class PagePool:
+    """Free list over page ids ``0 … num_pages − 1`` (paged attention: vLLM, Kwon et al. 2023).
+
+    The pool knows nothing of what a page holds or who uses it; it guarantees that no page is handed out twice.
+
+    Args:
+        num_pages: number of pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._top = num_pages
+        self.is_free = np.ones(num_pages, dtype=bool)
+
+    @property
+    def num_free(self) -> int:
+        return self._top
+
+    def alloc(self, count: int) -> Int32Array:
+        """Take ``count`` pages, int32[count]; the most recently freed first, as they are likeliest in a cache.
+
+        Raises:
+            InvariantError: fewer pages are free. Callers look at `num_free` and evict first.
+        """
+        if count > self._top:
+            raise InvariantError(f"{count} pages wanted, {self._top} free: evict before allocating")
+        pages = self._stack[self._top - count : self._top][::-1].copy()
+        self._top -= count
+        self.is_free[pages] = False
+        return pages
+
+    def free(self, pages: Int32Array) -> None:
+        """Give pages back.
+
+        Raises:
+            InvariantError: a page is free already, or is named twice; nothing is freed then.
+        """
+        if self.is_free[pages].any() or len(np.unique(pages)) != len(pages):
+            raise InvariantError(f"page freed twice among {pages.tolist()}")
+        self._stack[self._top : self._top + len(pages)] = pages
+        self._top += len(pages)
+        self.is_free[pages] = True
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the stack holds each free page exactly once."""
+        stack = self._stack[: self._top]
+        if len(np.unique(stack)) != self._top or not self.is_free[stack].all() or self.is_free.sum() != self._top:
+            raise InvariantError("the free stack and the free flags disagree")
+
+
+_ALIGNMENT = 32  # int32 entries: rows start on 128-byte boundaries
+
+
+def table_width(max_seq_len: int, page_size: int) -> int:
+    """Entries of a row: pages of the longest sequence, rounded up to 32 entries (128 bytes)."""
+    pages = -(-max_seq_len // page_size)
+    return -(-pages // _ALIGNMENT) * _ALIGNMENT
+
+
+class PageTable:
+    """Host page table with a log of what changed, so that a device copy can follow.
+
+    Entry ``rows[slot, i]`` is the page of positions ``i × page_size … (i + 1) × page_size − 1``. Entries past a
+    request's pages are stale and never read. The extra last row points to the dummy page, whose id is one past the
+    pool's last: a padded batch row may read and write there without harm.
+
+    Args:
+        max_running: number of slots; the table has one row more.
+        max_seq_len: longest sequence, in tokens.
+        page_size: tokens a page.
+        dummy_page: page id of the padding.
+    """
+
+    def __init__(self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int) -> None:
+        self.page_size = page_size
+        self.dummy_page = dummy_page
+        self.rows = np.full((max_running + 1, table_width(max_seq_len, page_size)), dummy_page, dtype=np.int32)
+        self._changed: list[Int32Array] = []
+
+    def write(self, slot: int, start: int, pages: Int32Array) -> None:
+        """Set entries ``start … start + len(pages)`` of one row."""
+        self.rows[slot, start : start + len(pages)] = pages
+        first = slot * self.rows.shape[1] + start
+        self._changed.append(np.arange(first, first + len(pages), dtype=np.int32))
+
+    def append(self, slots: Int32Array, columns: Int32Array, pages: Int32Array) -> None:
+        """Set one entry in each of several rows: ``rows[slots[i], columns[i]] = pages[i]``."""
+        self.rows[slots, columns] = pages
+        self._changed.append(slots * np.int32(self.rows.shape[1]) + columns)
+
+    def take_changes(self) -> tuple[Int32Array, Int32Array]:
+        """Flat indices (int32[U], ascending) and current values of all entries written since the last call."""
+        if not self._changed:
+            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
+        index = np.unique(np.concatenate(self._changed))
+        self._changed.clear()
+        return index, self.rows.reshape(-1)[index]
+
+
+class KVCache:
+    """KV memory of all layers, [layers, num_pages + 1, page_size, num_kv_heads, head_dim], keys and values apart.
+
+    The page after the last is the dummy page (see `PageTable`).
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the model, on this rank.
+        num_pages: usable pages.
+        page_size: tokens a page.
+        dtype: of the keys and values that are stored and attended to, the model's.
+        device: of the memory, which is not cleared: a position is always written before it is read.
+        kv_dtype: the stored dtype; None is ``dtype``, ``torch.float8_e4m3fn`` takes half of 16 bits. There is no
+            scale beside such a key or value. It has three bits of mantissa at every magnitude from 2⁻⁶ to 448, so a
+            scale that brings values nearer to 448 makes none of them more exact. Keys are far below that behind the
+            norm and the rotation, and so are values; the rare larger one is cut off. Engines scale by 1 as well, where
+            a checkpoint does not say otherwise (vLLM, SGLang).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
+        self.k = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
+        self.v = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
+        # Padded graph rows read the dummy page; masked-out garbage must at least be finite.
+        self.k[:, num_pages].zero_()
+        self.v[:, num_pages].zero_()
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_locs: torch.Tensor) -> None:
+        """Write this step's keys and values.
+
+        Args:
+            layer: layer index.
+            k, v: [T, num_kv_heads, head_dim].
+            out_locs: [T] int32, page id × page_size + offset of each token.
+        """
+        locs = out_locs.long()
+        for memory, new in ((self.k[layer], k), (self.v[layer], v)):
+            byte_view(memory).flatten(0, 1).index_copy_(0, locs, byte_view(to_kv_dtype(new, memory.dtype)))
+
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """A copy of whole pages, [2, layers, n, page_size, num_kv_heads, head_dim], keys first; ``pages`` is int64[n].
+
+        The numbers are as they lie in memory: those of eight bits are bytes.
+        """
+        return torch.stack([byte_view(memory).index_select(1, pages) for memory in (self.k, self.v)])
+
+    def write_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
+        """Put back what `read_pages` returned, into the same or other pages."""
+        for memory, saved in zip((self.k, self.v), content, strict=True):
+            byte_view(memory).index_copy_(1, pages, saved)
+
+
+def to_kv_dtype(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """``x`` in the dtype of the KV memory. What is too large for eight bits becomes the largest number they hold;
+    PyTorch alone makes NaN of it."""
+    if kv_dtype.itemsize == 1:
+        largest = torch.finfo(kv_dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(kv_dtype)
+
+
+def byte_view(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, as PyTorch can index it on every device: numbers of eight bits as plain bytes."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

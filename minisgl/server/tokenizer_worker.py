@@ -1,0 +1,68 @@
+"""A process that tokenizes: ``python -m minisgl.server.tokenizer_worker``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import zmq
+
+from minisgl.child_process import Ready, child_process
+from minisgl.errors import Failure, MiniSGLError
+from minisgl.server.messages import Conversation, Prompt, Rejected, Submit, TokenIds, Tokenized, TokenizerOptions, pack
+from minisgl.server.sockets import JOBS, Receiver, Sender, address
+from minisgl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerStage:
+    """Tokenizes jobs, one after the other. Keeps nothing between them.
+
+    Args:
+        tokenizer: the model's.
+        limit: most tokens of a request, or None where nobody knows. Texts that cannot have so few are refused before
+            they are tokenized.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+
+    def tokenize(self, job: Submit) -> Tokenized | Rejected:
+        """The job with tokens for its texts. What is wrong with these, or with the template, ends this job alone."""
+        try:
+            prompts = [self._token_ids(prompt) for prompt in job.prompts]
+        except Exception as error:
+            if not isinstance(error, MiniSGLError):
+                logger.exception("job %d cannot be tokenized", job.job)
+            return Rejected(job.job, Failure.of(error))
+        return Tokenized(job.job, prompts, job.params, job.streaming, job.user)
+
+    def _token_ids(self, prompt: Prompt) -> bytes:
+        if isinstance(prompt, TokenIds):
+            return prompt.data
+        if isinstance(prompt, Conversation):
+            return pack(self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, limit=self._limit))
+        return pack(self._tokenizer.encode(prompt, self._limit))
+
+
+def main() -> None:
+    """Tokenize jobs until the parent ends this process."""
+    with child_process(TokenizerOptions) as (options, report):
+        context, directory = zmq.Context(), Path(options.directory)
+        inbox = Receiver[Submit](context, address(directory, options.name), Submit, JOBS)
+        scheduler = Sender(context, address(directory, "scheduler"), JOBS)
+        api = Sender(context, address(directory, "api"), JOBS)
+        stage = TokenizerStage(Tokenizer(Path(options.model)), options.limit)
+        report(Ready())
+        while True:
+            message = stage.tokenize(inbox.receive())
+            if isinstance(message, Rejected):
+                api.send([message])
+            else:
+                scheduler.send(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What the name ``"auto"`` stands for, and the reason that an engine gives for its backends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minisgl.attention.select import attention_choice, auto_backend, select_backend
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import EngineConfig
+from minisgl.kvcache.pool import KVCache
+from tests.steps import CPU
+
+
+def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:
+    """As far as the choice depends on it."""
+    k = SimpleNamespace(device=torch.device(device), shape=torch.Size((1, 2, 16, 2, 128)))
+    return SimpleNamespace(k=k, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "triton", "name", "reason"),
+    [
+        ("cpu", torch.float32, True, "torch", "fastest on a CPU"),
+        ("cuda", torch.bfloat16, True, "cascade", "decodes fastest"),
+        ("cuda", torch.float32, True, "cascade", "decodes fastest"),
+        ("cuda", torch.float64, True, "torch", "computes in float64"),
+        ("cuda", torch.bfloat16, False, "torch", "Triton, which is not installed"),
+    ],
+)
+def test_auto_says_what_it_chose_and_why(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, triton: bool, name: str, reason: str
+) -> None:
+    monkeypatch.setattr("minisgl.attention.select.find_spec", lambda package: object() if triton else None)
+    found, because = auto_backend(cache_on(device, dtype))
+    assert found == name
+    assert reason in because
+
+
+def test_auto_on_a_cpu_is_torch() -> None:
+    assert isinstance(select_backend("auto", "auto")(KVCache(1, 2, 8, 4, 16, torch.float32, CPU)), TorchAttention)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name", "reason"),
+    [
+        ("auto", "auto", "cascade", "it decodes fastest"),
+        ("triton", "triton", "triton", "it was asked for"),
+        ("flashinfer", "triton", "flashinfer + triton", "they were asked for"),
+        ("flashinfer", "auto", "flashinfer + cascade", "prefill was asked for; of decode: it decodes fastest"),
+        ("auto", "triton", "cascade + triton", "decode was asked for; of prefill: it decodes fastest"),
+        ("cascade", "auto", "cascade", "it decodes fastest"),
+    ],
+)
+def test_an_engine_names_its_backends_and_says_why(prefill: str, decode: str, name: str, reason: str) -> None:
+    config = EngineConfig(prefill_attention=prefill, decode_attention=decode)
+    choice = attention_choice(config, cache_on("cuda"))
+    assert choice.name == name
+    assert name in (choice.prefill, f"{choice.prefill} + {choice.decode}")
+    assert choice.reason.startswith(reason)

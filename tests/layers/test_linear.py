@@ -1,0 +1,117 @@
+"""TODO"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minisgl.layers.embedding import Embedding
+from minisgl.layers.linear import Linear, MergedColumnParallelLinear, blocked, linear
+from minisgl.layers.mlp import GatedMLP, MoE, silu_and_mul
+from minisgl.layers.sharding import weight
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_blocked_weight_gives_the_same_product(tokens: int, bias: bool) -> None:
+    plain = weight(37, 50)
+    plain.normal_()
+    b = torch.randn(37) if bias else None
+    x = torch.randn(tokens, 60)[:, :50]  # rows that do not lie next to each other
+    torch.testing.assert_close(linear(x, blocked(plain), b), F.linear(x, plain, b))
+
+
+def test_a_blocked_weight_turns_back_into_what_it_was() -> None:
+    plain = weight(37, 50)
+    plain.normal_()
+    layout = blocked(plain)
+    assert layout.is_mkldnn
+    assert layout.shape == plain.shape
+    assert torch.equal(layout.to_dense(), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
+    plain = torch.nn.Parameter(torch.randn(4, 6, dtype=dtype), requires_grad=False)
+    assert blocked(plain) is plain
+    x = torch.randn(3, 6, dtype=dtype)
+    torch.testing.assert_close(linear(x, plain, None), F.linear(x, plain))
+
+
+def test_without_onednn_the_weight_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    plain = weight(4, 6)
+    assert blocked(plain) is plain
+
+
+def randomize(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.normal_()
+
+
+def test_packed_linear_is_its_parts_side_by_side() -> None:
+    packed = MergedColumnParallelLinear(6, {"q_proj": 4, "k_proj": 2, "v_proj": 3}, bias=True)
+    randomize(packed)
+    x = torch.randn(5, 6)
+    outputs = packed(x).split([4, 2, 3], dim=1)
+    parts = {part.source: getattr(packed, part.parameter)[part.index] for part in packed.weight_parts()}
+    assert list(parts) == [f"{name}_proj.{parameter}" for name in "qkv" for parameter in ("weight", "bias")]
+    for name, output in zip("qkv", outputs, strict=True):
+        expected = F.linear(x, parts[f"{name}_proj.weight"], parts[f"{name}_proj.bias"])
+        torch.testing.assert_close(output, expected)
+
+
+def test_packed_linear_without_bias_declares_none() -> None:
+    packed = MergedColumnParallelLinear(6, {"gate_proj": 4, "up_proj": 4})
+    assert [part.source for part in packed.weight_parts()] == ["gate_proj.weight", "up_proj.weight"]
+
+
+def test_silu_and_mul_takes_the_gate_first_and_leaves_its_input_alone() -> None:
+    gate_up = torch.randn(3, 10)
+    before = gate_up.clone()
+    torch.testing.assert_close(silu_and_mul(gate_up), F.silu(before[:, :5]) * before[:, 5:])
+    torch.testing.assert_close(gate_up, before)
+
+
+def test_gated_mlp() -> None:
+    mlp = GatedMLP(6, 8, bias=True).double()
+    randomize(mlp)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    gate, up = F.linear(x, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias).chunk(2, dim=1)
+    torch.testing.assert_close(mlp(x), F.linear(F.silu(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias))
+
+
+def test_tied_embedding() -> None:
+    table = Embedding(7, 4)
+    randomize(table)
+    hidden = table(torch.tensor([3, 0], dtype=torch.int32))
+    torch.testing.assert_close(hidden, table.weight[[3, 0]])
+    torch.testing.assert_close(table.logits(hidden), hidden @ table.weight.T)
+
+
+def test_linear_accepts_no_rows() -> None:
+    assert Linear(4, 9)(torch.zeros(0, 4)).shape == (0, 9)
+
+
+def test_moe_equals_token_by_token() -> None:
+    for normalize in (False, True):
+        moe = MoE(hidden_size=6, intermediate_size=5, num_experts=7, experts_per_token=3, normalize=normalize).double()
+        randomize(moe)
+        x = torch.randn(9, 6, dtype=torch.float64)
+        experts = moe.experts
+        expected = torch.zeros_like(x)
+        for token in range(9):
+            probs = (moe.gate.weight @ x[token]).softmax(0)
+            chosen = probs.argsort(descending=True)[:3]
+            weights = probs[chosen] / probs[chosen].sum() if normalize else probs[chosen]
+            for expert, share in zip(chosen, weights, strict=True):
+                gate, up = (experts.gate_up_proj[expert] @ x[token]).chunk(2)
+                expected[token] += share * (experts.down_proj[expert] @ (F.silu(gate) * up))
+        torch.testing.assert_close(moe(x), expected)
+
+
+def test_moe_accepts_a_single_token_and_one_expert() -> None:
+    moe = MoE(hidden_size=4, intermediate_size=3, num_experts=1, experts_per_token=1, normalize=True)
+    randomize(moe)
+    assert moe(torch.randn(1, 4)).shape == (1, 4)

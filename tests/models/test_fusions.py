@@ -1,0 +1,143 @@
+"""A model with fused layers gives the logits of the plain one, with the same parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.errors import ConfigError
+from minisgl.layers.attention import Attention
+from minisgl.layers.fused import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
+from minisgl.layers.mlp import GatedMLP, MoE
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM, DecoderLayer
+from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
+from minisgl.models.loader import load_model
+from tests.kernels.closeness import DEVICE
+from tests.model_zoo import ARCHITECTURES, random_tokens, run_dense, tiny_checkpoint
+from tests.paged_runner import PagedRunner
+
+VARIANTS = [
+    variant
+    for variant in ARCHITECTURES
+    if variant.name in ("llama", "llama-biases", "llama-mqa-head-dim-24", "mistral-window", "qwen2", "qwen3", "yarn")
+]
+
+
+def load(path: Path) -> tuple[CausalLM, ModelConfig]:
+    config = ModelConfig.from_dir(path)
+    model: Any = load_model(path, config, torch.float32, torch.device(DEVICE))
+    return model, config
+
+
+def steps(model: torch.nn.Module, config: ModelConfig) -> list[torch.Tensor]:
+    """Logits of a prefill, a chunk with a decode row, and a decode step."""
+    runner = PagedRunner.of(model, config, torch.float32, rows=2, max_len=32, page_size=4)
+    first, second = random_tokens(9, 12, seed=3)
+    logits = runner.step({0: first})
+    logits += runner.step({0: first[:1], 1: second[:7]})
+    logits += runner.step({1: second[7:]})
+    return logits + runner.step({0: first[1:2], 1: second[:1]})
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_logits_are_those_of_the_plain_model(variant: Any, tmp_path: Path) -> None:
+    path, _ = variant.checkpoint(tmp_path)
+    model, config = load(path)
+    expected = steps(model, config)
+    fuse_layers(model)
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("fusion", LAYER_FUSIONS)
+def test_each_fusion_alone(fusion: str, tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    model, config = load(path)
+    expected = steps(model, config)
+    fuse_layers(model, {fusion})
+    kinds = {type(module) for module in model.modules()}
+    assert (FusedRMSNorm in kinds, RMSNorm in kinds) == (fusion == "norm", fusion != "norm")
+    assert (FusedAttention in kinds, Attention in kinds) == (fusion == "rope", fusion != "rope")
+    assert (FusedGatedMLP in kinds, GatedMLP in kinds) == (fusion == "activation", fusion != "activation")
+    assert isinstance(model.model.rotary, NoRotary) == (fusion == "rope")
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+def test_parameters_stay_the_same_tensors_under_the_same_names(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", attention_bias=True)
+    model, _ = load(path)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    fuse_layers(model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert set(model.state_dict()) == set(before)
+
+
+def test_without_a_kv_cache_the_fused_model_still_runs(tmp_path: Path) -> None:
+    """As in the memory warm-up, before there is a KV cache."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    model, _ = load(path)
+    [tokens] = random_tokens(11)
+    [expected] = run_dense(model, tokens)
+    fuse_layers(model)
+    torch.testing.assert_close(run_dense(model, tokens)[0], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_experts_of_a_mixture_are_fused_and_its_router_stays(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3MoeForCausalLM")
+    model, config = load(path)
+    expected = steps(model, config)
+    fuse_layers(model)
+    assert all(type(layer.mlp) is MoE for layer in model.model.layers)
+    assert all(type(layer.mlp.experts) is FusedExperts for layer in model.model.layers)
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+class StudentsLayer(DecoderLayer):
+    """A layer of a class that the fusions do not know."""
+
+
+class StudentsNorm(RMSNorm):
+    """It may compute something else, which the fused norm would not."""
+
+
+def test_subclasses_of_the_plain_layers_stay(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    model, _ = load(path)
+    model.model.norm.__class__ = StudentsNorm
+    fuse_layers(model)
+    assert type(model.model.norm) is StudentsNorm
+    assert type(model.model.layers[0].input_layernorm) is FusedRMSNorm
+
+
+def test_layers_of_another_class_keep_the_rotation_that_they_may_read(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    model, config = load(path)
+    expected = steps(model, config)
+    for layer in model.model.layers:
+        layer.__class__ = StudentsLayer
+    fuse_layers(model)
+    assert type(model.model.rotary) is Rotary
+    for ours, plain in zip(steps(model, config), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+def test_an_unknown_fusion_is_refused_by_name(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(ConfigError, match=r"fusions: no fusion is called 'conv'; choose from norm, rope, activation"):
+        fuse_layers(load(path)[0], {"conv"})
+
+
+def test_a_device_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr("minisgl.kernels.launch.INTERPRETED", False)
+    model = load(path)[0].cpu()
+    with pytest.raises(ConfigError, match="Triton kernels run on CUDA, not on 'cpu'"):
+        fuse_layers(model)

@@ -1,0 +1,72 @@
+"""TODO"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl.errors import QueueFull
+from minisgl.request import Request
+from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.admission import WaitingQueue
+
+
+def request(uid: int) -> Request:
+    return Request(uid=uid, prompt=np.array([1], dtype=np.int32), params=SamplingParams(), max_len=4)
+
+
+def uids(queue: WaitingQueue) -> list[int]:
+    return [request.uid for request in queue]
+
+
+def test_requests_leave_in_order_of_arrival() -> None:
+    queue = WaitingQueue(10)
+    for uid in (3, 5, 9):
+        queue.add(request(uid))
+    assert uids(queue) == [3, 5, 9]
+    assert len(queue) == 3
+
+
+def test_preempted_requests_come_before_all_others_and_by_arrival() -> None:
+    queue = WaitingQueue(10)
+    queue.add(request(7))
+    for uid in (4, 2, 3):
+        queue.put_back(request(uid))
+    assert uids(queue) == [2, 3, 4, 7]
+
+
+def test_the_limit_counts_new_requests_only() -> None:
+    queue = WaitingQueue(2)
+    queue.put_back(request(1))
+    queue.add(request(2))
+    assert queue.has_room
+    queue.add(request(3))
+    assert not queue.has_room
+    with pytest.raises(QueueFull, match="max_queued_requests"):
+        queue.add(request(4))
+    queue.put_back(request(0))
+    assert uids(queue) == [0, 1, 2, 3]
+
+
+def test_only_earlier_requests_are_bypassed() -> None:
+    queue = WaitingQueue(10)
+    waiting = [request(uid) for uid in (1, 2, 5)]
+    for each in waiting:
+        queue.add(each)
+    queue.note_bypass(request(3))
+    queue.note_bypass(request(0))
+    assert [each.bypassed for each in waiting] == [1, 1, 0]
+
+
+def test_remove_finds_a_request_wherever_it_waits() -> None:
+    queue = WaitingQueue(2)
+    preempted, first, second = request(1), request(2), request(3)
+    queue.add(first)
+    queue.add(second)
+    queue.put_back(preempted)
+    queue.remove(first)
+    queue.remove(preempted)
+    assert uids(queue) == [3]
+    assert queue.has_room
+    with pytest.raises(KeyError):
+        queue.remove(first)
