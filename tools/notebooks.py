@@ -1,8 +1,8 @@
 """Chapters and their notebooks: generated in one direction, and compared.
 
 ``python -m tools.notebooks pair [NAME ...]`` generates the notebooks of chapters (all, or those whose names begin so)
-without executing them: cells that are as they were keep their outputs, in which listings get the lines at which their
-code is now.
+without executing them: cells that are as they were keep their outputs, in which listings get the source and the line
+that their code has now.
 ``python -m tools.notebooks run [NAME ...]`` executes chapters into notebooks.
 ``python -m tools.notebooks check`` generates the notebooks once more, in memory, and fails if any differs from the one
 that is there, if its outputs are not sound, or if more of them are kept results than the budget allows. It looks at
@@ -24,7 +24,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tools.outputs import drop_widgets, kept_results, move_listings, output_problems, over_budget
+from tools.outputs import drop_widgets, kept_results, output_problems, over_budget, refresh_listings
 
 CHAPTER_FILES = "[0-9][0-9]-*.md"
 CELL_TIMEOUT = 900
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     for chapter, notebook_path in _chosen(root, options.names):
         if options.command == "pair":
             notebook = pair(_text(chapter), notebook_path)
-            move_listings(notebook, root)
+            refresh_listings(notebook, root)
             nbformat.write(notebook, notebook_path)
             continue
         print(f"executing {chapter.name}", flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ _LISTING = re.compile(
     r"(?P<file>`(?P<path>minisgl/[\w/]+\.py)`, line )(?P<line>\d+)\n\n```python\n(?P<code>.*)\n```", re.DOTALL
 )
 
+_SHOWN = re.compile(r"\bshow\(([\w.]+)\)")
+_DEFINED = re.compile(r"^(?:async def|def|class) (\w+)", re.MULTILINE)
+
 
 def drop_widgets(notebook: Any) -> None:
     """Keep of each widget its other forms only, such as the strip of a `minisgl.book.player`.
@@ -32,20 +37,72 @@ def drop_widgets(notebook: Any) -> None:
             output.get("data", {}).pop(_WIDGET, None)
 
 
-def move_listings(notebook: Any, root: Path) -> None:
-    """Give each listing of `minisgl.book.show` the line at which its code is now, if that is in one place of its file.
+def refresh_listings(notebook: Any, root: Path) -> None:
+    """Give each listing of `minisgl.book.show` the source and the line that its function or class has now.
+
+    What a cell lists is read off its calls of ``show``; where these do not tell, off the name that the listing defines.
+    A listing of which neither says where it is now is left as it was, and `output_problems` names it.
 
     Args:
         notebook: its outputs are changed, in all of their forms.
         root: of the repository, whose source the listings show.
     """
+    definitions = _definitions(root)
+    homes = {name: path for cell in notebook.cells for name, path in _imported(cell.source)}
     for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            listing = _listing_in(output)
-            lines = _lines_of(listing, root) if listing else []
-            if listing and len(lines) == 1:
-                old, new = (f"{listing['file']}{line}\n" for line in (listing["line"], *lines))
-                output.data.update({form: text.replace(old, new, 1) for form, text in output.data.items()})
+        shown = _SHOWN.findall(cell.source)
+        listings = [(output, found) for output in cell.get("outputs", []) if (found := _listing_in(output))]
+        for place, (output, listing) in enumerate(listings):
+            names = [shown[place]] if len(shown) == len(listings) else []
+            if defined := _DEFINED.search(listing["code"]):
+                names.append(defined[1])
+            paths = [homes.get(names[0].partition(".")[0], "") if names else "", listing["path"]]
+            if new := _listing_of(names, paths, definitions):
+                old = listing[0]
+                output.data.update({form: text.replace(old, new) for form, text in output.data.items()})
+
+
+def _definitions(root: Path) -> list[tuple[str, str, str]]:
+    """(qualified name, path, listing) of every function, method and class of the package."""
+    found: list[tuple[str, str, str]] = []
+    for file in sorted((root / "minisgl").rglob("*.py")):
+        path, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+        lines = text.splitlines()
+
+        def visit(body: list[ast.stmt], prefix: str, path: str = path, lines: list[str] = lines) -> None:
+            for node in body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                    code = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).rstrip()
+                    listing = f"`{path}`, line {first}\n\n```python\n{code}\n```"
+                    found.append((prefix + node.name, path, listing))
+                    if isinstance(node, ast.ClassDef):
+                        visit(node.body, f"{prefix}{node.name}.")
+
+        visit(ast.parse(text).body, "")
+    return found
+
+
+def _imported(source: str) -> list[tuple[str, str]]:
+    """(name, path of its module) of what a cell imports from the package."""
+    found = re.findall(r"^from (minisgl[\w.]*) import ([^#\n]+)", source, re.MULTILINE)
+    return [
+        (name.split()[-1], module.replace(".", "/") + ".py")
+        for module, names in found
+        for name in names.strip("() ").split(",")
+        if name.strip()
+    ]
+
+
+def _listing_of(names: list[str], paths: list[str], definitions: list[tuple[str, str, str]]) -> str | None:
+    """The one listing that fits the first of ``names`` that any fits, in the first of ``paths`` if it is there."""
+    for name in names:
+        for tail in (".".join(name.split(".")[-2:]), name.split(".")[-1]):
+            fitting = [each for each in definitions if f".{each[0]}".endswith(f".{tail}")]
+            for chosen in (*([each for each in fitting if each[1] == path] for path in paths), fitting):
+                if len(chosen) == 1:
+                    return chosen[0][2]
+    return None
 
 
 def output_problems(notebook: Any, root: Path) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.tools.book import CHAPTER, code_cells, load, save, shown
 from tools.notebooks import check, main
+from tools.outputs import refresh_listings
 
 
 def test_a_notebook_that_was_not_run(book: Path) -> None:
@@ -51,19 +52,36 @@ def test_outputs_that_must_not_be_kept(book: Path, output: Any, problem: str) ->
 PART = "class Part:\n    def f(self):\n        return 1\n"
 
 
-def test_pairing_moves_listings_to_where_their_code_is(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairing_gives_listings_the_code_and_the_line_of_now(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_cells(load(book))[1].outputs
-    (book / "minisgl" / "part.py").write_text(f"import this\n\n\n{PART}")
-    assert "at line 2 of minisgl/part.py, where it is at 5" in check(book)[0]
+    (book / "minisgl" / "part.py").write_text("import this\n\n\n" + PART.replace("1", "2"))
+    assert "the package no longer has" in check(book)[0]
     monkeypatch.chdir(book)
     assert main(["pair"]) == 0
-    assert code_cells(load(book))[1].outputs == [shown("def f(self):\n    return 1", line=5)] != before
+    assert code_cells(load(book))[1].outputs == [shown("def f(self):\n    return 2", line=5)] != before
     assert check(book) == []
+
+
+@pytest.mark.parametrize("show", ["show(Part.f)", "for part in (Part,):\n    show(part.f)"])
+def test_a_listing_follows_its_code_into_another_file(book: Path, show: str) -> None:
+    (book / "minisgl" / "part.py").write_text("class Other:\n    def f(self):\n        return 3\n")
+    (book / "minisgl" / "new.py").write_text(f"import this\n{PART}")
+    notebook = nbformat.v4.new_notebook()
+    imports = nbformat.v4.new_code_cell("from minisgl.new import Part")
+    notebook.cells = [imports, nbformat.v4.new_code_cell(show, outputs=[shown("def f(self):\n    return 1")])]
+    refresh_listings(notebook, book)
+    found = "show(Part.f)" in show
+    path, value, line = ("new", 1, 3) if found else ("part", 3, 2)
+    expected = f"`minisgl/{path}.py`, line {line}\n\n```python\ndef f(self):\n    return {value}\n```"
+    assert notebook.cells[1].outputs[0].data == {"text/markdown": expected, "text/plain": expected}
 
 
 @pytest.mark.parametrize(
     ("part", "problem"),
-    [(PART.replace("1", "2"), "the package no longer has"), (f"import this\n{PART}\n{PART}", "where it is at 3 and 7")],
+    [
+        ("class Part:\n    pass\n", "the package no longer has"),
+        (f"import this\n{PART}\n{PART}", "where it is at 3 and 7"),
+    ],
 )
 def test_a_listing_whose_code_is_not_there_or_there_twice_must_be_run_again(
     book: Path, monkeypatch: pytest.MonkeyPatch, part: str, problem: str
