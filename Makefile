@@ -14,7 +14,6 @@ READY := $(VENV)/ready
 READY_FOR_ALL := $(VENV)/ready-for-all
 EVERYTHING := .[book,dev]
 NOTEBOOK := notebooks/00-the-life-of-a-token.ipynb
-SECONDS_PER_NOTEBOOK := 900
 WORKERS := 3
 WITHOUT := $(if $(shell command -v chromium),,chromium)
 
@@ -91,7 +90,7 @@ execute: $(READY_FOR_ALL) model ## the same and run them, to keep new outputs; C
 
 .PHONY: notebooks
 notebooks: $(READY_FOR_ALL) ## run every notebook, two at a time on a core each; the assertions in them are the test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --nbmake --nbmake-timeout=$(SECONDS_PER_NOTEBOOK) --timeout=$(SECONDS_PER_NOTEBOOK) notebooks
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --nbmake notebooks
 
 .PHONY: book
 book: $(READY_FOR_ALL) ## build the book's pages into book/: open book/index.html
