@@ -50,7 +50,7 @@ def engine(path: Path, **options: Any) -> LLM:
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     """With graphs, whose replays are run again, and the single-token decoder for the last request's steps."""
-    monkeypatch.setattr("minisgl.engine.build.block_weights", lambda model: None)  # row-major weights, as on a GPU
+    monkeypatch.setattr("minisgl.engine.build.prepack_weights", lambda model: None)  # row-major weights, as on a GPU
     plain, llm = engine(path, **PLAIN, kv_dtype=kv_dtype), engine(path, **OURS, kv_dtype=kv_dtype)
     expected = [output.token_ids for output in plain.generate(PROMPTS, PARAMS)]
     eager = llm.engine.runner
@@ -81,7 +81,7 @@ def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.M
 def test_a_number_of_rows_has_its_decoder(
     path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], kinds: list[str]
 ) -> None:
-    monkeypatch.setattr("minisgl.engine.build.block_weights", lambda model: None)
+    monkeypatch.setattr("minisgl.engine.build.prepack_weights", lambda model: None)
     monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphPool", lambda device: SimpleNamespace(capture=CpuGraph))
     eager = engine(path).engine.runner
     monkeypatch.setattr(eager.attention, "capturable", True)

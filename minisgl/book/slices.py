@@ -213,7 +213,7 @@ def decoder_slices(config: ModelConfig, ranks: int, layer: int = 0) -> list[Slic
 def _attention(config: ModelConfig, ranks: int, reduce: str) -> Iterator[SlicedMatrix]:
     group = f"one of {counted(config.num_layers, 'layer')}: attention"
     heads = _equal("num_attention_heads", config.num_heads, ranks, config.head_dim)
-    kv_heads = _ranges(ranks, lambda rank: divide_kv_heads(config.num_kv_heads, rank).of_width(config.head_dim))
+    kv_heads = _ranges(ranks, lambda rank: divide_kv_heads(config.num_kv_heads, rank).times(config.head_dim))
     copies = max(ranks // config.num_kv_heads, 1)
     how = "column-parallel" if copies == 1 else f"each head on {copies} ranks"
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -246,7 +246,7 @@ def _mlp(config: ModelConfig, ranks: int, layer: int, reduce: str) -> Iterator[S
 
 def _equal(name: str, size: int, ranks: int, width: int = 1) -> tuple[Range, ...]:
     """An equal share of ``size`` elements for every rank, each ``width`` rows wide."""
-    return _ranges(ranks, lambda rank: divide(name, size, rank).of_width(width))
+    return _ranges(ranks, lambda rank: divide(name, size, rank).times(width))
 
 
 def _ranges(ranks: int, share_of: Callable[[RankInfo], Shard]) -> tuple[Range, ...]:

@@ -28,7 +28,7 @@ from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide_kv_heads
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import block_weights
+from minisgl.models.decoder import prepack_weights
 from minisgl.models.fusions import fuse_layers, select_fusions
 from minisgl.models.loader import load_model
 from minisgl.registry import resolve
@@ -89,7 +89,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         communicator=communicator,
     )
     if device.type == "cpu":
-        block_weights(model)
+        prepack_weights(model)
     fuse_layers(model, fusions)
     sampler = make_sampler()
     kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size

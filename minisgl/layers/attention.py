@@ -1,4 +1,4 @@
-"""The attention layer: projections around whichever backend the forward context carries."""
+"""The attention layer: projections and rotary embedding, around the attention backend of the forward context."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide, divide_kv
 
 
 class Attention(nn.Module):
-    """Causal self-attention.
+    """Causal self-attention. The ranks share its heads.
 
     Args:
-        hidden_size: width of input and output.
-        spec: heads, head width, scale and window of this layer, over all ranks; ``self.spec`` has those of this rank.
-        qkv_bias, o_bias: whether the projections have biases.
-        qk_norm_eps: if set, queries and keys are normalised per head before the rotary embedding (QK-norm,
-            Henry et al. 2020), with this epsilon.
-        communicator: joins the ranks that share the heads.
+        spec: heads, scale and window over all ranks; ``self.spec`` has this rank's heads.
+        qk_norm_eps: epsilon of the norm of each query and key head (QK-norm, Henry et al. 2020); None for no norm.
 
     Raises:
         ConfigError: the ranks cannot share the heads equally.
@@ -43,7 +39,7 @@ class Attention(nn.Module):
         kv_heads = divide_kv_heads(spec.num_kv_heads, communicator)
         self.spec = replace(spec, num_heads=heads.size, num_kv_heads=kv_heads.size)
         self.qkv_proj = QKVParallelLinear(hidden_size, heads, kv_heads, spec.head_dim, qkv_bias)
-        self.o_proj = RowParallelLinear(heads.of_width(spec.head_dim), hidden_size, o_bias, communicator)
+        self.o_proj = RowParallelLinear(heads.times(spec.head_dim), hidden_size, o_bias, communicator)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(spec.head_dim, qk_norm_eps)
 
@@ -60,7 +56,7 @@ class Attention(nn.Module):
         return out
 
     def normalize(self, qk: torch.Tensor) -> torch.Tensor:
-        """QK-norm where the model has it. ``qk``: [T, num_heads + num_kv_heads, head_dim]."""
+        """Apply QK-norm, if the model has it, to [T, num_heads + num_kv_heads, head_dim]."""
         if self.q_norm is None or self.k_norm is None:
             return qk
         q, k = qk[:, : self.spec.num_heads], qk[:, self.spec.num_heads :]

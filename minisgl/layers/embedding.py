@@ -1,7 +1,4 @@
-"""The token embedding, and the LM head, which many models tie to it: the two ends that are as long as the vocabulary.
-
-Where ranks share the model, each holds some rows of both tables.
-"""
+"""The token embedding and the LM head. If ranks share the model, each holds some rows of both tables."""
 
 from __future__ import annotations
 
@@ -10,27 +7,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from minisgl.layers.linear import Linear
-from minisgl.layers.sharding import SINGLE_RANK, Communicator, ShardSpec, divide_vocabulary, weight
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, ShardSpec, divide_vocabulary, empty_parameter
 
 
 class Embedding(nn.Module):
-    """A row a token id.
-
-    Args:
-        vocab_size, hidden_size: shape of the table.
-        communicator: joins the ranks that share its rows.
-    """
+    """A table with one row a token id."""
 
     def __init__(self, vocab_size: int, hidden_size: int, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         self.shard = divide_vocabulary(vocab_size, communicator)
         self.communicator = communicator
-        self.weight = weight(self.shard.size, hidden_size)
+        self.weight = empty_parameter(self.shard.size, hidden_size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int32 → [T, hidden_size]. A rank has zeros for the rows that it does not hold; the sum has them all."""
+        """[T] int32 → [T, hidden_size]."""
         if self.communicator.size == 1:
             return F.embedding(input_ids, self.weight)
+        # Each row is on one rank. The others have zeros in its place, so the sum has all rows.
         row = input_ids - self.shard.start
         elsewhere = (row < 0) | (row >= self.shard.size)
         rows = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
@@ -38,23 +31,18 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] → [S, vocab_size]: the table as a tied LM head (Press and Wolf 2017)."""
-        return self.complete(F.linear(hidden, self.weight))
+        return self.gather_logits(F.linear(hidden, self.weight))
 
-    def complete(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits, [S, rows], → those of all ranks, [S, vocab_size]."""
-        return _complete(logits, self.shard.total, self.communicator)
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits, [S, shard.size] → those of all ranks, [S, vocab_size]."""
+        return _gather_logits(logits, self.shard.total, self.communicator)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"weight": ShardSpec(0, self.shard)}
 
 
 class LMHead(Linear):
-    """A score for every token id.
-
-    Args:
-        hidden_size, vocab_size: widths of input and output.
-        communicator: joins the ranks that share its rows.
-    """
+    """A linear layer with one output, a logit, for every token id."""
 
     def __init__(self, hidden_size: int, vocab_size: int, communicator: Communicator = SINGLE_RANK) -> None:
         self.shard = divide_vocabulary(vocab_size, communicator)
@@ -63,16 +51,15 @@ class LMHead(Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] → [S, vocab_size]."""
-        return self.complete(super().forward(hidden))
+        return self.gather_logits(super().forward(hidden))
 
-    def complete(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Embedding.complete`."""
-        return _complete(logits, self.shard.total, self.communicator)
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return _gather_logits(logits, self.shard.total, self.communicator)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"weight": ShardSpec(0, self.shard)}
 
 
-def _complete(logits: torch.Tensor, vocab_size: int, communicator: Communicator) -> torch.Tensor:
+def _gather_logits(logits: torch.Tensor, vocab_size: int, communicator: Communicator) -> torch.Tensor:
     logits = communicator.all_gather(logits)
     return logits if logits.shape[1] == vocab_size else logits[:, :vocab_size].contiguous()

@@ -1,5 +1,4 @@
-"""Layers that compute with fused kernels. Each is made from the plain layer that it replaces, and has its parameters
-under the same names."""
+"""Layers that compute with fused kernels. Each replaces a plain layer, and keeps its parameters and their names."""
 
 from __future__ import annotations
 
@@ -17,19 +16,8 @@ from minisgl.layers.rotary import Rotary, Rotation
 from minisgl.layers.sharding import Communicator
 
 
-def _take_over(fused: nn.Module, plain: nn.Module) -> None:
-    """Give ``fused`` all that ``plain`` has: parameters, submodules and settings. This stands in place of the parent's
-    constructor, which would allocate them anew."""
-    state = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(plain).items()}
-    vars(fused).update(state)
-
-
 class FusedRMSNorm(RMSNorm):
-    """Residual addition and norm as one kernel.
-
-    Args:
-        norm: to replace.
-    """
+    """Residual addition and norm as one kernel."""
 
     def __init__(self, norm: RMSNorm) -> None:
         _take_over(self, norm)
@@ -39,14 +27,10 @@ class FusedRMSNorm(RMSNorm):
 
 
 class FusedAllReduceRMSNorm(RMSNorm):
-    """Sum over the ranks, residual addition and norm: one kernel where the communicator has it, else two steps.
+    """All-reduce, residual addition and norm: one kernel if the communicator has it, else two.
 
-    All norms of a decoder that stand behind a row-parallel product are exchanged, or none: between two of them the
-    residual stream may be spread over the ranks. The product itself must no longer add up.
-
-    Args:
-        norm: to replace.
-        communicator: joins the ranks.
+    The row-parallel layer before the norm must no longer all-reduce. A decoder uses this for all of these norms or for
+    none, because between two of them the residual stream may be spread over the ranks.
     """
 
     def __init__(self, norm: RMSNorm, communicator: Communicator) -> None:
@@ -54,18 +38,14 @@ class FusedAllReduceRMSNorm(RMSNorm):
         self._communicator = communicator
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RMSNorm.add_and_norm`, with ``x`` the part of the sum that this rank has computed."""
+        """As `RMSNorm.add_and_norm`, but ``x`` is this rank's part of the sum."""
         if self._communicator.fuses_norm(x):
             return self._communicator.all_reduce_and_norm(x, residual, self.weight, self.eps)
         return add_and_norm(self._communicator.all_reduce(x), residual, self.weight, self.eps)
 
 
 class FusedGatedMLP(GatedMLP):
-    """SiLU·mul as one kernel.
-
-    Args:
-        mlp: to replace.
-    """
+    """The MLP with SiLU and product as one kernel."""
 
     def __init__(self, mlp: GatedMLP) -> None:
         _take_over(self, mlp)
@@ -76,11 +56,7 @@ class FusedGatedMLP(GatedMLP):
 
 
 class FusedExperts(Experts):
-    """All experts as two grouped products, without the host in between.
-
-    Args:
-        experts: to replace.
-    """
+    """All experts as two grouped matrix products, without a synchronisation between them."""
 
     capturable = True
 
@@ -92,14 +68,9 @@ class FusedExperts(Experts):
 
 
 class FusedAttention(Attention):
-    """QK-norm, rotary embedding and KV store as one kernel, then attention over what is stored.
+    """QK-norm, rotary embedding and KV store as one kernel, then attention over the cache.
 
-    It looks up each token's rotation itself, in the table, and does not read the one that it is handed. Over a backend
-    without a KV cache, as in the profile of peak memory, it is the plain layer.
-
-    Args:
-        attention: to replace.
-        rotary: of the model.
+    The kernel reads the rotary table itself, so the rotation that is passed to `forward` is not used.
     """
 
     def __init__(self, attention: Attention, rotary: Rotary) -> None:
@@ -109,7 +80,7 @@ class FusedAttention(Attention):
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         context = get_forward_context()
         inputs, backend, spec = context.inputs, context.attention, self.spec
-        if not isinstance(backend, PagedAttentionBackend):
+        if not isinstance(backend, PagedAttentionBackend):  # no KV cache yet: the profile of peak memory
             return super().forward(x, self.rotary(inputs.positions, x.dtype))
         q = rotate_and_store(
             self.qkv_proj(x),
@@ -127,16 +98,19 @@ class FusedAttention(Attention):
 
 
 class NoRotary(Rotary):
-    """The rotary module of a decoder whose attention layers all look their rotations up themselves.
-
-    Args:
-        rotary: to replace, whose table it keeps.
-    """
+    """The rotary module of a decoder whose attention layers all read the table themselves: it computes nothing."""
 
     def __init__(self, rotary: Rotary) -> None:
         _take_over(self, rotary)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return an empty rotation. A layer that reads it all the same fails, because no head has width 0."""
+        """Return an empty rotation. A layer that uses it fails, because no head has width 0."""
         nothing = torch.empty((0, 1, 0), dtype=dtype, device=positions.device)
         return Rotation(nothing, nothing)
+
+
+def _take_over(fused: nn.Module, plain: nn.Module) -> None:
+    """Share all parameters, submodules and settings of ``plain``. Stands in for the parent's constructor, which would
+    allocate new ones."""
+    state = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(plain).items()}
+    vars(fused).update(state)

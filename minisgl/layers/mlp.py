@@ -7,30 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from minisgl.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
-from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec, WeightPart, divide, weight, whole
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU (Shazeer 2020): ``silu(gate) × up``.
-
-    Args:
-        gate_up: [..., 2 × n], gate in the first half of the last dimension, up in the second.
-
-    Returns:
-        [..., n], same dtype.
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec, WeightPart, divide, empty_parameter
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) × up(x))`` with gate and up as one product.
-
-    Args:
-        hidden_size: width of input and output.
-        intermediate_size: width between, over all ranks.
-        bias: whether the three projections have biases.
-        communicator: joins the ranks that share the width between.
+    """``down(silu(gate(x)) × up(x))``, with gate and up as one matrix product. The ranks share its intermediate width.
 
     Raises:
         ConfigError: the ranks cannot share it equally.
@@ -50,28 +31,77 @@ class GatedMLP(nn.Module):
         return out
 
 
-class Experts(nn.Module):
-    """The weights of all experts, packed: ``gate_up_proj`` [E, 2 × intermediate, hidden] and ``down_proj``
-    [E, hidden, intermediate]. Checkpoints have three tensors an expert.
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) × up`` (SwiGLU, Shazeer 2020).
 
     Args:
-        num_experts: E.
-        hidden_size, intermediate_size: widths of an expert; of the latter, also this rank's shard. The result is this
-            rank's part of a sum then.
+        gate_up: [..., 2 × n], gate in the first half of the last dimension, up in the second.
+
+    Returns:
+        [..., n], same dtype.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+class MoE(nn.Module):
+    """A mixture of experts (Shazeer et al. 2017): each token goes through the k experts that its router scores highest.
+
+    Every rank has the router. The ranks share the width of every expert.
+
+    Args:
+        intermediate_size: width of one expert, over all ranks.
+        normalize: whether the k weights of a token are scaled to sum to 1.
+
+    Raises:
+        ConfigError: the ranks cannot share the width equally.
     """
 
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        normalize: bool,
+        communicator: Communicator = SINGLE_RANK,
+    ) -> None:
+        super().__init__()
+        shard = divide("moe_intermediate_size", intermediate_size, communicator)
+        self.gate = Linear(hidden_size, num_experts)
+        self.experts = Experts(num_experts, hidden_size, shard)
+        self.communicator = communicator
+        self.experts_per_token = experts_per_token
+        self.normalize = normalize
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] → [T, hidden_size]."""
+        scores = self.gate(x)
+        probs = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights, experts = probs.topk(self.experts_per_token, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.communicator.all_reduce(self.experts(x, experts, weights.to(x.dtype)))
+
+
+class Experts(nn.Module):
+    """The experts of a layer, E of them, their weights packed into two tensors; checkpoints have three an expert.
+
+    ``gate_up_proj`` is [E, 2 × intermediate_size, hidden_size], ``down_proj`` [E, hidden_size, intermediate_size]. With
+    a shard of the intermediate size, the result is this rank's part of the sum.
+    """
+
+    # A CUDA graph cannot record `forward`: it reads on the host how many tokens each expert got.
     capturable: bool = False
-    """Whether `forward` may be recorded in a CUDA graph, as all other layers may. This one asks the device how many
-    tokens each expert got, and does different work for different answers."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int | Shard) -> None:
         super().__init__()
-        self.shard = whole(intermediate_size) if isinstance(intermediate_size, int) else intermediate_size
-        self.gate_up_proj = weight(num_experts, 2 * self.shard.size, hidden_size)
-        self.down_proj = weight(num_experts, hidden_size, self.shard.size)
+        self.shard = Shard.whole(intermediate_size) if isinstance(intermediate_size, int) else intermediate_size
+        self.gate_up_proj = empty_parameter(num_experts, 2 * self.shard.size, hidden_size)
+        self.down_proj = empty_parameter(num_experts, hidden_size, self.shard.size)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sum of each token's experts, weighted.
+        """Sum the outputs of each token's experts, weighted.
 
         Args:
             x: [T, hidden_size].
@@ -111,46 +141,3 @@ class Experts(nn.Module):
             parts.append(WeightPart(f"{name}.up_proj.weight", "gate_up_proj", (expert, up), by_rows))
             parts.append(WeightPart(f"{name}.down_proj.weight", "down_proj", (expert,), by_columns))
         return parts
-
-
-class MoE(nn.Module):
-    """A router and its experts (Shazeer et al. 2017): each token goes through the k experts it scores highest.
-
-    Args:
-        hidden_size: width of input and output.
-        intermediate_size: width of one expert, over all ranks.
-        num_experts: E.
-        experts_per_token: k.
-        normalize: whether the k weights of a token are scaled to sum to 1.
-        communicator: joins the ranks that share the width of every expert. The router is on all of them.
-
-    Raises:
-        ConfigError: the ranks cannot share it equally.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        experts_per_token: int,
-        normalize: bool,
-        communicator: Communicator = SINGLE_RANK,
-    ) -> None:
-        super().__init__()
-        self.gate = Linear(hidden_size, num_experts)
-        self.experts = Experts(
-            num_experts, hidden_size, divide("moe_intermediate_size", intermediate_size, communicator)
-        )
-        self.communicator = communicator
-        self.experts_per_token = experts_per_token
-        self.normalize = normalize
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] → [T, hidden_size]. The router's softmax is in float32 at least."""
-        scores = self.gate(x)
-        probs = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, experts = probs.topk(self.experts_per_token, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.communicator.all_reduce(self.experts(x, experts, weights.to(x.dtype)))

@@ -6,22 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.sharding import weight
+from minisgl.layers.sharding import empty_parameter
 
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x²) + eps) × weight`` over the last dimension (Zhang and Sennrich 2019).
 
-    Half-precision inputs are normalised in float32, float64 ones in float64.
-
-    Args:
-        size: width of the last dimension.
-        eps: keeps the root away from zero.
+    Half-precision inputs are normalised in float32.
     """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = weight(size)
+        self.weight = empty_parameter(size)
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +25,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``x`` to the residual stream, then normalise the sum: one step, so that one kernel can do both.
+        """Add ``x`` to the residual stream and normalise the sum. One method, so that one kernel can do both.
 
         Args:
             x: [T, size] output of the block before.

@@ -20,12 +20,55 @@ class RopeSettings:
     Args:
         rope_type: a name in `ROPE_TYPES`, or ``"module:function"``.
         theta: base of the geometric sequence of wavelengths.
-        scaling: what else the type reads, under the names that configs use (``factor``, ``beta_fast`` …).
+        scaling: the type's other settings, named as in configs (``factor``, ``beta_fast`` …).
     """
 
     rope_type: str = "default"
     theta: float = 10000.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rotation(NamedTuple):
+    """cos and sin of each token of a step, both [T, 1, head_dim]. The first half of ``sin`` is negated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Rotary(nn.Module):
+    """A table of cos and sin for every position and frequency, which all layers share."""
+
+    table: torch.Tensor
+    """float32[max_positions, head_dim]: cos in the first half of a row, sin in the second."""
+
+    def __init__(self, head_dim: int, max_positions: int, rope: RopeSettings) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # not on the meta device like the parameters: no checkpoint has this table
+            inv_freq, attention_factor = resolve("rope_type", rope.rope_type, ROPE_TYPES)(rope, head_dim)
+            angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
+            table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """Look up the rotations of ``positions`` ([T] int32), in ``dtype``."""
+        rows = self.table.index_select(0, positions).to(dtype).unsqueeze(1)
+        cos, sin = rows.chunk(2, dim=-1)
+        return Rotation(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate each pair (x[i], x[i + head_dim / 2]) by the angle of its position and frequency.
+
+    Args:
+        x: [T, heads, head_dim]; queries and keys can go in together.
+        rotation: of the same T tokens.
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * rotation.cos, swapped, rotation.sin)
+
+
+# A rope type maps (settings, head_dim) to the frequencies, float32[head_dim / 2] in radians a position, and to a factor
+# for cos and sin.
 
 
 def default_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -34,12 +77,12 @@ def default_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor
 
 
 def linear_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Position interpolation (Chen et al. 2023): all positions are divided by ``factor``."""
+    """Position interpolation (Chen et al. 2023): divide all positions by ``factor``."""
     return 1.0 / _wavelengths(rope, head_dim) / rope.scaling["factor"], 1.0
 
 
 def llama3_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between blended."""
+    """Llama 3.1: divide low frequencies by ``factor``, keep high ones, and blend between."""
     low, high = rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
     inv_freq = 1.0 / _wavelengths(rope, head_dim)
     turns = rope.scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
@@ -48,8 +91,8 @@ def llama3_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor,
 
 
 def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023): dimensions that turn often in the original context are kept, those that turn less than
-    once are interpolated, with a linear ramp over the dimensions between; attention is sharpened by a factor."""
+    """YaRN (Peng et al. 2023): keep dimensions that turn often in the original context, interpolate those that turn
+    less than once, with a linear ramp between; a factor sharpens attention."""
     factor = rope.scaling["factor"]
     original = rope.scaling["original_max_position_embeddings"]
 
@@ -70,7 +113,6 @@ def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, f
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
-    """The factor given; else that of ``mscale`` over that of ``mscale_all_dim``; else the paper's."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
@@ -94,56 +136,3 @@ ROPE_TYPES: Table[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] = {
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
 }
-
-
-class Rotation(NamedTuple):
-    """The rotation of each token of a step, for all layers and heads.
-
-    Args:
-        cos: [T, 1, head_dim].
-        sin: [T, 1, head_dim], the first half negated.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-class Rotary(nn.Module):
-    """cos and sin of every position and frequency.
-
-    The table is a buffer with real memory from the start: a model is built on the meta device, where arithmetic has no
-    values, and unlike a parameter the table is in no checkpoint.
-
-    Args:
-        head_dim: width of a head, even.
-        max_positions: rows of the table.
-        rope: type and settings.
-    """
-
-    table: torch.Tensor
-    """float32[max_positions, head_dim]: cos in the first half of a row, sin in the second."""
-
-    def __init__(self, head_dim: int, max_positions: int, rope: RopeSettings) -> None:
-        super().__init__()
-        with torch.device("cpu"):
-            inv_freq, attention_factor = resolve("rope_type", rope.rope_type, ROPE_TYPES)(rope, head_dim)
-            angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
-            table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
-        self.register_buffer("table", table, persistent=False)
-
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Rows of the table for ``positions`` ([T] int32), in ``dtype``."""
-        rows = self.table.index_select(0, positions).to(dtype).unsqueeze(1)
-        cos, sin = rows.chunk(2, dim=-1)
-        return Rotation(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate each pair (x[i], x[i + head_dim / 2]) by the angle of its position and frequency.
-
-    Args:
-        x: [T, heads, head_dim]; queries and keys can go in together.
-        rotation: of the same T tokens.
-    """
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * rotation.cos, swapped, rotation.sin)

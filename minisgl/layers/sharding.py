@@ -1,4 +1,8 @@
-"""How tensor-parallel ranks share a model: the communicator that joins them, and the shards of its weights."""
+"""Tensor parallelism, as the layers see it: ranks, the collectives that join them, and each rank's shard of a weight.
+
+The ranks compute one model together. Each holds a shard of every large weight (Megatron-LM, Shoeybi et al. 2019), and
+two all-reduces a decoder layer add up what the ranks have computed. With one rank, a shard is the whole weight.
+"""
 
 from __future__ import annotations
 
@@ -12,109 +16,94 @@ from minisgl.errors import ConfigError
 
 
 class RankInfo(Protocol):
-    """The place of a rank among those that compute one model together: enough to know what it holds."""
+    """Which rank this is, from 0, and how many there are. That decides which shards it holds."""
 
     rank: int
-    """Which one this is, from 0."""
     size: int
-    """How many there are."""
 
 
 class Communicator(RankInfo, Protocol):
-    """Joins the ranks. All of them call the same methods in the same order, with tensors of the same shape and dtype,
-    and each gets the same bits back. A subclass without a fused kernel leaves the last two methods as they are."""
+    """The collectives of the ranks.
+
+    All ranks call the same methods in the same order, with tensors of the same shape and dtype, and all get the same
+    bits. A subclass without a fused kernel inherits the last two methods.
+    """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``x``, same shape and dtype. It may be ``x`` itself, written over."""
+        """Sum ``x`` over the ranks. The result has its shape and dtype, and may be ``x`` itself, overwritten."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``x``, [T, n], side by side in the order of the ranks: [T, size × n]."""
+        """Concatenate every rank's ``x``, [T, n], in the order of the ranks: [T, size × n]."""
         ...
 
     def fuses_norm(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce_and_norm` takes ``x``, [T, size]: one answer for a shape and dtype, on all ranks."""
+        """Whether `all_reduce_and_norm` takes ``x``, [T, hidden_size]. Depends on shape and dtype alone."""
         return False
 
     def all_reduce_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum ``x`` over the ranks, add the residual stream and normalise (RMSNorm), in one kernel.
-
-        Args:
-            x: [T, size], for which `fuses_norm` is true.
-            residual: as ``x``, or what the call before has returned; None at the stream's source.
-            weight: [size] of the norm.
-            eps: of the norm.
+        """All-reduce ``x``, add the residual stream and apply RMSNorm, in one kernel.
 
         Returns:
-            The normalised sum, [T, size], and the residual stream, which may be spread over the ranks: it goes into
-            the next call with as many rows, and nowhere else.
+            The normalised sum, [T, hidden_size], and the residual stream, which may be spread over the ranks: pass it
+            to the next call with as many rows, and nowhere else.
         """
         raise RuntimeError("this communicator has no such kernel; ask `fuses_norm` first")
 
 
 class SingleRank(Communicator):
-    """A rank that has everything: all sums are complete."""
+    """The only rank: it holds the whole model, and its sums are complete."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``."""
         return x
 
 
 SINGLE_RANK: Communicator = SingleRank()
-"""What every layer is built with unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Elements ``start … stop`` of a dimension that has ``total`` of them.
+    """A rank's part of a dimension: elements ``start`` to ``stop`` (exclusive) of ``total``.
 
-    The last ranks' shares of a vocabulary may reach beyond ``total``; what lies there is padding that no checkpoint
-    fills.
+    Shards of a vocabulary may reach beyond ``total``; the rows there are padding.
     """
 
     start: int
     stop: int
     total: int
 
+    @classmethod
+    def whole(cls, total: int) -> Shard:
+        """The shard of a single rank."""
+        return cls(0, total, total)
+
     @property
     def size(self) -> int:
-        """Elements on this rank, padding included."""
+        """Number of elements, padding included."""
         return self.stop - self.start
 
     @property
     def is_whole(self) -> bool:
-        """Whether one rank has it all."""
         return self.start == 0 and self.stop == self.total
 
-    def of_width(self, width: int) -> Shard:
-        """The same share where every element is ``width`` rows wide, as a head is ``head_dim`` rows."""
+    def times(self, width: int) -> Shard:
+        """The same shard in smaller elements: a shard of heads, times ``head_dim``, is one of rows."""
         return Shard(self.start * width, self.stop * width, self.total * width)
 
 
-def whole(size: int) -> Shard:
-    """All of ``size`` elements."""
-    return Shard(0, size, size)
-
-
 def divide(name: str, size: int, ranks: RankInfo) -> Shard:
-    """An equal share for every rank.
-
-    Args:
-        name: of the size in ``config.json``, for the error.
-        size: elements in all.
-        ranks: those that share them, and which of them this is.
+    """This rank's equal shard of ``size`` elements; ``name`` is what ``config.json`` calls the size.
 
     Raises:
-        ConfigError: the ranks cannot share them equally.
+        ConfigError: ``size`` is not a multiple of the number of ranks.
     """
     if size % ranks.size:
         raise ConfigError(
@@ -125,11 +114,10 @@ def divide(name: str, size: int, ranks: RankInfo) -> Shard:
 
 
 def divide_kv_heads(num_kv_heads: int, ranks: RankInfo) -> Shard:
-    """An equal share of the KV heads. Where there are fewer heads than ranks, neighbouring ranks hold the same one,
-    which is the one that their query heads share.
+    """This rank's equal shard of the KV heads. If there are more ranks than heads, neighbours hold the same head.
 
     Raises:
-        ConfigError: neither the heads are a multiple of the ranks, nor the ranks of the heads.
+        ConfigError: neither number is a multiple of the other.
     """
     if ranks.size <= num_kv_heads or ranks.size % num_kv_heads:
         return divide("num_key_value_heads", num_kv_heads, ranks)
@@ -138,43 +126,47 @@ def divide_kv_heads(num_kv_heads: int, ranks: RankInfo) -> Shard:
 
 
 def divide_vocabulary(vocab_size: int, ranks: RankInfo) -> Shard:
-    """An equal share of the vocabulary, padded at its end to a multiple of the ranks."""
+    """This rank's equal shard of the vocabulary, padded at its end to a multiple of the number of ranks."""
     each = -(-vocab_size // ranks.size)
     return Shard(ranks.rank * each, (ranks.rank + 1) * each, vocab_size)
 
 
-def weight(*shape: int) -> nn.Parameter:
-    """An uninitialised parameter that needs no gradient; the loader gives it memory, a dtype and values."""
+def empty_parameter(*shape: int) -> nn.Parameter:
+    """An uninitialised parameter without gradient; the loader gives it memory, a dtype and values."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The part of a checkpoint tensor that a rank reads: a shard of one dimension, and all of the others.
-
-    Args:
-        dim: the dimension.
-        shard: of it.
-    """
+    """The part of a checkpoint tensor that a rank reads: a shard of one dimension, and all of the others."""
 
     dim: int
     shard: Shard
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What is read, as an index of the checkpoint tensor."""
+        """The part as an index of the checkpoint tensor, without padding."""
         start, stop, total = self.shard.start, self.shard.stop, self.shard.total
         return (*(slice(None),) * self.dim, slice(min(start, total), min(stop, total)))
 
 
+@runtime_checkable
+class ShardedParameters(Protocol):
+    """A module with parameters that hold a shard of the checkpoint tensor of the same name."""
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Parameter name → what this rank reads of the tensor."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One checkpoint tensor, and the region of a parameter that it fills.
+    """One checkpoint tensor, and the region of a packed parameter that it fills.
 
     Args:
         source: the tensor's name in the checkpoint, relative to the parent of the module that owns the parameter.
         parameter: the parameter's name in its module.
-        index: the region, ``module.<parameter>[index]``; it has the shape of the tensor, or of its shard.
+        index: the region, ``parameter[index]``, of the tensor's shape, or of its shard's.
         shard_spec: what this rank reads of the tensor; None is all of it.
     """
 
@@ -186,20 +178,9 @@ class WeightPart:
 
 @runtime_checkable
 class PackedWeights(Protocol):
-    """A module some of whose parameters hold several checkpoint tensors.
+    """A module with parameters that hold several checkpoint tensors each.
 
-    A parameter that no part mentions is filled by the checkpoint tensor of its own full name.
+    A parameter that no part mentions holds the checkpoint tensor of the same name.
     """
 
-    def weight_parts(self) -> list[WeightPart]:
-        """The declared mapping from checkpoint tensors to regions of this module's parameters."""
-        ...
-
-
-@runtime_checkable
-class ShardedParameters(Protocol):
-    """A module some of whose parameters hold a rank's shard of the checkpoint tensor of their own name."""
-
-    def shard_specs(self) -> dict[str, ShardSpec]:
-        """By the parameter's name: what this rank reads of the tensor."""
-        ...
+    def weight_parts(self) -> list[WeightPart]: ...

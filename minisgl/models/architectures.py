@@ -1,4 +1,4 @@
-"""Which architectures of the Hugging Face hub the decoder covers, and what each needs read off its config."""
+"""The supported architectures. Each says how it differs from the plain decoder, given its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class Qwen3Moe(CausalLM):
 
 
 def _windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """The window of each layer, from the config's ``layer_types``."""
     windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
     for layer_type in hf.layer_types:
         if layer_type not in windows:

@@ -1,4 +1,4 @@
-"""What the decoder needs to know about a model, read from its ``config.json``."""
+"""The configuration of a model, read from its ``config.json``, and the table of architectures."""
 
 from __future__ import annotations
 
@@ -22,67 +22,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The mixture of experts of a model.
-
-    Args:
-        num_experts: experts a layer.
-        experts_per_token: experts that each token goes through.
-        intermediate_size: width of one expert.
-        normalize: whether a token's expert weights are scaled to sum to 1.
-        layers: [num_layers] which layers have experts; the others have a dense MLP.
-    """
+    """The mixture of experts of a model."""
 
     num_experts: int
     experts_per_token: int
-    intermediate_size: int
-    normalize: bool
-    layers: tuple[bool, ...]
+    intermediate_size: int  # width of one expert
+    normalize: bool  # scale a token's expert weights so that they sum to 1
+    layers: tuple[bool, ...]  # [num_layers] which layers have experts; the others have a dense MLP
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and options of a decoder.
 
-    Args:
-        architecture: a name in `MODELS`, or ``"module:Class"``.
-        hidden_size: width of the residual stream.
-        num_layers: decoder layers.
-        num_heads, num_kv_heads, head_dim: of attention; ``num_heads × head_dim`` need not be ``hidden_size``.
-        intermediate_size: width of the dense MLP.
-        vocab_size: rows of the embedding.
-        max_position_embeddings: positions the model is made for, after stretching by YaRN.
-        rms_norm_eps: epsilon of all norms.
-        rope: rotary settings.
-        sliding_windows: [num_layers] window of each layer; None sees everything.
-        tie_word_embeddings: whether the LM head is the embedding.
-        dtype: of the checkpoint.
-        qkv_bias, o_bias, mlp_bias: which projections have biases.
-        qk_norm: whether queries and keys are normalised per head.
-        moe: the experts; None for a dense model.
-
     Raises:
         ModelLoadError: sizes that cannot work together.
     """
 
-    architecture: str
+    architecture: str  # a name in `MODELS`, or "module:Class"
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # `num_heads × head_dim` need not be `hidden_size`
     intermediate_size: int
     vocab_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # after stretching by YaRN
     rms_norm_eps: float
     rope: RopeSettings
-    sliding_windows: tuple[int | None, ...]
+    sliding_windows: tuple[int | None, ...]  # [num_layers]; None: the layer sees all positions
     tie_word_embeddings: bool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the checkpoint
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    moe: MoEConfig | None = None
+    moe: MoEConfig | None = None  # None: a dense model
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -97,31 +72,23 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path, architecture: str = "auto") -> ModelConfig:
-        """Read ``config.json`` of a model directory.
-
-        transformers knows the many spellings of one field that checkpoints of different ages use, so it reads the
-        file; what is supported is decided here.
-
-        Args:
-            path: the directory.
-            architecture: a name in `MODELS` or ``"module:Class"``; ``"auto"`` is the one that the file names.
+        """Read ``config.json`` in the directory ``path``. ``"auto"`` is the architecture that the file names.
 
         Raises:
             ConfigError: ``architecture`` is unknown.
-            ModelLoadError: no or no valid ``config.json``, an architecture that is not in `MODELS`, a rope type that is
-                not in `ROPE_TYPES`, or an option that the decoder does not have.
+            ModelLoadError: ``config.json`` is missing, invalid, or asks for something that is not supported.
         """
         file = Path(path) / "config.json"
         named = _architecture(file)
         if architecture == "auto":
-            # A checkpoint may choose from the table alone: an import path in it could run any code.
+            # A checkpoint chooses from the table alone, since an import path in it could run any code.
             if named not in MODELS:
                 raise ModelLoadError(
                     f"{file}: architecture {named!r} is not supported; choose one of {', '.join(MODELS)}, or give the "
                     "option architecture='module:Class' with a class of your own"
                 )
             architecture = named
-        try:
+        try:  # transformers knows the spellings that older checkpoints use for a field
             hf = AutoConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers has no base class for what a config can raise
             raise ModelLoadError(f"{file}: not a valid config: {error}") from error
@@ -153,15 +120,15 @@ class Architecture(Protocol):
     """Builds models of one architecture: normally a subclass of `minisgl.models.decoder.CausalLM`."""
 
     hidden_act: str
-    """The non-linearity of the MLPs, as ``config.json`` calls it. A checkpoint with another is refused."""
+    """The activation of the MLPs, as ``config.json`` calls it. A checkpoint with another one is refused."""
 
     def __call__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> nn.Module:
-        """Build this rank's share of the model; under ``torch.device("meta")`` its parameters take no memory."""
+        """Build this rank's shard of the model; on the meta device its parameters take no memory."""
         ...
 
     @staticmethod
     def differences(hf: PretrainedConfig) -> dict[str, Any]:
-        """Fields of `ModelConfig` in which this architecture departs from the plain decoder."""
+        """Fields of `ModelConfig` in which this architecture differs from the plain decoder."""
         ...
 
 
@@ -172,11 +139,9 @@ MODELS: Table[Architecture] = {
     "Qwen3ForCausalLM": "minisgl.models.architectures:Qwen3",
     "Qwen3MoeForCausalLM": "minisgl.models.architectures:Qwen3Moe",
 }
-"""By the names that ``config.json`` uses."""
 
 
 def _architecture(file: Path) -> str:
-    """The first architecture that the config names."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -202,8 +167,8 @@ def _rope_settings(file: Path, hf: PretrainedConfig) -> RopeSettings:
 
 
 def _max_positions(hf: PretrainedConfig, rope: RopeSettings) -> int:
-    """YaRN is usually switched on by hand, with ``max_position_embeddings`` left at the context before stretching."""
     limit: int = hf.max_position_embeddings
     if rope.rope_type != "yarn":
         return limit
+    # Users often switch YaRN on by hand, and leave max_position_embeddings at the original context.
     return max(limit, int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"]))

@@ -1,4 +1,7 @@
-"""The decoder that all supported architectures share."""
+"""The decoder-only transformer that all supported architectures share, from token ids to logits.
+
+Module names are those of Hugging Face checkpoints, so a parameter's name is its tensor's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding, LMHead
-from minisgl.layers.linear import Linear, blocked
+from minisgl.layers.linear import Linear, prepack_weight
 from minisgl.layers.mlp import GatedMLP, MoE
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary, Rotation
@@ -20,28 +23,11 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
 
 
-def attention_spec(config: ModelConfig, layer_id: int) -> AttentionSpec:
-    """What is fixed about attention in one layer of a model, over all ranks."""
-    return AttentionSpec(
-        layer_id=layer_id,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        sliding_window=config.sliding_windows[layer_id],
-    )
-
-
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
+    """Attention and MLP, each with a norm before it and its output added to the residual stream (pre-norm).
 
-    A layer is handed the output of the block before and the stream it is still to be added to, so that each addition
-    happens together with the norm after it.
-
-    Args:
-        config: of the model.
-        layer_id: 0 for the first.
-        communicator: joins the ranks that share the layer.
+    A layer gets the previous block's output and the residual stream separately, so that one kernel can add the two and
+    normalise the sum.
     """
 
     def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = SINGLE_RANK) -> None:
@@ -73,7 +59,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` and ``residual``: [T, hidden_size]; the pair that is returned goes to the next layer."""
+        """Return the inputs ``x`` and ``residual`` of the next layer, both [T, hidden_size]."""
         x, residual = self.input_layernorm.add_and_norm(x, residual)
         x = self.self_attn(x, rotation)
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
@@ -81,13 +67,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm.
-
-    Args:
-        config: of the model.
-        layer: class of the layers.
-        communicator: joins the ranks that share the model.
-    """
+    """Embedding, layers and the final norm."""
 
     def __init__(self, config: ModelConfig, layer: type[nn.Module], communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
@@ -108,25 +88,18 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder with an LM head. Architectures are subclasses that say how they differ, see `MODELS`.
-
-    Module names are those of Hugging Face checkpoints. A forward pass runs inside `minisgl.context.forward_context`.
-
-    Args:
-        config: of the model.
-        communicator: joins the ranks that share the model.
+    """A decoder with an LM head: the base class of all architectures. Call it inside `forward_context`.
 
     Raises:
         ConfigError: the ranks cannot share heads or widths equally.
     """
 
     layer: ClassVar[type[nn.Module]] = DecoderLayer
-    """Class of the layers, built with (config, layer_id, communicator); a subclass may bring its own. Parts of it that
-    are built without the communicator are computed whole by every rank, which attention cannot be: its keys and values
-    are divided."""
+    """Class of the layers, built with (config, layer_id, communicator). Every rank computes all of a part that is built
+    without the communicator. Attention needs it, because the ranks share the KV cache."""
 
     hidden_act: ClassVar[str] = "silu"
-    """Non-linearity of the MLPs; a subclass whose layers have another names it here."""
+    """Activation of the MLPs. A subclass whose layers have another one says so here."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
@@ -139,15 +112,11 @@ class CausalLM(nn.Module):
 
     @staticmethod
     def differences(hf: PretrainedConfig) -> dict[str, Any]:
-        """Fields of `ModelConfig` in which this architecture departs from the plain decoder. None here."""
+        """Fields of `ModelConfig` in which this architecture differs from the plain decoder."""
         return {}
 
     def forward(self, inputs: DeviceBatch) -> torch.Tensor:
-        """One step.
-
-        Returns:
-            [S, vocab_size] logits of ``inputs.logit_rows``, in the model's dtype.
-        """
+        """Run one step and return the logits of ``inputs.logit_rows``, [S, vocab_size], in the model's dtype."""
         hidden = self.model(inputs.input_ids, inputs.positions).index_select(0, inputs.logit_rows)
         if self.lm_head is None:
             return self.model.embed_tokens.logits(hidden)
@@ -155,20 +124,31 @@ class CausalLM(nn.Module):
         return logits
 
 
-def block_weights(model: nn.Module) -> None:
-    """Give every `Linear` of ``model`` a weight in the CPU's `blocked` layout, one after the other.
+def attention_spec(config: ModelConfig, layer_id: int) -> AttentionSpec:
+    """The attention of one layer, over all ranks."""
+    return AttentionSpec(
+        layer_id=layer_id,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        sliding_window=config.sliding_windows[layer_id],
+    )
 
-    A tied LM head gets a weight of its own, since the embedding looks up rows of the row-major table. That copy is the
-    only memory that this takes.
+
+def prepack_weights(model: nn.Module) -> None:
+    """Bring the weight of every `Linear` into the CPU's blocked layout, one after the other.
+
+    A tied LM head gets a copy, because the embedding needs the row-major table; nothing else takes more memory.
     """
     if isinstance(model, CausalLM) and model.lm_head is None:
-        model.lm_head = _untied(model.model.embed_tokens)
+        model.lm_head = _untied_lm_head(model.model.embed_tokens)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.weight = blocked(module.weight)
+            module.weight = prepack_weight(module.weight)
 
 
-def _untied(table: Embedding) -> LMHead:
+def _untied_lm_head(table: Embedding) -> LMHead:
     with torch.device("meta"):
         head = LMHead(table.weight.shape[1], table.shard.total, table.communicator)
     head.weight = table.weight

@@ -1,4 +1,4 @@
-"""Fused kernels by name, and the exchange of a built model's layers for layers that use them."""
+"""Fusions by name, and replacing a model's layers by those of `minisgl.layers.fused`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ from minisgl.layers.sharding import SINGLE_RANK
 from minisgl.models.decoder import Decoder, DecoderLayer
 
 LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
-"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU·mul; a mixture's experts as grouped products."""
+"""Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU × up; experts as grouped matrix products."""
 FUSIONS = (*LAYER_FUSIONS, "single-token")
-"""Also: all of a decode step with one token."""
+"""Also: a whole decoder for decode steps with one token."""
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple[str, ...]:
-    """Return the fusions called ``names``, each once.
-
-    Args:
-        names: from `FUSIONS`; None is all of them where there are CUDA and Triton, and none elsewhere.
-        device: of the engine.
+    """Check ``names`` and return each once. None stands for all of `FUSIONS` with CUDA and Triton, else for none.
 
     Raises:
         ConfigError: an unknown name, or Triton is missing.
@@ -47,13 +43,9 @@ def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple
 
 
 def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> None:
-    """Replace the layers of ``model`` in place. Parameters stay the same tensors under the same names.
+    """Replace layers of ``model`` in place. Parameters stay the same tensors with the same names.
 
-    Layers of other classes, a subclass of a plain one included, are left as they are.
-
-    Args:
-        model: built by `minisgl.models`, its parameters on the device where it will run.
-        fusions: names from `FUSIONS`; ``"single-token"`` exchanges no layer.
+    Layers of other classes, subclasses of the plain ones included, stay. ``"single-token"`` replaces no layer.
 
     Raises:
         ConfigError: an unknown name, or a device that has no kernels.
@@ -63,7 +55,7 @@ def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> N
             raise ConfigError(f"fusions: no fusion is called {name!r}; choose from {', '.join(FUSIONS)}")
     if not set(fusions) & set(LAYER_FUSIONS):
         return
-    # Here and not above: these import Triton, which not every machine has.
+    # Imported here because these need Triton, which not every machine has.
     from minisgl.kernels.launch import check_device
     from minisgl.layers.fused import FusedExperts, FusedGatedMLP, FusedRMSNorm
 
@@ -74,7 +66,7 @@ def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> N
             _fuse_rope(decoder)
     if "norm" in fusions:
         for decoder in decoders:
-            _fuse_all_reduce(decoder)
+            _fuse_norms_with_all_reduce(decoder)
         _replace(model, RMSNorm, FusedRMSNorm)
     if "activation" in fusions:
         _replace(model, GatedMLP, FusedGatedMLP)
@@ -87,37 +79,36 @@ def _fuse_rope(decoder: Decoder) -> None:
 
     rotary = decoder.rotary
     _replace(decoder, Attention, lambda attention: FusedAttention(attention, rotary))
-    # A layer of another class may read the rotation that it is handed in a way that cannot be seen from here.
+    # A layer of another class may still read the rotation that it gets.
     if all(type(layer) is DecoderLayer for layer in decoder.layers):
         decoder.rotary = NoRotary(rotary)
 
 
-def _fuse_all_reduce(decoder: Decoder) -> None:
-    """Let the norms behind row-parallel products take the sum over the ranks upon themselves.
+def _fuse_norms_with_all_reduce(decoder: Decoder) -> None:
+    """Move the all-reduce of each row-parallel layer into the norm after it.
 
-    A decoder of a single rank, or with layers of another class, is left as it is: what such layers do with the residual
-    stream, which is then spread over the ranks, cannot be seen from here. The first norm stands behind the embedding,
-    and stays.
+    The residual stream is then spread over the ranks, so all layers must be plain ones. The first norm follows the
+    embedding, and stays.
     """
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer]
     if len(layers) < len(decoder.layers) or layers[0].self_attn.o_proj.communicator.size == 1:
         return
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        layer.post_attention_layernorm = _joined(layer.self_attn.o_proj, layer.post_attention_layernorm)
-        product = layer.mlp.down_proj if isinstance(layer.mlp, GatedMLP) else layer.mlp
-        assert isinstance(product, RowParallelLinear | MoE), "no other MLP is built by DecoderLayer"
+        layer.post_attention_layernorm = _with_all_reduce(layer.post_attention_layernorm, layer.self_attn.o_proj)
+        mlp = layer.mlp.down_proj if isinstance(layer.mlp, GatedMLP) else layer.mlp
+        assert isinstance(mlp, RowParallelLinear | MoE), "no other MLP is built by DecoderLayer"
         if following is None:
-            decoder.norm = _joined(product, decoder.norm)
+            decoder.norm = _with_all_reduce(decoder.norm, mlp)
         else:
-            following.input_layernorm = _joined(product, following.input_layernorm)
+            following.input_layernorm = _with_all_reduce(following.input_layernorm, mlp)
 
 
-def _joined(product: RowParallelLinear | MoE, norm: RMSNorm) -> RMSNorm:
+def _with_all_reduce(norm: RMSNorm, layer_before: RowParallelLinear | MoE) -> RMSNorm:
     from minisgl.layers.fused import FusedAllReduceRMSNorm
 
-    reducing = FusedAllReduceRMSNorm(norm, product.communicator)
-    product.communicator = SINGLE_RANK
-    return reducing
+    fused = FusedAllReduceRMSNorm(norm, layer_before.communicator)
+    layer_before.communicator = SINGLE_RANK
+    return fused
 
 
 def _replace(model: nn.Module, kind: type[M], make: Callable[[M], nn.Module]) -> None:

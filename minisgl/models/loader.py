@@ -1,4 +1,4 @@
-"""A safetensors checkpoint on disk: which tensors it has, in which files. Only headers are read here."""
+"""Loading: build the model without memory, compare it with the checkpoint's headers, then allocate and fill it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,116 @@ from minisgl.registry import resolve
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+_DUMMY_STD = 0.02
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    communicator: Communicator = SINGLE_RANK,
+) -> nn.Module:
+    """Build this rank's shard of the model in the directory ``path``, and fill in its weights.
+
+    Peak memory is the weights plus, on the CPU, the pages of one checkpoint file.
+
+    Args:
+        load_format: ``"auto"`` reads safetensors. ``"dummy"`` reads nothing, and fills in random weights, normal with
+            standard deviation 0.02, and 1 for norms.
+        seed: of the dummy weights; the model is the same for any number of ranks.
+
+    Raises:
+        ConfigError: the ranks cannot share the model.
+        ModelLoadError: files are missing or damaged, or tensors are missing, unexpected, of the wrong shape or of an
+            unsupported dtype. The error names all such tensors, and comes before any memory is allocated.
+    """
+    with torch.device("meta"):
+        model = resolve("architecture", config.architecture, MODELS)(config, communicator)
+    targets = checkpoint_targets(model)
+    if load_format == "dummy":
+        _materialize(model, dtype, device)
+        _fill_randomly(targets, device, seed)
+    else:
+        headers = {name: header for name, header in read_headers(path).items() if not _ignored(name, config)}
+        _check(targets, headers, path)
+        _materialize(model, dtype, device)
+        _fill(targets, headers)
+    return model.eval()
+
+
+# -- what the model needs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """Where a checkpoint tensor goes: the region ``module.<parameter>[index]``.
+
+    With a ``shard_spec``, the region holds that shard of the tensor.
+    """
+
+    module: nn.Module
+    parameter: str
+    index: tuple[int | slice, ...]
+    shard_spec: ShardSpec | None = None
+
+    @property
+    def region(self) -> torch.Tensor:
+        """A view of the region, on the device where the parameter is now."""
+        parameter: torch.Tensor = getattr(self.module, self.parameter)
+        return parameter[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole checkpoint tensor."""
+        shape = list(self.region.shape)
+        if self.shard_spec is not None:
+            shape[self.shard_spec.dim] = self.shard_spec.shard.total
+        return tuple(shape)
+
+    def fill(self, shard: torch.Tensor) -> None:
+        """Copy ``shard`` into the region. Where the region is larger, it is padding, and becomes zero."""
+        region = self.region
+        for dim, filled in enumerate(shard.shape):
+            region.narrow(dim, filled, region.shape[dim] - filled).zero_()
+            region = region.narrow(dim, 0, filled)
+        region.copy_(shard)
+
+
+def checkpoint_targets(model: nn.Module) -> dict[str, WeightTarget]:
+    """Name of every tensor that a checkpoint of ``model`` must have → where it goes."""
+    targets: dict[str, WeightTarget] = {}
+    for prefix, module in model.named_modules():
+        parts = module.weight_parts() if isinstance(module, PackedWeights) else []
+        parent = prefix.rpartition(".")[0]
+        for part in parts:
+            spec = _unless_whole(part.shard_spec)
+            targets[_join(parent, part.source)] = WeightTarget(module, part.parameter, part.index, spec)
+        packed = {part.parameter for part in parts}
+        specs = module.shard_specs() if isinstance(module, ShardedParameters) else {}
+        for name, _ in module.named_parameters(recurse=False):
+            if name not in packed:
+                targets[_join(prefix, name)] = WeightTarget(module, name, (), _unless_whole(specs.get(name)))
+    return targets
+
+
+def _unless_whole(shard_spec: ShardSpec | None) -> ShardSpec | None:
+    return None if shard_spec is None or shard_spec.shard.is_whole else shard_spec
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+# -- what the checkpoint has -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a safetensors header says of one tensor.
-
-    Args:
-        file: the shard that holds it.
-        shape: its sizes.
-        dtype: safetensors' name, e.g. ``"BF16"``.
-    """
+    """What a safetensors header says of one tensor; ``dtype`` is safetensors' name, such as ``"BF16"``."""
 
     file: Path
     shape: tuple[int, ...]
@@ -39,24 +138,24 @@ class TensorHeader:
 
 
 def read_headers(path: str | Path) -> dict[str, TensorHeader]:
-    """Headers of all tensors of a model directory, single file or shards.
+    """Read the headers of all tensors in a model directory, which has one safetensors file or several.
 
     Raises:
-        ModelLoadError: there are no weights, a shard is missing, or a file is truncated or no safetensors file.
+        ModelLoadError: there are no weights, a file is missing, or a file is truncated or corrupt.
     """
     headers: dict[str, TensorHeader] = {}
-    for file in _shards(Path(path)):
+    for path_of_file in _weight_files(Path(path)):
         try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                    tensor = shard.get_slice(name)
-                    headers[name] = TensorHeader(file, tuple(tensor.get_shape()), tensor.get_dtype())
+            with safe_open(path_of_file, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                    tensor = file.get_slice(name)
+                    headers[name] = TensorHeader(path_of_file, tuple(tensor.get_shape()), tensor.get_dtype())
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{file}: truncated or corrupt ({error}); download it again") from error
+            raise ModelLoadError(f"{path_of_file}: truncated or corrupt ({error}); download it again") from error
     return headers
 
 
-def _shards(path: Path) -> list[Path]:
+def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX_FILE
     if index.is_file():
         files = _indexed_files(index)
@@ -74,7 +173,6 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """The shards that the index names, in order."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return [index.parent / name for name in sorted(set(weight_map.values()))]
@@ -82,129 +180,22 @@ def _indexed_files(index: Path) -> list[Path]:
         raise ModelLoadError(f"{index}: not a valid index ({error!r}); download it again") from error
 
 
-_DUMMY_STD = 0.02
-_DTYPES = {"F64", "F32", "F16", "BF16"}
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a checkpoint tensor goes.
-
-    Args:
-        module: owner of the parameter.
-        parameter: its name there.
-        index: the region to fill; () is all of it.
-        shard_spec: what is read of the tensor; None is all of it.
-    """
-
-    module: nn.Module
-    parameter: str
-    index: tuple[int | slice, ...]
-    shard_spec: ShardSpec | None = None
-
-    @property
-    def region(self) -> torch.Tensor:
-        """A view of the region, on whatever device the parameter is now."""
-        parameter: torch.Tensor = getattr(self.module, self.parameter)
-        return parameter[self.index]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint tensor, all of it."""
-        shape = list(self.region.shape)
-        if self.shard_spec is not None:
-            shape[self.shard_spec.dim] = self.shard_spec.shard.total
-        return tuple(shape)
-
-    def put(self, piece: torch.Tensor) -> None:
-        """Fill the region with what is read of the tensor. Where that is less, the rest is padding, and zero."""
-        region = self.region
-        for dim, filled in enumerate(piece.shape):
-            region.narrow(dim, filled, region.shape[dim] - filled).zero_()
-            region = region.narrow(dim, 0, filled)
-        region.copy_(piece)
-
-
-def load_model(
-    path: str | Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: str = "auto",
-    seed: int = 0,
-    communicator: Communicator = SINGLE_RANK,
-) -> nn.Module:
-    """Build the model of ``config``, or a rank's share of it, and fill in its weights.
-
-    Peak memory is the weights plus, on the CPU, the pages of one checkpoint file. A share of dummy weights is cut from
-    the whole, one tensor after the other.
-
-    Args:
-        path: model directory; not read for ``"dummy"``.
-        config: of the same directory.
-        dtype, device: of the parameters.
-        load_format: ``"auto"`` reads safetensors; ``"dummy"`` fills in seeded random weights, for which
-            ``config.json`` is enough: normal with standard deviation 0.02, and 1 for the weights of norms.
-        seed: of the dummy weights; the ranks of any number of them hold shares of the same model.
-        communicator: joins the ranks that share the model.
-
-    Raises:
-        ConfigError: the ranks cannot share the model.
-        ModelLoadError: files are missing or damaged, or tensors are missing, unexpected, of the wrong shape or of an
-            unsupported dtype; all such tensors are named in the one error. Nothing has been allocated then.
-    """
-    with torch.device("meta"):
-        model = resolve("architecture", config.architecture, MODELS)(config, communicator)
-    targets = checkpoint_targets(model)
-    if load_format == "dummy":
-        _materialize(model, dtype, device)
-        _fill_randomly(targets, device, seed)
-    else:
-        headers = {name: header for name, header in read_headers(path).items() if not _ignored(name, config)}
-        _check(targets, headers, path)
-        _materialize(model, dtype, device)
-        _fill(targets, headers)
-    return model.eval()
-
-
-def checkpoint_targets(model: nn.Module) -> dict[str, Target]:
-    """For every tensor that a checkpoint of ``model`` must have, by name: where it goes."""
-    targets: dict[str, Target] = {}
-    for prefix, module in model.named_modules():
-        parts = module.weight_parts() if isinstance(module, PackedWeights) else []
-        parent = prefix.rpartition(".")[0]
-        for part in parts:
-            spec = _unless_whole(part.shard_spec)
-            targets[_join(parent, part.source)] = Target(module, part.parameter, part.index, spec)
-        packed = {part.parameter for part in parts}
-        specs = module.shard_specs() if isinstance(module, ShardedParameters) else {}
-        for name, _ in module.named_parameters(recurse=False):
-            if name not in packed:
-                targets[_join(prefix, name)] = Target(module, name, (), _unless_whole(specs.get(name)))
-    return targets
-
-
-def _unless_whole(shard_spec: ShardSpec | None) -> ShardSpec | None:
-    return None if shard_spec is None or shard_spec.shard.is_whole else shard_spec
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that some exports add and no model needs: the tied head once more, and tables of frequencies."""
+    """Whether this is a tensor that some exports add without need: the tied LM head, or a table of frequencies."""
     return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
 
 
-def _check(targets: dict[str, Target], headers: dict[str, TensorHeader], path: str | Path) -> None:
+# -- from one to the other ---------------------------------------------------------------------------------------------
+
+
+def _check(targets: dict[str, WeightTarget], headers: dict[str, TensorHeader], path: str | Path) -> None:
     problems = list(_problems(targets, headers))
     if problems:
         listing = "\n".join(f"  {problem}" for problem in problems)
         raise ModelLoadError(f"{path}: the checkpoint does not fit its config.json:\n{listing}")
 
 
-def _problems(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> Iterator[str]:
+def _problems(targets: dict[str, WeightTarget], headers: dict[str, TensorHeader]) -> Iterator[str]:
     for name, target in targets.items():
         if name not in headers:
             yield f"missing: {name} {target.shape}"
@@ -220,7 +211,7 @@ def _problems(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> I
 
 
 def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give each parameter memory. Buffers were computed when the model was built, and only move."""
+    """Allocate the parameters. Buffers have their values since the model was built, and only move."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             memory = torch.empty(parameter.shape, dtype=dtype, device=device)
@@ -229,31 +220,31 @@ def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
             setattr(module, name, buffer.to(device))
 
 
-def _fill(targets: dict[str, Target], headers: dict[str, TensorHeader]) -> None:
-    """Copy every tensor to its place, one file after the other, each closed before the next is opened."""
+def _fill(targets: dict[str, WeightTarget], headers: dict[str, TensorHeader]) -> None:
+    """Copy every tensor to its target, one file after the other, so that only one is mapped at a time."""
     names_in: defaultdict[Path, list[str]] = defaultdict(list)
     for name, header in headers.items():
         names_in[header.file].append(name)
-    for file, names in names_in.items():
-        with safe_open(file, framework="pt") as shard:
+    for path, names in names_in.items():
+        with safe_open(path, framework="pt") as file:
             for name in names:
                 target = targets[name]
                 if target.shard_spec is None:
-                    target.region.copy_(shard.get_tensor(name))
+                    target.region.copy_(file.get_tensor(name))
                 else:
-                    target.put(shard.get_slice(name)[target.shard_spec.index])
+                    target.fill(file.get_slice(name)[target.shard_spec.index])
 
 
-def _fill_randomly(targets: dict[str, Target], device: torch.device, seed: int) -> None:
-    """Every tensor has a stream of its own, named after it, so that whoever needs a share can make the whole."""
+def _fill_randomly(targets: dict[str, WeightTarget], device: torch.device, seed: int) -> None:
     generator = torch.Generator(device)
     for name, target in targets.items():
         if isinstance(target.module, RMSNorm):
             target.region.fill_(1.0)
             continue
+        # A random stream for each tensor, so that any rank can draw the whole tensor and keep its shard.
         generator.manual_seed(xxhash.xxh64_intdigest(name.encode(), seed))
         if target.shard_spec is None:
             target.region.normal_(std=_DUMMY_STD, generator=generator)
         else:
             tensor = torch.empty(target.shape, dtype=target.region.dtype, device=device)
-            target.put(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.shard_spec.index])
+            target.fill(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.shard_spec.index])

@@ -1,4 +1,4 @@
-"""A whole decoder for steps with a single token: six kernels a layer."""
+"""A whole decoder for decode steps with a single token: six kernels a layer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,17 @@ from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
 class SingleTokenDecoder:
-    """The weights of a `CausalLM`, in other kernels: ``decoder(inputs)`` is ``model(inputs)`` for one decode row.
+    """Computes a `CausalLM` that it `supports` with other kernels: ``decoder(inputs)`` is ``model(inputs)``.
 
-    1. norm and QKV projection; 2. QK-norm, rotary embedding, KV store and attention, in parts; 3. their merge;
-    4. output projection and residual addition; 5. norm, gate and up projection, SiLU and product; 6. down projection
-    and residual addition. Ranks that share the model add up their results of 4 and of 6.
-
-    Args:
-        model: one that `supports` says yes to.
-        kv_cache: keys and values.
+    Kernels of a layer: 1. norm and QKV projection; 2. QK-norm, rotary embedding, KV store and attention, in parts;
+    3. their merge; 4. output projection and residual addition; 5. norm, gate and up projection, SiLU and product;
+    6. down projection and residual addition. After 4 and 6, the ranks all-reduce.
     """
 
     def __init__(self, model: CausalLM, kv_cache: KVTensors) -> None:
         decoder = model.model
         self.model = model
-        self._ranks = model.communicator
+        self._communicator = model.communicator
         self.layers = cast(list[DecoderLayer], list(decoder.layers))
         self.kv_cache = kv_cache
         weight = decoder.embed_tokens.weight
@@ -47,8 +43,8 @@ class SingleTokenDecoder:
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
-        """Whether all layers are plain ones: a gated MLP, no experts, heads of a power of two of 32 or more, and
-        weights that are not laid out for a CPU."""
+        """Whether all layers are plain, without experts, ``head_dim`` is a power of two from 32 on, and no weight is
+        prepacked for the CPU."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
             return False
         if any(parameter.is_mkldnn for parameter in model.parameters()):
@@ -58,11 +54,7 @@ class SingleTokenDecoder:
         return plain and model.config.head_dim >= 32
 
     def __call__(self, inputs: DeviceBatch) -> torch.Tensor:
-        """One step of one row with one token.
-
-        Returns:
-            [1, vocab_size] logits, in the model's dtype.
-        """
+        """Run a step of one token and return its logits, [1, vocab_size], in the model's dtype."""
         decoder = self.model.model
         stream = decoder.embed_tokens(inputs.input_ids)[0]
         for layer in self.layers:
@@ -70,20 +62,14 @@ class SingleTokenDecoder:
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
         logits = stream.new_empty(len(head.weight))
         linear(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
-        return head.complete(logits.unsqueeze(0))
+        return head.gather_logits(logits.unsqueeze(0))
 
     def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
-        """The residual stream, [hidden_size], with what one layer adds to it. It may be written over."""
+        """Return the residual stream, [hidden_size], after one layer. ``stream`` may be overwritten."""
         attention, mlp = layer.self_attn, cast(GatedMLP, layer.mlp)
         norm = layer.input_layernorm
-        linear(
-            stream,
-            attention.qkv_proj.weight,
-            self._qkv,
-            bias=attention.qkv_proj.bias,
-            norm=norm.weight,
-            eps=norm.eps,
-        )
+        qkv = attention.qkv_proj
+        linear(stream, qkv.weight, self._qkv, bias=qkv.bias, norm=norm.weight, eps=norm.eps)
         spec = attention.spec
         norms, eps = None, 0.0
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -102,21 +88,14 @@ class SingleTokenDecoder:
             spec.sliding_window,
             self._attended,
         )
-        stream = self._add(self._attended, attention.o_proj, stream)
+        stream = self._project_and_add(self._attended, attention.o_proj, stream)
         norm = layer.post_attention_layernorm
-        linear(
-            stream,
-            mlp.gate_up_proj.weight,
-            self._hidden,
-            bias=mlp.gate_up_proj.bias,
-            norm=norm.weight,
-            eps=norm.eps,
-            gated=True,
-        )
-        return self._add(self._hidden, mlp.down_proj, stream)
+        gate_up = mlp.gate_up_proj
+        linear(stream, gate_up.weight, self._hidden, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
+        return self._project_and_add(self._hidden, mlp.down_proj, stream)
 
-    def _add(self, x: torch.Tensor, product: RowParallelLinear, stream: torch.Tensor) -> torch.Tensor:
-        """``stream + product(x)``. Of several ranks, the first one has the stream in its part of the sum."""
-        bias, residual = (product.bias, stream) if self._ranks.rank == 0 else (None, None)
-        linear(x, product.weight, stream, bias=bias, residual=residual)
-        return self._ranks.all_reduce(stream)
+    def _project_and_add(self, x: torch.Tensor, projection: RowParallelLinear, stream: torch.Tensor) -> torch.Tensor:
+        # Only the first rank has the residual stream and the bias in its part of the sum.
+        bias, residual = (projection.bias, stream) if self._communicator.rank == 0 else (None, None)
+        linear(x, projection.weight, stream, bias=bias, residual=residual)
+        return self._communicator.all_reduce(stream)

@@ -17,7 +17,7 @@ from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.layers.linear import Linear
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import CausalLM, block_weights
+from minisgl.models.decoder import CausalLM, prepack_weights
 from minisgl.models.fusions import fuse_layers
 from minisgl.models.loader import load_model
 from tests.distributed.ranks import CPU, Position, in_turns, on_ranks
@@ -35,7 +35,7 @@ def load(path: Path, ranks: Communicator = SINGLE_RANK, dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("variant", ARCHITECTURES, ids=lambda variant: variant.name)
 def test_scores_are_those_of_transformers(tmp_path: Path, variant: Variant) -> None:
-    """Row-major and, as an engine on a CPU has them, blocked weights; ranks agree to the bit."""
+    """Row-major and, as an engine on a CPU has them, prepacked weights; ranks agree to the bit."""
     path, hf = variant.checkpoint(tmp_path)
     expected = [hf_logits(hf, prompt) for prompt in PROMPTS]
     for size in (2, 4):
@@ -53,7 +53,7 @@ def assert_ranks_have_the_scores(path: Path, expected: list[torch.Tensor], size:
     def scores(ranks: Communicator) -> list[torch.Tensor]:
         model = load(path, ranks)
         plain = run_dense(model, *PROMPTS)
-        block_weights(model)
+        prepack_weights(model)
         assert all(module.weight.is_mkldnn for module in model.modules() if isinstance(module, Linear))
         return plain + run_dense(model, *PROMPTS)
 
@@ -173,7 +173,8 @@ _MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from minisgl.models import ModelConfig, load_model
+from minisgl.models.config import ModelConfig
+from minisgl.models.loader import load_model
 from tests.distributed.ranks import Position
 
 def status(key):

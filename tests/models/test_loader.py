@@ -186,7 +186,8 @@ _MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from minisgl.models import ModelConfig, load_model
+from minisgl.models.config import ModelConfig
+from minisgl.models.loader import load_model
 
 def status(key):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
