@@ -16,7 +16,7 @@ import torch
 from minisgl.batch import StepLauncher, StepObserver
 from minisgl.config import EngineConfig
 from minisgl.context import AttentionChoice
-from minisgl.distributed.remote_executor import RemoteEngine
+from minisgl.distributed.remote_executor import RemoteExecutor
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Executor(StepLauncher, Protocol):
-    """Computes the steps of an engine: an `Engine` in this process, or a `RemoteEngine` over the ranks' processes."""
+    """Computes the steps of an engine: an `Engine` in this process, or a `RemoteExecutor` over the ranks' processes."""
 
     model_config: ModelConfig
     device: torch.device
@@ -72,7 +72,7 @@ def build_executor(config: EngineConfig, path: Path) -> Executor:
         ModelLoadError: the checkpoint in ``path`` is not usable.
         EngineDead: a rank's process ended while it started.
     """
-    return build_engine(config, path) if config.tensor_parallel_size == 1 else RemoteEngine(config, path)
+    return build_engine(config, path) if config.tensor_parallel_size == 1 else RemoteExecutor(config, path)
 
 
 class EngineCore:

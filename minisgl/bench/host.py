@@ -17,7 +17,7 @@ import numpy as np
 from minisgl.batch import Batch, NewRequest, PendingStep, StepResult, build_batch
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.distributed.control_plane import CONTROL_PLANES
-from minisgl.distributed.messages import Endpoint, Stepped, decode_batch, encode_batch
+from minisgl.distributed.messages import Endpoint, StepReport, decode_batch, encode_batch
 from minisgl.distributed.rank_process import ReportReader, send_report
 from minisgl.kvcache.radix import RadixCache
 from minisgl.registry import resolve
@@ -172,8 +172,8 @@ class _Listener(msgspec.Struct, frozen=True):
 def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """Microseconds from a step decided (a `Batch` in the driver) to the last rank that holds it, received and decoded.
 
-    A process without a model or a GPU stands for each rank. It waits as `distributed.rank_process.Rank` does and takes
-    the time where a rank calls `Engine.launch`.
+    A process without a model or a GPU stands for each rank. It waits as `RankWorker` does and takes the time where a
+    rank calls `Engine.launch`.
 
     Args:
         ranks: numbers of ranks.
@@ -204,7 +204,7 @@ def _plane_micros(plane: str, size: int, batch: Batch, steps: int) -> list[float
             decided = time.monotonic_ns()
             driver.send(encode_batch(batch), _TIMEOUT)
             heard = [reader.read(_TIMEOUT) for reader in readers]
-            taken.append((max(each.digest for each in heard if isinstance(each, Stepped)) - decided) / 1e3)
+            taken.append((max(each.digest for each in heard if isinstance(each, StepReport)) - decided) / 1e3)
     return taken[_WARM_UP_MESSAGES:]
 
 
@@ -234,11 +234,11 @@ def listen() -> None:
     """Be a rank without a model: report at what time each step could have been launched."""
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Listener)
     steps = resolve("control_plane", given.plane, CONTROL_PLANES).receiver(given.endpoint)
-    send_report(given.reports, Stepped(-1, b"", None, 0))
+    send_report(given.reports, StepReport(-1, b"", None, 0))
     number = 0
     while (message := steps.receive()) is not None:
         decode_batch(message)
-        send_report(given.reports, Stepped(number, b"", None, time.monotonic_ns()))
+        send_report(given.reports, StepReport(number, b"", None, time.monotonic_ns()))
         number += 1
 
 

@@ -1,4 +1,4 @@
-"""Communicators over torch.distributed: NCCL between GPUs, gloo between CPU ranks."""
+"""The communicators, and which one to use: torch.distributed, peer memory between GPUs, or a ring of CPU ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,17 @@ if TYPE_CHECKING:
 
 
 _PEER_MEMORY_BYTES = 24 << 20
-"""Of the largest tensor that is added up over peer memory: 2,048 tokens of Qwen3-32B. At 84 MB, what is won over NCCL
-is 4 to 7 % (`benchmarks/results/all-reduce.json`), and four times as much memory is shared."""
+"""Largest tensor that is reduced over peer memory: 2,048 tokens of Qwen3-32B. At 84 MB the gain over NCCL is only 4 to
+7 % (`benchmarks/results/all-reduce.json`), and the shared memory is four times the largest tensor."""
 
-
-# The older name of the two warns in versions that have the newer one.
+# Versions that have the newer name warn about the older one.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class TorchCommunicator(Communicator):
-    """The collectives of torch.distributed. On CUDA they are ordered with the current stream's other work, wait for
-    nothing on the host, and can be recorded in graphs.
+    """The collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. ``peers`` reduces what fits it.
 
-    Args:
-        group: of all ranks.
-        device: of this rank.
-        peers: adds up what fits it.
+    On CUDA they run on the current stream, do not block the host, and can be captured in CUDA graphs.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: PeerAllReduce | None = None) -> None:
@@ -45,7 +40,6 @@ class TorchCommunicator(Communicator):
         self._group = group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_reduce`."""
         if self.peers is not None and self.peers.fits(x):
             return self.peers.all_reduce(x)
         x = x.contiguous()
@@ -62,11 +56,10 @@ class TorchCommunicator(Communicator):
         return self.peers.add_and_norm(x, residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_gather`."""
         rows, width = x.shape
         stacked = x.new_empty((self.size * rows, width))
         _all_gather(stacked, x.contiguous(), group=self._group)
-        if self.peers is not None:  # a rank that gave a sum up has brought nonsense, and cannot answer any more
+        if self.peers is not None:  # fails if a rank gave up an all-reduce, so its data is wrong
             self.peers.barrier()
         return stacked.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
 
@@ -75,26 +68,22 @@ COMMUNICATORS: Table[Callable[[dist.ProcessGroup, torch.device], Communicator]] 
     "torch": TorchCommunicator,
     "ring": "minisgl.distributed.communicator:RingCommunicator",
 }
-"""For the option ``all_reduce``: what builds each over the ranks' process group, on the rank's device."""
 
 
-def choose_communicator(
+def select_communicator(
     name: str, device: torch.device, timeout: float
 ) -> Callable[[dist.ProcessGroup, torch.device], Communicator]:
-    """The communicator called ``name``: one of `COMMUNICATORS`, or ``"peer-memory"``, or ``"auto"``, which is
-    ``"peer-memory"`` between GPUs that reach one another's memory, and else ``"torch"``.
+    """Return what builds the communicator ``name`` over a process group: one of `COMMUNICATORS` or ``"peer-memory"``.
 
-    Args:
-        name: of the options.
-        device: of the ranks, by its type.
-        timeout: seconds that ranks wait for each other over peer memory; elsewhere that is the process group's.
+    ``"auto"`` is ``"peer-memory"`` between GPUs that can access each other's memory, else ``"torch"``. Ranks wait
+    ``timeout`` seconds for each other over peer memory; elsewhere the process group has its own timeout.
 
     Raises:
-        ConfigError: there is none of that name, or none on this device.
+        ConfigError: the name is unknown, or the communicator cannot run on this device.
     """
     has_kernels = device.type == "cuda" and find_spec("triton") is not None
     if name == "auto":
-        return partial(_fastest, timeout) if has_kernels else TorchCommunicator
+        return partial(_over_peer_memory_if_possible, timeout) if has_kernels else TorchCommunicator
     if name != "peer-memory":
         return resolve("all_reduce", name, COMMUNICATORS)
     if not has_kernels:
@@ -102,43 +91,35 @@ def choose_communicator(
     return partial(_over_peer_memory, timeout)
 
 
-def peers_of(communicator: Communicator) -> PeerAllReduce | None:
-    """What adds up over peer memory for this communicator, if anything does."""
+def peer_all_reduce_of(communicator: Communicator) -> PeerAllReduce | None:
+    """The all-reduce over peer memory, if the communicator uses one."""
     return communicator.peers if isinstance(communicator, TorchCommunicator) else None
 
 
 def _over_peer_memory(timeout: float, group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
-    """NCCL for what is large, and kernels of our own for the rest."""
     from minisgl.distributed.peer_all_reduce import PeerAllReduce
 
     return TorchCommunicator(group, device, PeerAllReduce(group, device, _PEER_MEMORY_BYTES, timeout=timeout))
 
 
-def _fastest(timeout: float, group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
+def _over_peer_memory_if_possible(timeout: float, group: dist.ProcessGroup, device: torch.device) -> TorchCommunicator:
     try:
         return _over_peer_memory(timeout, group, device)
-    except ConfigError as error:  # which all ranks get if one does
-        print(f"minisgl: NCCL adds up everything. {error}", file=sys.stderr)
+    except ConfigError as error:  # on all ranks alike
+        print(f"minisgl: all-reduces go through NCCL alone. {error}", file=sys.stderr)
         return TorchCommunicator(group, device)
 
 
 class RingCommunicator(Communicator):
-    """All ranks in a circle, each sending to the next one and receiving from the one before (Patarasuk and Yuan 2009).
+    """A ring of CPU ranks, each sending to the next and receiving from the one before (Patarasuk and Yuan 2009).
 
-    A tensor is cut into as many parts as there are ranks. In ``size − 1`` turns each part travels around the circle
-    and every rank adds its own numbers to it; after that each rank has one part that is complete. In ``size − 1`` more
-    turns the complete parts travel around. A rank sends ``2 (size − 1) / size`` times the tensor, however many ranks
-    there are, which is the least that is possible; but it takes ``2 (size − 1)`` turns, each as long as a message is
-    under way, which is most of the time when messages are small.
-
-    A part is added up once, by one rank after the other, so all ranks get the same bits.
-
-    Args:
-        group: of all ranks.
-        device: of this rank, a CPU.
+    The tensor has as many parts as there are ranks. In ``size − 1`` turns, a reduce-scatter, every part travels around
+    the ring and each rank adds its numbers to it. In ``size − 1`` more, an all-gather, the sums travel around. A rank
+    sends ``2 (size − 1) / size`` times the tensor, the least possible, but small messages take ``2 (size − 1)``
+    latencies. Each part is summed in one order, so all ranks get the same bits.
 
     Raises:
-        ConfigError: on a GPU, where sends and receives that wait for each other must be launched as one.
+        ConfigError: on a GPU, where a send and the receive that waits for it must be one launch.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -149,7 +130,6 @@ class RingCommunicator(Communicator):
         self._group = group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_reduce`."""
         x = x.contiguous()
         parts = x.view(-1).tensor_split(self.size)
         for turn in range(self.size - 1):
@@ -161,7 +141,6 @@ class RingCommunicator(Communicator):
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_gather`. What a rank has received it passes on."""
         parts = [x.contiguous()] * self.size
         for turn in range(self.size - 1):
             sent, received = (self.rank - turn) % self.size, (self.rank - turn - 1) % self.size
@@ -169,7 +148,7 @@ class RingCommunicator(Communicator):
         return torch.cat(parts, dim=-1)
 
     def _exchange(self, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Send to the next rank, and fill ``received`` with what the one before sends; its size says how much."""
+        """Send to the next rank while filling ``received`` from the one before."""
         sending = self._group.send([sent], (self.rank + 1) % self.size, 0)
         self._group.recv([received], (self.rank - 1) % self.size, 0).wait()
         sending.wait()

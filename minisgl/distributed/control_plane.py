@@ -1,4 +1,4 @@
-"""How the driver tells its ranks what to do next. There are two ways, behind one protocol."""
+"""Control planes: how the driver sends steps to its ranks. Here are the protocol and the one over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -17,94 +17,67 @@ from minisgl.distributed.messages import Endpoint
 from minisgl.errors import EngineDead
 from minisgl.registry import Table
 
-SPIN_SECONDS = 50e-6
-"""How long a rank polls for the next step before it goes to sleep. Waking up takes about as long."""
+SPIN_SECONDS = 50e-6  # that a rank polls for a step before it sleeps; waking up takes about as long
 
 
 class StepReceiver(Protocol):
     """A rank's end."""
 
     def receive(self, timeout: float | None = None) -> bytes | None:
-        """The next message, in the order in which they were sent.
-
-        Args:
-            timeout: seconds to wait for it; None waits until it comes.
-
-        Returns:
-            The message; None if the time is over.
+        """Return the next message, or None if there is none within ``timeout`` seconds (None: no limit).
 
         Raises:
-            EOFError: the driver has closed its end, or is gone.
+            EOFError: the driver has closed its end, or died.
             EngineDead: a message was lost.
         """
         ...
 
-    def close(self) -> None:
-        """Let go of this end."""
-        ...
+    def close(self) -> None: ...
 
 
 class ControlPlane(Protocol):
-    """The driver's end: it sends the same messages to all ranks, and none is lost on the way.
+    """The driver's end. It sends every message to all ranks, and loses none.
 
-    Built with the number of ranks, and with a function that raises once there is no use in waiting for them any longer.
+    While it waits for ranks, it calls ``check``, which raises an error if waiting is pointless. After ``timeout``
+    seconds, it raises `TimeoutError`.
     """
 
+    def __init__(self, num_ranks: int, check: Callable[[], None]) -> None: ...
+
     def endpoint(self, rank: int) -> Endpoint:
-        """What a rank needs to find its end."""
+        """What the rank's process needs to call `receiver`."""
         ...
 
     def connect(self, timeout: float) -> None:
-        """Called once all ranks have been started: wait until whatever is sent from now on reaches every one of them.
-
-        Raises:
-            TimeoutError: a rank has not come within ``timeout`` seconds.
-        """
+        """Wait, after all ranks have started, until messages will reach all of them."""
         ...
 
     def send(self, message: bytes, timeout: float) -> None:
-        """Send to all ranks, without waiting for them as long as they keep up.
-
-        Raises:
-            TimeoutError: a rank has not made room within ``timeout`` seconds.
-            OSError: a rank is gone.
-        """
+        """Send to all ranks. Waits only for a rank that is far behind. Raises `OSError` if a rank is gone."""
         ...
 
     def close(self) -> None:
-        """Let go of this end, and leave nothing behind: no file, no port, no memory. May be called twice."""
+        """Release all files, ports and memory. Calling it again does nothing."""
         ...
 
     @staticmethod
     def receiver(endpoint: Endpoint) -> StepReceiver:
-        """A rank's end, in its own process."""
+        """Build the rank's end, in the rank's process."""
         ...
 
 
-class PlaneFactory(Protocol):
-    """The class of a `ControlPlane`, which also makes the ranks' ends."""
-
-    def __call__(self, num_ranks: int, check: Callable[[], None]) -> ControlPlane: ...
-
-    @staticmethod
-    def receiver(endpoint: Endpoint) -> StepReceiver:
-        """See `ControlPlane.receiver`."""
-        ...
-
-
-CONTROL_PLANES: Table[PlaneFactory] = {
+CONTROL_PLANES: Table[type[ControlPlane]] = {
     "shared-memory": "minisgl.distributed.shared_memory:SharedMemoryPlane",
-    "zmq": "minisgl.distributed.control_plane:PublishPlane",
+    "zmq": "minisgl.distributed.control_plane:ZmqPlane",
 }
 
 
-def arrives(arrived: Callable[[], bool], sleep: Callable[[float | None], object], timeout: float | None) -> bool:
-    """Wait for a message, first awake and then asleep.
+def wait_for_message(
+    arrived: Callable[[], bool], sleep: Callable[[float | None], object], timeout: float | None
+) -> bool:
+    """Poll for a short while, then sleep, until a message has arrived; False if none does within ``timeout``.
 
-    Args:
-        arrived: whether there is one.
-        sleep: waits for one, up to so many seconds; None has no limit. It may wake up too early.
-        timeout: seconds to wait in all; None has no limit.
+    Timeouts are in seconds, None for no limit. ``sleep`` may return early.
     """
     start = time.monotonic()
     while not arrived():
@@ -117,17 +90,7 @@ def arrives(arrived: Callable[[], bool], sleep: Callable[[float | None], object]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, check: Callable[[], None], what: str) -> None:
-    """Sleep until the condition holds.
-
-    Args:
-        condition: that is waited for.
-        timeout: seconds.
-        check: raises if there is no use in waiting.
-        what: the wait is for, for the error.
-
-    Raises:
-        TimeoutError: it does not hold in time.
-    """
+    """Sleep until the condition holds. Raises `TimeoutError`, which names ``what``, after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         check()
@@ -138,26 +101,16 @@ def wait_until(condition: Callable[[], bool], timeout: float, check: Callable[[]
 
 
 _HIGH_WATER_MARK = 1000
-_NUMBER = struct.Struct("<q")
-"""Before each message: its number, from 0."""
+_NUMBER = struct.Struct("<q")  # in front of each message: its number, from 0
 
 
-class PublishPlane:
-    """One publisher, whose messages ZeroMQ sends on to every subscriber.
+class ZmqPlane:
+    """A ZeroMQ publisher, with every rank as a subscriber.
 
-    Publishers usually drop what a subscriber is too slow for, and what was sent before it came. Neither may happen to a
-    step: this one waits for all subscriptions before the first message, and refuses to send while a subscriber is full
-    (``XPUB_NODROP``). Should a message be lost all the same, its successor has the wrong number.
+    A publisher usually drops messages for subscribers that are slow or not there yet. This one waits for all
+    subscriptions first, and does not send while a queue is full (``XPUB_NODROP``). Numbers would reveal a lost message.
 
-    The socket is a file in a directory that only its owner may enter. Both are removed as soon as the ranks have
-    connected: connections do not need them.
-
-    Args:
-        num_ranks: that listen.
-        check: raises once there is no use in waiting for them.
-
-    Raises:
-        OSError: the system has no socket left.
+    The socket is a file in a private directory. Connections do not need it, so `connect` removes it.
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:
@@ -170,7 +123,7 @@ class PublishPlane:
             self._socket = self._context.socket(zmq.XPUB)
             self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
             self._socket.setsockopt(zmq.XPUB_NODROP, 1)
-            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # hear of every subscription, not of the first one alone
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, not only the first
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(f"ipc://{self._directory}/steps")
         except zmq.ZMQError as error:
@@ -178,18 +131,15 @@ class PublishPlane:
             raise OSError(error.errno, str(error)) from error
 
     def endpoint(self, rank: int) -> Endpoint:
-        """See `ControlPlane.endpoint`."""
         return Endpoint(f"ipc://{self._directory}/steps")
 
     def connect(self, timeout: float) -> None:
-        """See `ControlPlane.connect`."""
         for _ in range(self._num_ranks):
             wait_until(lambda: bool(self._socket.poll(0)), timeout, self._check, "ranks to subscribe")
             self._socket.recv()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def send(self, message: bytes, timeout: float) -> None:
-        """See `ControlPlane.send`."""
         numbered = _NUMBER.pack(self._sent) + message
         wait_until(lambda: self._try_send(numbered), timeout, self._check, "a slow rank")
         self._sent += 1
@@ -202,22 +152,16 @@ class PublishPlane:
         return True
 
     def close(self) -> None:
-        """See `ControlPlane.close`."""
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @staticmethod
-    def receiver(endpoint: Endpoint) -> PublishReceiver:
-        """See `ControlPlane.receiver`."""
-        return PublishReceiver(endpoint)
+    def receiver(endpoint: Endpoint) -> ZmqReceiver:
+        return ZmqReceiver(endpoint)
 
 
-class PublishReceiver:
-    """A rank's end of a `PublishPlane`. ZeroMQ does not say when the driver is gone; a rank has other ways to know.
-
-    Args:
-        endpoint: of this rank.
-    """
+class ZmqReceiver:
+    """A rank's end of a `ZmqPlane`. ZeroMQ does not report that the driver died; `child_process` does."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._expected = 0
@@ -229,8 +173,7 @@ class PublishReceiver:
         self._socket.connect(endpoint.address)
 
     def receive(self, timeout: float | None = None) -> bytes | None:
-        """See `StepReceiver.receive`."""
-        if not arrives(lambda: bool(self._socket.poll(0)), self._sleep, timeout):
+        if not wait_for_message(lambda: bool(self._socket.poll(0)), self._sleep, timeout):
             return None
         numbered = self._socket.recv()
         (number,) = _NUMBER.unpack_from(numbered)
@@ -243,5 +186,4 @@ class PublishReceiver:
         self._socket.poll(None if timeout is None else int(1e3 * timeout) + 1)
 
     def close(self) -> None:
-        """See `StepReceiver.close`."""
         self._context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""What the driver and its ranks tell each other. Numbers of a step are raw int32; nothing is pickled."""
+"""Messages between the driver and its ranks. The arrays of a step travel as raw int32; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -17,48 +17,26 @@ from minisgl.sampling_params import SamplingParams
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a rank finds its end of the control plane.
-
-    Args:
-        address: whatever the plane makes of it.
-        fds: open files that the rank inherits.
-    """
+    """Where a rank finds its end of the control plane: an address of the plane's format, and files to inherit."""
 
     address: str
     fds: list[int] = []
 
 
 class RankOptions(ChildOptions, frozen=True, kw_only=True):
-    """What a rank is told when it is started.
-
-    Args:
-        rank: which one it is.
-        config: options of the engine.
-        path: directory of the checkpoint.
-        store_port: of the store where the ranks meet.
-        endpoint: of the control plane.
-        reports: file to which the rank writes `Stepped` messages.
-        threads: of PyTorch on the CPU.
-    """
+    """What a rank's process gets when it starts."""
 
     rank: int
     config: EngineConfig
-    path: str
+    path: str  # directory of the checkpoint
     store_port: int
     endpoint: Endpoint
-    reports: int
-    threads: int
+    reports: int  # file for its `StepReport` messages
+    threads: int  # of PyTorch on the CPU
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the driver has to know of a rank's engine.
-
-    Args:
-        num_pages: KV pages, the same on all ranks.
-        page_bytes, model_bytes, runner_bytes: on this rank, as in `minisgl.engine.engine.Engine`.
-        max_seq_len: longest sequence.
-        attention: the attention backends, and why it is these.
-    """
+    """What the driver needs to know about a rank's engine; sizes in bytes are those of this rank."""
 
     num_pages: int
     page_bytes: int
@@ -68,46 +46,24 @@ class EngineInfo(msgspec.Struct, frozen=True):
     attention: AttentionChoice
 
 
-class Stepped(msgspec.Struct, frozen=True):
-    """A step is complete.
+class StepReport(msgspec.Struct, frozen=True):
+    """The result of a complete step."""
 
-    Args:
-        step: its number, from 0.
-        tokens: int32[S].
-        logprobs: as in `StepResult`.
-        digest: of what the rank was told and what it sampled, where ranks are compared; else 0.
-    """
-
-    step: int
-    tokens: bytes
-    logprobs: list[TokenLogprobs | None] | None
-    digest: int
+    step: int  # its number, from 0
+    tokens: bytes  # int32[S]
+    logprobs: list[TokenLogprobs | None] | None  # as in `StepResult`
+    digest: int  # of the step and its tokens, to compare ranks; 0 without `verify_ranks`
 
 
 _ARRAYS = (
-    "slots",
-    "cu_seqlens_q",
-    "seq_lens",
-    "positions",
-    "token_slots",
-    "out_locs",
-    "sample_rows",
-    "output_index",
-    "page_index",
-    "page_value",
-    "mask_rows",
-    "masks",
-)
+    "slots", "cu_seqlens_q", "seq_lens", "positions", "token_slots", "out_locs",
+    "sample_rows", "output_index", "page_index", "page_value", "mask_rows", "masks",
+)  # fmt: skip
 _PARAM_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
-class _NewRequest(msgspec.Struct, array_like=True):
-    slot: int
-    tokens: bytes
-    prompt_len: int
-    params: dict[str, Any]
-    stop_ids: tuple[int, ...]
-    seed: int
+_NewRequest = tuple[int, bytes, int, dict[str, Any], tuple[int, ...], int]
+"""The fields of a `NewRequest`: tokens as bytes, and of its sampling parameters only those that are no defaults."""
 
 
 class _Step(msgspec.Struct, array_like=True):
@@ -118,48 +74,40 @@ class _Step(msgspec.Struct, array_like=True):
 
 
 _STEPS = msgspec.msgpack.Decoder(_Step)
-_REPORTS = msgspec.msgpack.Decoder(Stepped)
+_REPORTS = msgspec.msgpack.Decoder(StepReport)
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """A step, ready to be sent: all of its arrays as one run of int32, and who is admitted."""
+    """Encode a step: all of its arrays as one run of int32, and its new requests."""
     arrays: list[Int32Array] = [getattr(batch, name) for name in _ARRAYS]
     new_requests = [
-        _NewRequest(a.slot, a.tokens.tobytes(), a.prompt_len, _given(a.params), a.stop_ids, a.seed)
-        for a in batch.new_requests
+        (new.slot, new.tokens.tobytes(), new.prompt_len, _non_defaults(new.params), new.stop_ids, new.seed)
+        for new in batch.new_requests
     ]
     words = np.concatenate(arrays, dtype=np.int32).tobytes()
     return msgspec.msgpack.encode(_Step(batch.num_decode, [len(array) for array in arrays], words, new_requests))
 
 
 def decode_batch(message: bytes) -> Batch:
-    """What `encode_batch` was given."""
+    """The inverse of `encode_batch`."""
     step = _STEPS.decode(message)
     arrays = np.split(np.frombuffer(step.words, dtype=np.int32).copy(), np.cumsum(step.lengths[:-1]))
     new_requests = tuple(
-        NewRequest(
-            a.slot,
-            np.frombuffer(a.tokens, dtype=np.int32),
-            a.prompt_len,
-            SamplingParams(**a.params),
-            a.stop_ids,
-            a.seed,
-        )
-        for a in step.new_requests
+        NewRequest(slot, np.frombuffer(tokens, dtype=np.int32), prompt_len, SamplingParams(**params), stop_ids, seed)
+        for slot, tokens, prompt_len, params, stop_ids, seed in step.new_requests
     )
     return Batch(num_decode=step.num_decode, new_requests=new_requests, **dict(zip(_ARRAYS, arrays, strict=True)))
 
 
-def encode_report(report: Stepped) -> bytes:
-    """A message to the driver."""
+def encode_report(report: StepReport) -> bytes:
+    """Encode a report for the driver."""
     return msgspec.msgpack.encode(report)
 
 
-def decode_report(message: bytes) -> Stepped:
-    """What `encode_report` was given."""
+def decode_report(message: bytes) -> StepReport:
+    """The inverse of `encode_report`."""
     return _REPORTS.decode(message)
 
 
-def _given(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that are not their defaults."""
+def _non_defaults(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, default in _PARAM_DEFAULTS.items() if (value := getattr(params, name)) != default}

@@ -1,4 +1,4 @@
-"""Where what lies in the memory that a rank shares, and what fits."""
+"""All-reduce between the GPUs of one host, by kernels that write into each other's memory."""
 
 from __future__ import annotations
 
@@ -14,112 +14,30 @@ from minisgl.distributed.peer_memory import exchange, share_memory
 from minisgl.errors import EngineDead
 from minisgl.kernels.launch import check_device, pdl_launch_args
 
-_ROW_BYTES = 32 << 10
-"""Of the longest row that is normalised: one program keeps it in registers."""
-
-
-_LEAST_ROW_BYTES = 256
-"""Of the shortest row that the memory has signal pads for."""
-
-
-@dataclass(frozen=True)
-class PeerLayout:
-    """Parts of a rank's piece of peer memory, each on a boundary of 16 bytes; the first inbox is at its beginning.
-
-    Args:
-        ranks: how many share.
-        one_shot_bytes: of the largest tensor that is reduced in one shot.
-        max_bytes: of the largest tensor at all.
-    """
-
-    ranks: int
-    one_shot_bytes: int
-    max_bytes: int
-
-    @property
-    def capacity(self) -> int:
-        """Words of four bytes that each rank may send each other in one shot."""
-        return -(-self.one_shot_bytes // 16) * 4
-
-    @property
-    def groups(self) -> int:
-        """How many groups of rows, one row a rank, two shots have signal pads for."""
-        return -(-self.max_bytes // (self.ranks * _LEAST_ROW_BYTES))
-
-    @property
-    def inbox(self) -> int:
-        """Byte at which the inbox of two shots begins: after two turns of eight bytes a word from each rank."""
-        return 2 * self.ranks * self.capacity * 8
-
-    @property
-    def outbox(self) -> int:
-        """Byte at which the outbox of two shots begins."""
-        return self.inbox + self._room
-
-    @property
-    def pads(self) -> int:
-        """Byte at which the signal pads begin, int32[2 × groups, ranks]."""
-        return self.outbox + self._room
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole piece."""
-        return self.pads + 2 * self.groups * self.ranks * 4
-
-    @property
-    def _room(self) -> int:
-        """Of a tensor whose last group lacks all rows but one."""
-        return -(-self.max_bytes // 16) * 16 + self.ranks * _ROW_BYTES
-
-    def fits_one_shot(self, nbytes: int) -> bool:
-        """Whether so many bytes can be reduced in one shot."""
-        return nbytes <= self.one_shot_bytes
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether so many bytes can be reduced: whole words, at most ``max_bytes`` of them."""
-        return 0 < nbytes <= self.max_bytes and nbytes % 4 == 0
-
-    def fits_rows(self, rows: int, row_bytes: int) -> bool:
-        """Whether so many rows can be reduced and normalised."""
-        whole = self.fits(rows * row_bytes) and row_bytes % 4 == 0 and row_bytes <= _ROW_BYTES
-        return whole and (self.fits_one_shot(rows * row_bytes) or -(-rows // self.ranks) <= self.groups)
-
-
 ONE_SHOT_BYTES = {2: 1536 << 10, 4: 368 << 10, 8: 128 << 10}
-"""Up to how many bytes one shot is faster than two, by ranks. ``benchmarks/results/all-reduce.json`` has the crossings
-of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB. For 8, which were not at hand, this is
-reckoned with the latencies seen there, 3 and 8 µs, and 350 KB a µs: one shot sends twice the data to each peer."""
-
-
+"""Number of ranks → up to how many bytes one shot is faster than two. ``benchmarks/results/all-reduce.json`` has the
+crossings of 2 and 4 H200s: 2,026 and 383 KB, and with the norm after it 1,283 and 390 KB. For 8 ranks this is computed,
+from latencies of 3 and 8 µs and 350 KB a µs: one shot sends twice the data to each peer."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-_POLL_SECONDS = 0.1e-6
-"""That one poll for a signal takes at the least: words that nobody writes to are in its own GPU's cache."""
-
-
-_WORDS = 256
-"""Of a program of the one-shot kernel."""
-
-
-_ELEMENTS = (4096, 2048)
-"""Of a row of the two-shot kernel where rows have no meaning: the first with which half of its programs have work."""
+_POLL_SECONDS = 0.1e-6  # least duration of a poll: words that no peer writes are in the GPU's own cache
+_WORDS = 256  # of a program of the one-shot kernel
+_ELEMENTS = (4096, 2048)  # of a row in two shots without a norm: the first with which half of the programs have work
+_MAX_ROW_BYTES = 32 << 10  # of a row that is normalised: one program keeps it in registers
+_MIN_ROW_BYTES = 256  # of a row for which the memory has signal pads
 
 
 class PeerAllReduce:
-    """Sum over the ranks of one host, by kernels that write into the memory of one another's devices.
+    """Sum over the ranks. Small tensors go in one shot: every rank sends all of its tensor to every other rank. Others
+    go in two shots: each rank sums its share of the rows, and sends out the result.
 
-    All ranks make the same calls with the same shapes in the same order on one stream, or record them in graphs and
-    replay those in the same order. All get the same bits: a sum is taken in float32, in the order of the ranks, and
-    rounded once, whichever way it is taken.
+    All ranks make the same calls with the same shapes in the same order on one stream, or capture them in graphs and
+    replay those in the same order. All get the same bits: both ways sum in float32, in the order of the ranks, and
+    round once.
 
     Args:
-        group: of the ranks, who meet over it before the first call and after the last.
-        device: of this rank.
         max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
-        one_shot_bytes: of the largest tensor that is reduced in one shot; None: what was measured.
-        timeout: seconds that a kernel polls for the signal of a peer, at the least, before it gives up; see `check`.
-            A rank may be compiling kernels for a minute or two.
+        one_shot_bytes: of the largest tensor that is reduced in one shot; None for `ONE_SHOT_BYTES`.
+        timeout: least seconds until a kernel gives up on a peer, which may be compiling for a minute or two.
 
     Raises:
         ConfigError: the device has no kernels, or ranks cannot share memory.
@@ -146,15 +64,14 @@ class PeerAllReduce:
         self._word = torch.zeros(1, device=device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce` takes this tensor; every rank gets the same answer for the same shape."""
+        """Whether `all_reduce` takes this tensor. Depends on its shape and dtype alone."""
         return x.dtype in _DTYPES and x.is_contiguous() and self._layout.fits(x.nbytes)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, a new tensor like ``x``, which must fit."""
+        """Return the sum over all ranks, a new tensor like ``x``, which must fit."""
         return self.one_shot(x) if self._layout.fits_one_shot(x.nbytes) else self.two_shot(x)
 
     def one_shot(self, x: torch.Tensor) -> torch.Tensor:
-        """`all_reduce` as in `minisgl.distributed.peer_kernels`."""
         out, words = torch.empty_like(x), x.nbytes // 4
         one_shot_kernel[(triton.cdiv(words, _WORDS),)](
             x, out, self._peers, self._state, self._lost, words,
@@ -164,7 +81,6 @@ class PeerAllReduce:
         return out
 
     def two_shot(self, x: torch.Tensor) -> torch.Tensor:
-        """`all_reduce` as in `minisgl.distributed.peer_kernels`."""
         out, programs = torch.empty_like(x), 2 * self._processors
         for elements in _ELEMENTS:
             if x.numel() >= elements * self._layout.ranks * programs // 2:
@@ -173,8 +89,8 @@ class PeerAllReduce:
         return out
 
     def fits_norm(self, x: torch.Tensor) -> bool:
-        """Whether `add_and_norm` takes this tensor, [T, size], and is faster than one step after the other. Few rows
-        are not: a norm takes whole rows, a program each, while one shot spreads a row over many."""
+        """Whether `add_and_norm` takes this tensor, [T, hidden_size], and is faster than all-reduce, then norm."""
+        # With few rows it is slower: a norm needs one program a row, while one shot spreads a row over many.
         rows, row_bytes = len(x), x[0].nbytes
         return self.fits(x) and not self._layout.fits_one_shot(x.nbytes) and self._layout.fits_rows(rows, row_bytes)
 
@@ -183,8 +99,8 @@ class PeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Communicator.all_reduce_and_norm` in two shots, with the norm between them.
 
-        Each rank does this for its own rows, those with row % ranks == rank, and hands out what it has normalised. So
-        the residual stream that comes out is complete on no rank.
+        Each rank sums and normalises the rows with row % ranks == rank, and sends out the result. The residual stream
+        that is returned has only these rows.
         """
         normed, total = torch.empty_like(x), torch.empty_like(x)
         stream, size = x if residual is None else residual, x.shape[1]
@@ -196,22 +112,19 @@ class PeerAllReduce:
         return normed, total
 
     def barrier(self) -> None:
-        """Wait once more for every rank. A rank that gave up in one call is silent from the next on, while others may
-        have got the right sum in that one; after this, `check` tells all of them."""
+        """Wait for every rank, so that `check` fails on all ranks if one has given up before."""
         self.all_reduce(self._word)
 
     def finish(self) -> None:
-        """Wait until the device is done with all calls so far, and `check`."""
+        """Wait until the device has finished all calls so far, and `check`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.check()
 
     def check(self) -> None:
-        """Look, without waiting for the device, whether a kernel of this rank has given a peer up. The rank is silent
-        from then on, so that at their next call all others give it up as well.
+        """Raise `EngineDead` if a kernel of this rank has given up, so that results since then are wrong.
 
-        Raises:
-            EngineDead: one has. Nothing that was computed since is of any use.
+        Does not wait for the device. The rank sends no more signals, so all other ranks give up in their next call.
         """
         if self._lost.item():
             raise EngineDead(
@@ -220,26 +133,75 @@ class PeerAllReduce:
             )
 
     def close(self) -> None:
-        """Give the memory back. A collective call, after the last all-reduce."""
+        """Free the memory. A collective call, after the last all-reduce."""
         self._memory.close()
 
     def _launch(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        most_programs: int,
-        **constants: int | float,
-    ) -> None:
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, total: torch.Tensor,
+        max_programs: int, **constants: int | float,
+    ) -> None:  # fmt: skip
         layout, size = self._layout, int(constants["SIZE"])
         groups = triton.cdiv(x.numel(), size * layout.ranks)
-        two_shot_kernel[(min(groups, most_programs),)](
+        two_shot_kernel[(min(groups, max_programs),)](
             x, residual, weight, out, total, self._peers, self._state, self._lost, x.numel(),
             BLOCK=triton.next_power_of_2(size), INBOX=layout.inbox, OUTBOX=layout.outbox, PADS=layout.pads,
             GROUPS=layout.groups, RANK=self._rank, RANKS=layout.ranks, **constants, **pdl_launch_args(x),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PeerLayout:
+    """The parts of a rank's peer memory, each on a boundary of 16 bytes, and what fits into them."""
+
+    # First is the inbox of one shot; then come the inbox, the outbox and the signal pads of two shots.
+    ranks: int
+    one_shot_bytes: int  # of the largest tensor that is reduced in one shot
+    max_bytes: int  # of the largest tensor
+
+    @property
+    def capacity(self) -> int:
+        """Words of four bytes that a rank can send to each other rank in one shot."""
+        return -(-self.one_shot_bytes // 16) * 4
+
+    @property
+    def groups(self) -> int:
+        """Groups of rows, one row a rank, that two shots have signal pads for."""
+        return -(-self.max_bytes // (self.ranks * _MIN_ROW_BYTES))
+
+    @property
+    def inbox(self) -> int:
+        """Offset of the inbox of two shots. The one before has two turns of eight bytes a word for each rank."""
+        return 2 * self.ranks * self.capacity * 8
+
+    @property
+    def outbox(self) -> int:
+        return self.inbox + self._room
+
+    @property
+    def pads(self) -> int:
+        """Offset of the signal pads, int32[2 × groups, ranks]."""
+        return self.outbox + self._room
+
+    @property
+    def nbytes(self) -> int:
+        return self.pads + 2 * self.groups * self.ranks * 4
+
+    @property
+    def _room(self) -> int:
+        # Up to `ranks - 1` rows of the last group are empty.
+        return -(-self.max_bytes // 16) * 16 + self.ranks * _MAX_ROW_BYTES
+
+    def fits_one_shot(self, nbytes: int) -> bool:
+        return nbytes <= self.one_shot_bytes
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a tensor of ``nbytes`` can be reduced: whole words, at most ``max_bytes``."""
+        return 0 < nbytes <= self.max_bytes and nbytes % 4 == 0
+
+    def fits_rows(self, rows: int, row_bytes: int) -> bool:
+        """Whether ``rows`` of ``row_bytes`` each can be reduced and normalised."""
+        whole = self.fits(rows * row_bytes) and row_bytes % 4 == 0 and row_bytes <= _MAX_ROW_BYTES
+        return whole and (self.fits_one_shot(rows * row_bytes) or -(-rows // self.ranks) <= self.groups)
 
 
 def _processors_of(device: torch.device) -> int:
@@ -247,5 +209,5 @@ def _processors_of(device: torch.device) -> int:
 
 
 def _fewest_processors(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Of all ranks' devices: how a tensor is cut depends on it, and all must cut alike."""
+    """Minimum over the ranks, because all must divide a tensor alike."""
     return min(map(int, exchange(str(_processors_of(device)).encode(), group, device)))

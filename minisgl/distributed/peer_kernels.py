@@ -1,12 +1,12 @@
-"""What ranks tell one another from inside a kernel: which call this is, and that something has been written.
+"""Triton kernels of the all-reduce over peer memory.
 
-A kernel that is recorded in a CUDA graph runs again and again with the same arguments, so nothing about a call can be
-an argument. Each rank counts its calls on the device. All ranks make the same calls in the same order, so the number of
-a call is the same everywhere, and a signal is nothing but that number, written into the memory of a peer. It never has
-to be taken back: the next call has another number.
+A kernel that is captured in a CUDA graph runs again and again with the same arguments, so an argument cannot tell which
+call this is. Instead each rank counts its calls on the device. All ranks make the same calls in the same order, so the
+number is the same on all of them, and a signal is just that number, written into a peer's memory. Signals need no
+reset, because the next call has another number.
 
-A rank that has waited in vain computes nonsense from then on. It falls silent, so that every other rank waits in vain
-as well, and none passes nonsense on without knowing it.
+A rank that gives up waiting computes wrong results from then on. So it stops signalling, and all other ranks give up
+as well, instead of passing on wrong numbers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import triton.language as tl
 from minisgl.kernels.launch import tile_range
 
 CALL, POLLS = tl.constexpr(0), tl.constexpr(1)
-"""Words of a rank's state, int64[2], in its own memory. CALL: the number of calls so far in the upper half, and in the
-lower half how many programs of the present one have begun. POLLS: how often a program polls for a signal before it
-gives up; 0 from then on, so that only the first call waits long, and later ones know that they must be silent."""
+"""Words of a rank's state, int64[2]. CALL: the number of calls so far in the upper half, and in the lower half how many
+programs of the present one have begun. POLLS: how often a program polls before it gives up; after that, 0."""
 
 
 @triton.jit
 def begin_call(state_ptr):
-    """Number of this call, an int32 that is the same in all its programs and on all ranks.
+    """Return the number of this call, an int32 that is the same in all its programs and on all ranks.
 
-    One addition both reads the number and counts the program in. The last program to begin moves the number on for the
-    next call, because then nobody reads it any more.
+    The last program to begin sets the number of the next call, because then no program reads this one any more.
     """
     before = tl.atomic_add(state_ptr + CALL, 1, sem="relaxed")
     call = (before >> 32) + 1
@@ -38,37 +36,30 @@ def begin_call(state_ptr):
 
 @triton.jit
 def give_up(state_ptr, lost_ptr):
-    """A peer does not answer. What this call returns is undefined, and so is all that comes after: see `may_speak`."""
+    """Record that a peer did not answer. The results of this call and of all later ones are undefined."""
     tl.store(state_ptr + POLLS, 0)
     tl.store(lost_ptr, 1)
 
 
 @triton.jit
 def may_speak(state_ptr):
-    """Whether no call has given a peer up so far."""
+    """Whether no call has given up so far."""
     return tl.load(state_ptr + POLLS) > 0
 
 
 @triton.jit
 def memory_of(peers_ptr, peer, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """Pointer into the piece of a peer, OFFSET bytes from its beginning.
-
-    Args:
-        peers_ptr: pointer to the addresses of all pieces, int64[ranks].
-        peer: one rank, or a tensor of ranks.
-    """
+    """Pointer into a peer's piece, at OFFSET bytes. ``peers_ptr``: addresses of all pieces, int64[ranks]."""
     return tl.multiple_of((tl.load(peers_ptr + peer) + OFFSET).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def signal(peers_ptr, pad, call, speaks, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Tell all ranks that this program has written what it has to: everything before is visible to who sees it.
+    """Tell all ranks, if ``speaks``, that this program's writes so far are complete and visible.
 
-    Args:
-        pad: number of the signal pad, which has room for a word of each rank: int32[pads, RANKS] at OFFSET.
-        speaks: False keeps silent.
+    ``pad`` is a row of the signal pads, int32[pads, RANKS] at OFFSET.
     """
-    tl.debug_barrier()  # the threads that signal speak for all threads of the program
+    tl.debug_barrier()  # all threads of the program have written before some of them signal
     peers = tl.arange(0, triton.next_power_of_2(RANKS))
     exists = (peers < RANKS) & speaks
     pieces = tl.load(peers_ptr + peers, exists, other=0)
@@ -78,11 +69,7 @@ def signal(peers_ptr, pad, call, speaks, OFFSET: tl.constexpr, RANK: tl.constexp
 
 @triton.jit
 def wait(peers_ptr, state_ptr, lost_ptr, pad, call, OFFSET: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Wait until all ranks have signalled this call: everything that they wrote before is visible afterwards.
-
-    Returns:
-        Whether they have; if not, they were given up.
-    """
+    """Wait until all ranks have signalled this call, so that what they wrote before is visible. False: gave up."""
     peers = tl.arange(0, triton.next_power_of_2(RANKS))
     exists = peers < RANKS
     words = memory_of(peers_ptr, RANK, OFFSET, tl.int32) + pad * RANKS + peers
@@ -108,7 +95,7 @@ def words_of(ptr):
 
 @triton.jit
 def numbers_in(words, dtype: tl.constexpr):
-    """float32 numbers that words of four bytes hold, in the order in which memory has them: one a word, or two."""
+    """The numbers in words of four bytes, one or two a word, in the order of memory and in float32."""
     if dtype.primitive_bitwidth == 32:
         numbers = words.to(dtype, bitcast=True)
     else:
@@ -120,12 +107,10 @@ def numbers_in(words, dtype: tl.constexpr):
 
 @triton.jit
 def send(words, here, part, peers_ptr, call, CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Write words into the inboxes of all peers, each with the number of the call.
+    """Write ``words``, int32[N], into the inboxes of all peers, each with the number of the call.
 
-    Args:
-        words: int32[N].
-        here: int32[N] their places in the inbox of a rank, which has CAPACITY words for each sender and each turn.
-        part: bool[N] which of them to send.
+    ``here``, int32[N], are their places among the CAPACITY words that an inbox has for each sender and each turn, and
+    ``part``, bool[N], says which to send.
     """
     signed = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     turn = (call & 1) * RANKS + RANK
@@ -136,18 +121,13 @@ def send(words, here, part, peers_ptr, call, CAPACITY: tl.constexpr, RANK: tl.co
 
 @triton.jit
 def missing_in(arrived, exists, call):
-    """1 if a word of this call is not there yet."""
+    """1 if a word of this call has not arrived, else 0."""
     return tl.max((exists & ((arrived >> 32).to(tl.int32) != call)).to(tl.int32))
 
 
 @triton.jit
 def receive(inbox, exists, arrived, state_ptr, lost_ptr, call):
-    """Words that a peer has sent in this call, int32[N], once all are there.
-
-    Args:
-        inbox: pointers to where they will be.
-        arrived: what is there at first sight.
-    """
+    """Wait for the words that a peer sends in this call, int32[N]. ``arrived`` is what the first load saw."""
     most_polls = tl.load(state_ptr + POLLS)
     polls = tl.zeros_like(most_polls)
     missing = missing_in(arrived, exists, call)
@@ -166,7 +146,7 @@ def sum_of_ranks(
     words, here, exists, peers_ptr, state_ptr, lost_ptr, call,
     dtype: tl.constexpr, CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum in float32, in the order of the ranks, so that all of them get the same bits; then rounded."""
+    """Sum in float32, in the order of the ranks, so that all of them get the same bits; then round."""
     inbox = memory_of(peers_ptr, RANK, 0, tl.int64) + (call & 1) * (RANKS * CAPACITY) + here
     at_first_sight = ()
     for peer in tl.static_range(RANKS):  # all loads are under way before the first is waited for
@@ -184,19 +164,10 @@ def sum_of_ranks(
 
 @triton.jit
 def one_shot_kernel(
-    x_ptr,
-    out_ptr,
-    peers_ptr,
-    state_ptr,
-    lost_ptr,
-    num_words,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One program for BLOCK words of x: ``out = sum of the x of all ranks``."""
+    x_ptr, out_ptr, peers_ptr, state_ptr, lost_ptr, num_words,
+    CAPACITY: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """``out = sum of the x of all ranks``, with one program for BLOCK words."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = here < num_words
@@ -216,36 +187,18 @@ def one_shot_kernel(
 
 @triton.jit
 def two_shot_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    total_ptr,
-    peers_ptr,
-    state_ptr,
-    lost_ptr,
-    count,
-    EPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    INBOX: tl.constexpr,
-    OUTBOX: tl.constexpr,
-    PADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """Rows in groups of one for each rank: rank r adds up row r of every group, and normalises it if NORM.
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, peers_ptr, state_ptr, lost_ptr, count,
+    EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    INBOX: tl.constexpr, OUTBOX: tl.constexpr, PADS: tl.constexpr, GROUPS: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """``out = sum of the x of all ranks``; with NORM, ``total = that sum + residual`` and ``out = RMSNorm(total)``.
 
-    Without NORM, ``out = sum of the x of all ranks``. With it, ``total = that sum + residual`` and ``out =
-    RMSNorm(total)``; then only the rows of ``total`` that this rank has added up are written, and only those of the
-    residual are read.
+    A group has one row for each rank, and rank r sums and normalises row r of every group. It reads only these rows of
+    the residual, and writes only these rows of ``total``.
 
-    x, residual, out, total: ``count`` elements, contiguous, rows of SIZE of them; the last row may be shorter if it is
-    not normalised. weight: [SIZE]. GROUPS is how many groups inbox, outbox and pads have room for.
+    x, residual, out, total: ``count`` elements, contiguous, in rows of SIZE; the last row may be shorter if it is not
+    normalised. weight: [SIZE]. Inbox, outbox and pads have room for GROUPS groups.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK)

@@ -1,10 +1,8 @@
-"""Memory that the kernels of all ranks of a host read and write: each rank gives a piece, and maps those of the others.
+"""Peer memory: each rank of a host allocates a piece, and maps those of the others, for kernels to read and write.
 
-On GPUs a piece is ordinary device memory, handed on by CUDA's interprocess handles. It is no memory of PyTorch's
-allocator, which cuts small tensors out of large blocks, and no symmetric memory of PyTorch's, which sets NVLink's
-multicast up wherever the hardware has it: all that is used here are loads and stores. On the CPU a piece is an
-anonymous file. Either way nothing has a name that could be left behind: a piece is freed with the last process that
-maps it.
+On GPUs a piece is plain device memory, shared by CUDA's interprocess handles. PyTorch's allocator will not do, because
+it cuts small tensors out of large blocks, nor will its symmetric memory, which sets up NVLink multicast. On the CPU a
+piece is an anonymous file. No piece has a name, so it is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,45 +22,46 @@ _HANDLE_BYTES = 64  # of CUDA's handles
 _ENABLE_PEER_ACCESS = 1
 
 
-class PeerMemory(Protocol):
-    """A piece of memory a rank, all of one size, zero at first.
-
-    Args:
-        addresses: where this process sees them, in the order of the ranks.
-    """
-
-    addresses: list[int]
-
-    def close(self) -> None:
-        """Unmap the pieces of the others, then give back one's own. A collective call, after the last kernel."""
-
-
 class _Mapping(Protocol):
-    """How a device hands memory from one process to another."""
+    """How processes on one kind of device share memory."""
 
     def create(self, nbytes: int) -> bytes:
-        """Make this rank's piece, zero it, and return a handle of at most 64 bytes with which others open it."""
+        """Allocate this rank's piece, zeroed, and return a handle of at most 64 bytes with which others open it."""
 
     def open(self, handle: bytes | None) -> int:
-        """Address of a piece in this process; None is its own."""
+        """Map a piece, None for this rank's, and return its address."""
 
     def unmap(self) -> None:
-        """Let the pieces of the others go."""
+        """Unmap the other ranks' pieces."""
 
     def free(self) -> None:
-        """Give this rank's piece back, which nobody maps any more."""
+        """Free this rank's piece, which no process maps any more."""
+
+
+@dataclass
+class PeerMemory:
+    """The mapped pieces of all ranks, of one size and zero at first. ``addresses`` are in the order of the ranks."""
+
+    addresses: list[int]
+    _mapping: _Mapping
+    _group: dist.ProcessGroup
+    _device: torch.device
+
+    def close(self) -> None:
+        """Unmap the other ranks' pieces, then free this one's. A collective call, after the last kernel."""
+        self.addresses = []
+        self._mapping.unmap()
+        exchange(b"", self._group, self._device)  # a barrier: CUDA forbids to free a piece that another process maps
+        self._mapping.free()
 
 
 def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    """Allocate a piece on every rank and map them all. A collective call: all ranks make it, or none goes on.
+    """Allocate a piece of ``nbytes`` on every rank and map them all. A collective call.
 
-    Args:
-        nbytes: bytes a piece.
-        group: of the ranks, processes of one host and one user.
-        device: of this rank. CUDA devices must reach one another, over NVLink for speed.
+    The ranks are processes of one host and one user. CUDA devices must reach each other, over NVLink for speed.
 
     Raises:
-        ConfigError: a piece could not be made or mapped, on this or on another rank, which it names.
+        ConfigError: a rank, which the error names, could not allocate or map a piece.
     """
     mapping: _Mapping = _CudaMapping(device) if device.type == "cuda" else _FileMapping()
     rank = dist.get_rank(group)
@@ -77,36 +77,19 @@ def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) ->
             addresses = [mapping.open(None if peer == rank else each) for peer, each in enumerate(handles)]
         except (OSError, ConfigError) as error:
             problem = str(error)
-        mapped = exchange(b"all" if addresses else b"", group, device)  # and nobody writes before everybody has mapped
+        mapped = exchange(b"all" if addresses else b"", group, device)  # no rank writes before all have mapped
         failed = [peer for peer, each in enumerate(mapped) if not each]
     if failed:
-        _close(mapping, group, device)
+        PeerMemory([], mapping, group, device).close()
         raise ConfigError(
             f"peer memory: ranks {failed} could not make or map {nbytes:,} bytes{': ' + problem if problem else ''}; "
             "the ranks must be processes of one host whose devices reach one another; else use NCCL alone"
         )
-    return _Mapped(addresses, mapping, group, device)
-
-
-class _Mapped:
-    def __init__(self, addresses: list[int], mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.addresses = addresses
-        self._mapping, self._group, self._device = mapping, group, device
-
-    def close(self) -> None:
-        self.addresses = []
-        _close(self._mapping, self._group, self._device)
-
-
-def _close(mapping: _Mapping, group: dist.ProcessGroup, device: torch.device) -> None:
-    mapping.unmap()
-    # CUDA leaves undefined what becomes of a piece that is freed while another process maps it.
-    exchange(b"", group, device)
-    mapping.free()
+    return PeerMemory(addresses, mapping, group, device)
 
 
 def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """What every rank has to say, in up to 64 bytes without zeros at the end."""
+    """All-gather a message of up to 64 bytes, which must not end in zeros."""
     mine = torch.frombuffer(bytearray(message.ljust(_HANDLE_BYTES, b"\0")), dtype=torch.uint8)
     if dist.get_backend(group) == "nccl":
         mine = mine.to(device)
@@ -150,7 +133,7 @@ class _Handle(ctypes.Structure):
 
 
 class _CudaMapping:
-    """Interprocess handles of CUDA's driver, which are five functions of its C library."""
+    """Interprocess handles of the CUDA driver, by its C library."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

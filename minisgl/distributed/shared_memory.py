@@ -1,4 +1,4 @@
-"""The control plane of nano-vllm: steps are written to memory that all ranks see, and an event wakes them up."""
+"""The control plane over shared memory, as in nano-vllm: a ring of steps, and an event that wakes the ranks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,23 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.distributed.control_plane import arrives, wait_until
+from minisgl.distributed.control_plane import wait_for_message, wait_until
 from minisgl.distributed.messages import Endpoint
 
-CAPACITY = 1 << 20
-"""Bytes of the ring. A decode step of 256 rows takes 10 KB, a prefill step of 8,192 tokens 136 KB."""
+CAPACITY = 1 << 20  # bytes of the ring; a decode step of 256 rows has 10 KB, a prefill step of 8,192 tokens 136 KB
 _CACHE_LINE = 64
-_HEADER = 8
-"""Bytes before each record: how many follow, and how many more the message has in later records, int32 each."""
+_HEADER = 8  # bytes before each record: its size, and that of the message's rest in later records, int32 each
 
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Memory that the driver writes around in a circle and every rank reads behind it.
+    """A ring buffer that the driver writes and every rank reads.
 
     Positions count all bytes ever written or read, so that a full ring and an empty one differ.
-
-    Args:
-        memory: first each rank's position on a cache line of its own, then the ring.
-        positions: int64[ranks], where each rank has read up to.
     """
 
     memory: memoryview
-    positions: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]  # [ranks] how far each rank has read; each on its own cache line, before the ring
 
     @classmethod
     def map(cls, fd: int, num_ranks: int) -> _Ring:
@@ -56,22 +50,17 @@ class _Ring:
 
 
 class SharedMemoryPlane:
-    """A ring in memory without a name, and a pipe to each rank.
+    """A ring buffer in shared memory, and a pipe to each rank.
 
-    One byte in the pipe says that there is one more record in the ring. It is the event that a sleeping rank waits for;
-    it also orders what the processors do, since who has read the byte sees what was written before it. The pipe ends
-    when the driver does. Neither memory nor pipes have a name, so nothing is left of them when the processes are gone,
-    however they went.
-
-    Args:
-        num_ranks: that listen.
-        check: raises once there is no use in waiting for them.
+    One byte in the pipe announces one record in the ring. It wakes a sleeping rank, and it is a memory barrier: a rank
+    that has read the byte sees the record. The pipe ends when the driver dies. Memory and pipes have no names, so the
+    system frees them with the last process, however that ends.
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:
         self._check = check
         self._written = 0
-        self._memory_fd = _nameless_memory(num_ranks * _CACHE_LINE + CAPACITY)
+        self._memory_fd = _anonymous_file(num_ranks * _CACHE_LINE + CAPACITY)
         self._ring = _Ring.map(self._memory_fd, num_ranks)
         pipes = [os.pipe() for _ in range(num_ranks)]
         self._bells = [bell for _, bell in pipes]
@@ -80,17 +69,16 @@ class SharedMemoryPlane:
             os.set_blocking(bell, False)
 
     def endpoint(self, rank: int) -> Endpoint:
-        """See `ControlPlane.endpoint`."""
         return Endpoint(f"{rank} of {len(self._bells)}", [self._memory_fd, self._rank_ends[rank]])
 
     def connect(self, timeout: float) -> None:
-        """See `ControlPlane.connect`. The memory is there; what the ranks have inherited is theirs alone now."""
+        # The ranks have inherited these by now.
         for fd in (self._memory_fd, *self._rank_ends):
             os.close(fd)
         self._memory_fd, self._rank_ends = -1, []
 
     def send(self, message: bytes, timeout: float) -> None:
-        """See `ControlPlane.send`. A message that is larger than a quarter of the ring goes in several records."""
+        # A message larger than a quarter of the ring goes in several records.
         rest = memoryview(message)
         while True:
             record, rest = rest[: CAPACITY // 4], rest[CAPACITY // 4 :]
@@ -108,7 +96,6 @@ class SharedMemoryPlane:
             wait_until(partial(_ring_bell, bell), timeout, self._check, "a slow rank")
 
     def close(self) -> None:
-        """See `ControlPlane.close`."""
         for fd in (*self._bells, *self._rank_ends, *([self._memory_fd] if self._memory_fd >= 0 else [])):
             os.close(fd)
         self._bells, self._rank_ends, self._memory_fd = [], [], -1
@@ -116,16 +103,11 @@ class SharedMemoryPlane:
 
     @staticmethod
     def receiver(endpoint: Endpoint) -> SharedMemoryReceiver:
-        """See `ControlPlane.receiver`."""
         return SharedMemoryReceiver(endpoint)
 
 
 class SharedMemoryReceiver:
-    """A rank's end of a `SharedMemoryPlane`.
-
-    Args:
-        endpoint: of this rank.
-    """
+    """A rank's end of a `SharedMemoryPlane`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         rank, num_ranks = map(int, endpoint.address.split(" of "))
@@ -139,28 +121,27 @@ class SharedMemoryReceiver:
         self._poll.register(self._bell, select.POLLIN)
 
     def receive(self, timeout: float | None = None) -> bytes | None:
-        """See `StepReceiver.receive`."""
-        if not self._hears(timeout):
+        if not self._wait_for_record(timeout):
             return None
         message, more = self._read_record()
-        while more:  # the driver is writing the rest of it now
-            self._hears(None)
+        while more:  # the driver is writing the rest
+            self._wait_for_record(None)
             record, more = self._read_record()
             message += record
         return message
 
-    def _hears(self, timeout: float | None) -> bool:
-        return arrives(self._rings, self._sleep, timeout)
+    def _wait_for_record(self, timeout: float | None) -> bool:
+        return wait_for_message(self._bell_rang, self._sleep, timeout)
 
     def _sleep(self, timeout: float | None) -> None:
         self._poll.poll(None if timeout is None else 1e3 * timeout)
 
-    def _rings(self) -> bool:
+    def _bell_rang(self) -> bool:
         try:
-            heard = os.read(self._bell, 1)
+            byte = os.read(self._bell, 1)
         except BlockingIOError:
             return False
-        if not heard:
+        if not byte:
             raise EOFError("the driver is gone")
         return True
 
@@ -172,22 +153,21 @@ class SharedMemoryReceiver:
         return record, more
 
     def close(self) -> None:
-        """See `StepReceiver.close`."""
         os.close(self._bell)
         vars(self).pop("_ring", None)
         vars(self).pop("_position", None)
 
 
 def _ring_bell(bell: int) -> bool:
-    """Put a byte into a pipe; False if it is full."""
+    """Put a byte into a pipe; False if the pipe is full."""
     try:
         return os.write(bell, b"\0") == 1
     except BlockingIOError:
         return False
 
 
-def _nameless_memory(size: int) -> int:
-    """A file that lives as long as somebody has it open. On Linux it is memory only, elsewhere a deleted file."""
+def _anonymous_file(size: int) -> int:
+    """A file that lives while a process has it open: memory on Linux, elsewhere a deleted file."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("minisgl-steps")
     else:

@@ -15,14 +15,9 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide, divide_kv
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The ranks share its heads.
+    """Causal self-attention. The ranks share its heads: ``spec`` has those of all ranks, ``self.spec`` this rank's.
 
-    Args:
-        spec: heads, scale and window over all ranks; ``self.spec`` has this rank's heads.
-        qk_norm_eps: epsilon of the norm of each query and key head (QK-norm, Henry et al. 2020); None for no norm.
-
-    Raises:
-        ConfigError: the ranks cannot share the heads equally.
+    With ``qk_norm_eps``, each query and key head is normalised (QK-norm, Henry et al. 2020).
     """
 
     def __init__(

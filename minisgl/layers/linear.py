@@ -51,11 +51,7 @@ class MergedColumnParallelLinear(Linear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """The query, key and value projections of attention as one matrix product.
-
-    Args:
-        heads, kv_heads: this rank's shards of the query heads and of the KV heads.
-    """
+    """The query, key and value projections of attention as one matrix product, for a rank's shards of the heads."""
 
     def __init__(self, hidden_size: int, heads: Shard, kv_heads: Shard, head_dim: int, bias: bool = False) -> None:
         q, kv = heads.times(head_dim), kv_heads.times(head_dim)
@@ -66,10 +62,6 @@ class RowParallelLinear(Linear):
     """A linear layer whose input is sharded, as a column-parallel layer leaves it.
 
     Each rank multiplies its shard by the matching columns of W; an all-reduce adds up the results.
-
-    Args:
-        in_shard: this rank's shard of the input.
-        communicator: `SINGLE_RANK` leaves the all-reduce to a `FusedAllReduceRMSNorm`.
     """
 
     def __init__(
@@ -77,7 +69,7 @@ class RowParallelLinear(Linear):
     ) -> None:
         super().__init__(in_shard.size, out_features, bias)
         self.in_shard = in_shard
-        self.communicator = communicator
+        self.communicator = communicator  # SINGLE_RANK if the norm behind this layer does the all-reduce
         self.adds_bias = communicator.rank == 0  # every rank holds the bias, one adds it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

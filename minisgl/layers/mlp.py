@@ -11,11 +11,7 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec,
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) × up(x))``, with gate and up as one matrix product. The ranks share its intermediate width.
-
-    Raises:
-        ConfigError: the ranks cannot share it equally.
-    """
+    """``down(silu(gate(x)) × up(x))``, with gate and up as one matrix product. Ranks share its intermediate width."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, communicator: Communicator = SINGLE_RANK
@@ -32,14 +28,7 @@ class GatedMLP(nn.Module):
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) × up`` (SwiGLU, Shazeer 2020).
-
-    Args:
-        gate_up: [..., 2 × n], gate in the first half of the last dimension, up in the second.
-
-    Returns:
-        [..., n], same dtype.
-    """
+    """``silu(gate) × up`` (SwiGLU, Shazeer 2020). [..., 2 × n], gate before up, → [..., n], same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -47,14 +36,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class MoE(nn.Module):
     """A mixture of experts (Shazeer et al. 2017): each token goes through the k experts that its router scores highest.
 
-    Every rank has the router. The ranks share the width of every expert.
-
-    Args:
-        intermediate_size: width of one expert, over all ranks.
-        normalize: whether the k weights of a token are scaled to sum to 1.
-
-    Raises:
-        ConfigError: the ranks cannot share the width equally.
+    Every rank has the router. The ranks share the intermediate width of every expert. With ``normalize``, the k weights
+    of a token are scaled to sum to 1.
     """
 
     def __init__(
@@ -85,10 +68,8 @@ class MoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of a layer, E of them, their weights packed into two tensors; checkpoints have three an expert.
-
-    ``gate_up_proj`` is [E, 2 × intermediate_size, hidden_size], ``down_proj`` [E, hidden_size, intermediate_size]. With
-    a shard of the intermediate size, the result is this rank's part of the sum.
+    """The experts of a layer: ``gate_up_proj`` [E, 2 × intermediate_size, hidden_size] and ``down_proj`` [E,
+    hidden_size, intermediate_size]. With a shard of the intermediate size, it computes this rank's part of the sum.
     """
 
     # A CUDA graph cannot record `forward`: it reads on the host how many tokens each expert got.
@@ -101,16 +82,7 @@ class Experts(nn.Module):
         self.down_proj = empty_parameter(num_experts, hidden_size, self.shard.size)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sum the outputs of each token's experts, weighted.
-
-        Args:
-            x: [T, hidden_size].
-            experts: [T, k] expert ids.
-            weights: [T, k] dtype of ``x``.
-
-        Returns:
-            [T, hidden_size].
-        """
+        """[T, hidden_size] → [T, hidden_size], given each token's expert ids and weights, both [T, k]."""
         # A pair is one token at one of its experts. Sorted by expert, the pairs of an expert are one slice.
         expert_of_pair = experts.flatten()
         pairs = expert_of_pair.argsort(stable=True)

@@ -25,14 +25,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``x`` to the residual stream and normalise the sum. One method, so that one kernel can do both.
+        """Add ``x``, [T, size], to the residual stream, and return the normalised sum and the sum.
 
-        Args:
-            x: [T, size] output of the block before.
-            residual: [T, size] the stream so far; None at its source.
-
-        Returns:
-            The normalised sum and the sum itself, both [T, size].
+        ``residual`` is None at the stream's source. One kernel can do both steps, so they are one method.
         """
         total = x if residual is None else x + residual
         return self(total), total

@@ -15,17 +15,11 @@ from minisgl.registry import Table, resolve
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """The ``rope_parameters`` of a config.
+    """The ``rope_parameters`` of a config."""
 
-    Args:
-        rope_type: a name in `ROPE_TYPES`, or ``"module:function"``.
-        theta: base of the geometric sequence of wavelengths.
-        scaling: the type's other settings, named as in configs (``factor``, ``beta_fast`` …).
-    """
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    rope_type: str = "default"  # a name in `ROPE_TYPES`, or "module:function"
+    theta: float = 10000.0  # base of the geometric sequence of wavelengths
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # the type's other settings: factor, beta_fast …
 
 
 class Rotation(NamedTuple):
@@ -57,12 +51,8 @@ class Rotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate each pair (x[i], x[i + head_dim / 2]) by the angle of its position and frequency.
-
-    Args:
-        x: [T, heads, head_dim]; queries and keys can go in together.
-        rotation: of the same T tokens.
-    """
+    """Rotate each pair (x[i], x[i + head_dim / 2]) of ``x``, [T, heads, head_dim], by the angle of its position and
+    frequency."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * rotation.cos, swapped, rotation.sin)
 
@@ -96,8 +86,7 @@ def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, f
     factor = rope.scaling["factor"]
     original = rope.scaling["original_max_position_embeddings"]
 
-    def dimension_with(turns: float) -> float:
-        """The (fractional) dimension that turns this often in the original context."""
+    def dimension_with(turns: float) -> float:  # fractional; the turns are those in the original context
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first = dimension_with(rope.scaling.get("beta_fast") or 32.0)

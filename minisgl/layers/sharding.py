@@ -71,28 +71,23 @@ SINGLE_RANK: Communicator = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a dimension: elements ``start`` to ``stop`` (exclusive) of ``total``.
-
-    Shards of a vocabulary may reach beyond ``total``; the rows there are padding.
-    """
+    """A rank's part of a dimension: elements ``start`` to ``stop`` (exclusive) of ``total``."""
 
     start: int
-    stop: int
+    stop: int  # beyond `total` if the last rows of a vocabulary are padding
     total: int
 
     @classmethod
     def whole(cls, total: int) -> Shard:
-        """The shard of a single rank."""
         return cls(0, total, total)
 
     @property
     def size(self) -> int:
-        """Number of elements, padding included."""
         return self.stop - self.start
 
     @property
     def is_whole(self) -> bool:
-        return self.start == 0 and self.stop == self.total
+        return self == Shard.whole(self.total)
 
     def times(self, width: int) -> Shard:
         """The same shard in smaller elements: a shard of heads, times ``head_dim``, is one of rows."""
@@ -161,16 +156,9 @@ class ShardedParameters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One checkpoint tensor, and the region of a packed parameter that it fills.
+    """One checkpoint tensor, and the region ``parameter[index]`` that it, or this rank's shard of it, fills."""
 
-    Args:
-        source: the tensor's name in the checkpoint, relative to the parent of the module that owns the parameter.
-        parameter: the parameter's name in its module.
-        index: the region, ``parameter[index]``, of the tensor's shape, or of its shard's.
-        shard_spec: what this rank reads of the tensor; None is all of it.
-    """
-
-    source: str
+    source: str  # the tensor's name, relative to the parent of the module that owns the parameter
     parameter: str
     index: tuple[int | slice, ...]
     shard_spec: ShardSpec | None = None
@@ -178,9 +166,6 @@ class WeightPart:
 
 @runtime_checkable
 class PackedWeights(Protocol):
-    """A module with parameters that hold several checkpoint tensors each.
-
-    A parameter that no part mentions holds the checkpoint tensor of the same name.
-    """
+    """A module with parameters that hold several checkpoint tensors each, declared as parts."""
 
     def weight_parts(self) -> list[WeightPart]: ...

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from minisgl.distributed.control_plane import CONTROL_PLANES, ControlPlane, PlaneFactory, StepReceiver
+from minisgl.distributed.control_plane import CONTROL_PLANES, ControlPlane, StepReceiver
 from minisgl.distributed.messages import Endpoint
 from minisgl.errors import EngineDead
 from minisgl.registry import resolve
@@ -26,7 +26,7 @@ RANKS = 3
 
 
 @pytest.fixture(scope="module")
-def make_plane(request: pytest.FixtureRequest) -> PlaneFactory:
+def make_plane(request: pytest.FixtureRequest) -> type[ControlPlane]:
     return resolve("--impl", request.param, CONTROL_PLANES)
 
 
@@ -34,7 +34,7 @@ def never() -> None:
     """Ranks that do not die."""
 
 
-def connect(make_plane: PlaneFactory, plane: ControlPlane, rank: int) -> StepReceiver:
+def connect(make_plane: type[ControlPlane], plane: ControlPlane, rank: int) -> StepReceiver:
     """A rank's end in this process, where it must not share open files with the driver's."""
     endpoint = plane.endpoint(rank)
     return make_plane.receiver(Endpoint(endpoint.address, [os.dup(fd) for fd in endpoint.fds]))
@@ -77,7 +77,7 @@ def all_arrive(plane: ControlPlane, receivers: list[StepReceiver], messages: lis
 
 
 @pytest.fixture
-def ends(make_plane: PlaneFactory) -> Iterator[tuple[ControlPlane, list[StepReceiver]]]:
+def ends(make_plane: type[ControlPlane]) -> Iterator[tuple[ControlPlane, list[StepReceiver]]]:
     plane = make_plane(RANKS, never)
     receivers = [connect(make_plane, plane, rank) for rank in range(RANKS)]
     plane.connect(10.0)
@@ -119,7 +119,7 @@ def test_a_rank_that_stops_reading_is_noticed(ends: tuple[ControlPlane, list[Ste
         send_far_too_much(plane, 0.2)
 
 
-def test_waiting_ends_when_there_is_no_use_in_it(make_plane: PlaneFactory) -> None:
+def test_waiting_ends_when_there_is_no_use_in_it(make_plane: type[ControlPlane]) -> None:
     dead = threading.Event()
 
     def check() -> None:
@@ -149,7 +149,9 @@ def test_a_rank_waits_asleep_for_as_long_as_it_is_told(ends: tuple[ControlPlane,
     sending.join(10.0)
 
 
-def test_nothing_is_left_behind(make_plane: PlaneFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_behind(
+    make_plane: type[ControlPlane], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither files nor memory with a name, even while it runs; and no open files after it was closed, twice."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

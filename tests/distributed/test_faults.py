@@ -20,9 +20,9 @@ import psutil
 import pytest
 import zmq
 
-from minisgl.distributed import remote_executor as remote_engine
+from minisgl.distributed import remote_executor
 from minisgl.distributed.rank_process import open_store
-from minisgl.distributed.remote_executor import RemoteEngine
+from minisgl.distributed.remote_executor import RemoteExecutor
 from minisgl.errors import EngineDead, ModelLoadError
 from minisgl.llm import LLM
 from minisgl.outputs import Generation
@@ -77,8 +77,8 @@ def begin(llm: LLM, steps: int) -> list[Generation]:
 
 
 def kill(llm: LLM, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-    assert isinstance(llm.executor, RemoteEngine)
-    os.kill(llm.executor.group.children[rank].pid, number)
+    assert isinstance(llm.executor, RemoteExecutor)
+    os.kill(llm.executor.processes.children[rank].pid, number)
 
 
 def assert_all_end(llm: LLM, generations: list[Generation], reason: str) -> None:
@@ -86,7 +86,7 @@ def assert_all_end(llm: LLM, generations: list[Generation], reason: str) -> None
     with pytest.raises(EngineDead, match=reason):
         step_for_ever(llm)
     assert time.monotonic() - begun < LIMIT
-    assert all(generation.finish_reason == "error" for generation in generations)
+    assert all(generation.completion().finish_reason == "error" for generation in generations)
     assert all(reason in str(generation.request.error) for generation in generations)
     assert not llm.scheduler.has_work
     with pytest.raises(EngineDead, match=reason):
@@ -152,10 +152,10 @@ def test_a_step_may_last_longer_than_a_rank_may_be_silent(path: Path) -> None:
 
 
 def test_when_all_stand_still_the_driver_tells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "_SLACK", 0.0)
+    monkeypatch.setattr(remote_executor, "_REPORT_SLACK", 0.0)
     llm = start(path)
     generations = begin(llm, 3)
-    assert isinstance(llm.executor, RemoteEngine)
+    assert isinstance(llm.executor, RemoteExecutor)
     llm.executor.config = replace(llm.executor.config, distributed_timeout=1.0)
     for rank in range(2):
         kill(llm, rank, signal.SIGSTOP)
@@ -249,7 +249,7 @@ def test_a_start_that_the_system_refuses_is_told(path: Path, monkeypatch: pytest
 
     control_plane = "shared-memory"
     if lacking == "socket":
-        monkeypatch.setattr(remote_engine, "open_store", no_store)
+        monkeypatch.setattr(remote_executor, "open_store", no_store)
     elif lacking == "ZeroMQ's socket":
         monkeypatch.setattr(zmq.Socket, "bind", no_bind)
         control_plane = "zmq"

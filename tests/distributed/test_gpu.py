@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from minisgl.distributed.peer_all_reduce import ONE_SHOT_BYTES
-from minisgl.distributed.remote_executor import RemoteEngine
+from minisgl.distributed.remote_executor import RemoteExecutor
 from minisgl.errors import EngineDead
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
@@ -143,8 +143,8 @@ def test_a_killed_rank_leaves_no_memory_in_use(tmp_path: Path, ranks: int, stand
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", **SIZES)
     before = free_memory()  # with a context on every device
     llm = engine(path, tensor_parallel_size=ranks, num_pages=4096)
-    assert isinstance(llm.executor, RemoteEngine)
-    victim = llm.executor.group.children[-1]
+    assert isinstance(llm.executor, RemoteExecutor)
+    victim = llm.executor.processes.children[-1]
     for prompt in PROMPTS:
         for generation in llm.prepare(prompt, SamplingParams(max_tokens=200, ignore_eos=True)):
             llm.submit(generation)
@@ -168,8 +168,8 @@ def test_a_rank_that_stands_still_ends_the_engine(tmp_path: Path, all_reduce: st
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", **SIZES)
     llm = engine(path, tensor_parallel_size=2, distributed_timeout=20.0, all_reduce=all_reduce)
     assert tokens(llm.generate(PROMPTS, PARAMS))
-    assert isinstance(llm.executor, RemoteEngine)
-    ranks = llm.executor.group.children
+    assert isinstance(llm.executor, RemoteExecutor)
+    ranks = llm.executor.processes.children
     os.kill(ranks[1].pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(EngineDead, match=r"rank 1 (does not answer|has not answered for 30 s); it is stopped or hangs"):

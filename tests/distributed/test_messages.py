@@ -17,7 +17,7 @@ from minisgl.distributed.messages import (
     Endpoint,
     EngineInfo,
     RankOptions,
-    Stepped,
+    StepReport,
     decode_batch,
     decode_report,
     encode_batch,
@@ -119,11 +119,11 @@ def test_what_a_rank_says_of_its_engine_survives_the_way() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        Stepped(3, ints(4, 5).tobytes(), None, 2**64 - 1),
-        Stepped(4, b"", [None, TokenLogprobs(4, -0.5, ((4, -0.5), (5, float("-inf"))))], 0),
+        StepReport(3, ints(4, 5).tobytes(), None, 2**64 - 1),
+        StepReport(4, b"", [None, TokenLogprobs(4, -0.5, ((4, -0.5), (5, float("-inf"))))], 0),
     ],
 )
-def test_a_report_survives_the_way(report: Stepped) -> None:
+def test_a_report_survives_the_way(report: StepReport) -> None:
     assert decode_report(encode_report(report)) == report
 
 
@@ -131,15 +131,15 @@ def test_reports_are_read_as_they_come_in_pieces() -> None:
     reader, writer = os.pipe()
     alarm, bell = os.pipe()
     inbox = ReportReader(reader, alarm, lambda: None)
-    sent = [Stepped(number, bytes(number * 100), None, 0) for number in range(30)]
+    sent = [StepReport(number, bytes(number * 100), None, 0) for number in range(30)]
     for report in sent[:20]:
         send_report(writer, report)
     message = encode_report(sent[20])
     whole = len(message).to_bytes(4, "little") + message
     os.write(writer, whole[:3])
-    assert [inbox.take() for _ in range(21)] == [*sent[:20], None]
+    assert [inbox.read_nowait() for _ in range(21)] == [*sent[:20], None]
     os.write(writer, whole[3:10])
-    assert inbox.take() is None
+    assert inbox.read_nowait() is None
     os.write(writer, whole[10:])
     assert inbox.read(1.0) == sent[20]
     with pytest.raises(TimeoutError):

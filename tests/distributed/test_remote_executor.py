@@ -22,7 +22,7 @@ from minisgl.config import EngineConfig
 from minisgl.distributed.communicator import TorchCommunicator
 from minisgl.distributed.messages import Endpoint, RankOptions
 from minisgl.distributed.peer_all_reduce import PeerAllReduce
-from minisgl.distributed.remote_executor import RankGroup
+from minisgl.distributed.remote_executor import RankProcesses
 from minisgl.errors import EngineDead
 from minisgl.layers.sharding import Communicator
 from minisgl.llm import LLM
@@ -31,30 +31,30 @@ from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, step_for_ever
 from tests.distributed.ranks import on_ranks
 from tests.model_zoo import tiny_checkpoint
 
-Start = Callable[..., RankGroup]
+Start = Callable[..., RankProcesses]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts so many ranks, each of which runs a shell script."""
-    groups: list[RankGroup] = []
+    started: list[RankProcesses] = []
 
-    def start_ranks(script: str, size: int = 1) -> RankGroup:
+    def start_ranks(script: str, size: int = 1) -> RankProcesses:
         program = tmp_path / "rank"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(program))
-        group = RankGroup()
-        groups.append(group)
+        ranks = RankProcesses()
+        started.append(ranks)
         with open(os.devnull, "wb") as reports:
             told = {"path": "", "store_port": 0, "reports": reports.fileno(), "threads": 1}
             told |= {"config": EngineConfig(), "endpoint": Endpoint("nowhere")}
-            group.start([RankOptions(name=f"rank-{rank}", rank=rank, **told) for rank in range(size)], None)
-        return group
+            ranks.start([RankOptions(name=f"rank-{rank}", rank=rank, **told) for rank in range(size)], None)
+        return ranks
 
     yield start_ranks
-    for group in groups:
-        group.close()
+    for ranks in started:
+        ranks.close()
 
 
 class EndsBeforeItReads(subprocess.Popen[bytes]):
@@ -69,9 +69,9 @@ def test_a_rank_that_ends_before_it_has_read_its_setup_is_noticed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", EndsBeforeItReads)
-    group = start("exit 3")
-    assert wait_for(lambda: group.end is not None, 10.0)
-    assert group.end == "rank 0 ended with exit code 3"
+    ranks = start("exit 3")
+    assert wait_for(lambda: ranks.exit_reason is not None, 10.0)
+    assert ranks.exit_reason == "rank 0 ended with exit code 3"
 
 
 PARENT = """
@@ -97,15 +97,15 @@ def test_outputs_that_others_hold_open_are_not_waited_for(
     children = tmp_path / "children"
     children.mkdir()
     monkeypatch.chdir(children)
-    group = start(PARENT.format(python=sys.executable, apart=apart), size=2)
+    ranks = start(PARENT.format(python=sys.executable, apart=apart), size=2)
     assert wait_for(lambda: len(list(children.iterdir())) == 2, 20.0)
     processes = [psutil.Process(int(child.name)) for child in children.iterdir()]
     try:
-        os.kill(group.children[1].pid, number)
-        assert wait_for(lambda: group.end is not None, 10.0)
-        assert group.end == f"rank 1 {verdict}"
+        os.kill(ranks.children[1].pid, number)
+        assert wait_for(lambda: ranks.exit_reason is not None, 10.0)
+        assert ranks.exit_reason == f"rank 1 {verdict}"
         begun = time.monotonic()
-        group.close()
+        ranks.close()
         assert time.monotonic() - begun < 15.0
         assert len(psutil.wait_procs(processes, timeout=0.0 if apart else 10.0)[1]) == (2 if apart else 0)
     finally:
@@ -130,12 +130,12 @@ def test_the_last_words_of_a_rank_are_heard(start: Start, monkeypatch: pytest.Mo
     """Even if what it had said before is still being passed on a while after it has ended."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    group = start("read setup; echo calculating; echo the abacus is broken; exit 3")
-    assert wait_for(lambda: group.children[0].exit_code is not None, 10.0)
+    ranks = start("read setup; echo calculating; echo the abacus is broken; exit 3")
+    assert wait_for(lambda: ranks.children[0].exit_code is not None, 10.0)
     time.sleep(0.3)
     terminal.may_show.set()
-    assert wait_for(lambda: group.end is not None, 10.0)
-    assert group.end == "rank 0 ended with exit code 3: the abacus is broken"
+    assert wait_for(lambda: ranks.exit_reason is not None, 10.0)
+    assert ranks.exit_reason == "rank 0 ended with exit code 3: the abacus is broken"
 
 
 @pytest.fixture(scope="module")

