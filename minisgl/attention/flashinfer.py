@@ -1,4 +1,9 @@
-"""FlashInfer's paged attention as a backend."""
+"""FlashInfer's paged attention as a backend (Ye et al. 2025).
+
+FlashInfer has a *wrapper* for each phase: ``plan`` cuts the rows of a step into pieces on the host, ``run`` launches a
+layer's kernels. We plan once a step for each kind of layer. This module can be imported where FlashInfer is not
+installed: wrappers are imported where they are made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, fast_decode_plan
 
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.torch_backend import PagedAttention
@@ -18,303 +22,18 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 from minisgl.request import Int32Array
 
+# FlashInfer gives hidden positions a score of −50,000 before it scales; with a smaller scale they would be seen.
+_MIN_SCALE = 2e-3
 
-@dataclass(frozen=True, slots=True)
-class PageLists:
-    """The pages that each of R rows reads.
-
-    Args:
-        indptr: int32[R + 1] on the host; row r reads the pages ``indices[indptr[r] : indptr[r + 1]]``.
-        last_page_len: int32[R] on the host, how many positions of its last page each row reads.
-        indices: int32[N] page ids on the device.
-    """
-
-    indptr: torch.Tensor
-    last_page_len: torch.Tensor
-    indices: torch.Tensor
-
-
-def page_lists(batch: Batch, page_table: torch.Tensor, page_size: int, memory: torch.Tensor) -> PageLists:
-    """List the pages of ``batch``.
-
-    The host knows how many pages each row has, so the page ids are gathered on the device without waiting for it.
-
-    Args:
-        batch: the step.
-        page_table: int32[slots, pages] on the device, contiguous.
-        page_size: tokens a page.
-        memory: int32 on the device, as large as the page table: ``indices`` is its beginning.
-    """
-    num_pages = -(-batch.seq_lens // page_size)
-    indptr = np.zeros(batch.num_rows + 1, dtype=np.int32)
-    np.cumsum(num_pages, out=indptr[1:])
-    # Entry n of row r is entry n + shift[r] of the flattened page table.
-    shift = batch.slots * np.int32(page_table.shape[1]) - indptr[:-1]
-    staged = to_device({"shift": shift, "num_pages": num_pages}, page_table.device)
-    total = int(indptr[-1])
-    entries = staged["shift"].repeat_interleave(staged["num_pages"], output_size=total)
-    entries += torch.arange(total, dtype=torch.int32, device=page_table.device)
-    indices = torch.index_select(page_table.view(-1), 0, entries, out=memory[:total])
-    last_page_len = batch.seq_lens - (num_pages - 1) * np.int32(page_size)
-    device = page_table.device
-    return PageLists(host_tensor(indptr, device), host_tensor(last_page_len, device), indices)
-
-
-def host_tensor(values: Int32Array, device: torch.device) -> torch.Tensor:
-    """A tensor on the host that ``device`` can copy from while the host goes on."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-_LEAST_SCALE = 2e-3
-"""FlashInfer gives invisible positions −50,000 before it scales: that has to be out of sight afterwards, too."""
-
-
-_FULL_TILE = 128
-"""Queries of a row that version 3 attends for in one program."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """What of an `AttentionSpec` a plan depends on.
-
-    Args:
-        num_heads: query heads.
-        window_left: positions that a token sees to the left of its own; −1 is all.
-    """
-
-    num_heads: int
-    window_left: int
-
-    @classmethod
-    def of(cls, spec: AttentionSpec) -> LayerKind:
-        """The kind of a layer."""
-        if spec.scale < _LEAST_SCALE:
-            raise ConfigError(
-                "prefill_attention, decode_attention: FlashInfer needs layers with a scale of at least "
-                f"{_LEAST_SCALE}, the model has {spec.scale}; choose 'triton' or 'torch'"
-            )
-        return cls(spec.num_heads, -1 if spec.sliding_window is None else spec.sliding_window - 1)
-
-    def plan_arguments(self, kv_cache: KVCache) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """What all plan functions take: sizes by position, options by name. The scale is given to `run`."""
-        _, _, page_size, num_kv_heads, head_dim = kv_cache.k.shape
-        dtype = kv_cache.k.dtype
-        options = {"window_left": self.window_left, "q_data_type": dtype, "kv_data_type": dtype, "sm_scale": 1.0}
-        return (self.num_heads, num_kv_heads, head_dim, page_size), options
-
-
-class Workspace:
-    """Memory for partial results. Kernels share it, since they run one after the other on one stream.
-
-    FlashInfer cuts rows into pieces: enough for two programs a multiprocessor, or one for every tile of queries.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
-
-    def for_prefill(self, kind: LayerKind, kv_cache: KVCache) -> torch.Tensor:
-        """Room for tiles of up to 128 queries; where there are more tiles than programs, nothing is split."""
-        num_kv_heads, head_dim = kv_cache.k.shape[3:]
-        return self._at_least(self.programs * 128 * kind.num_heads // num_kv_heads, head_dim)
-
-    def for_decode(self, kind: LayerKind, kv_cache: KVCache, rows: int) -> torch.Tensor:
-        """Room for tiles of 16 queries or more, as the query heads of one KV head share a tile."""
-        num_kv_heads, head_dim = kv_cache.k.shape[3:]
-        group = kind.num_heads // num_kv_heads
-        tile = next(size for size in (16, 64, 128) if group <= size or size == 128)
-        pieces = max(self.programs // num_kv_heads, rows * group // tile + rows)
-        return self._at_least(max(self.programs * 128 * group, pieces * tile * kind.num_heads), head_dim)
-
-    def _at_least(self, queries: int, head_dim: int) -> torch.Tensor:
-        """A float32 output and log-sum-exp for so many queries. Whoever got a smaller buffer before, keeps it."""
-        needed = 4 * queries * (head_dim + 1) + 4096
-        if len(self._buffer) < needed:
-            self._buffer = self._buffer.new_zeros(needed)
-        return self._buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """What every step of a backend uses again.
-
-    Args:
-        indices: int32, where the page ids of a step are listed.
-        max_rows: most rows of a step.
-    """
-
-    indices: torch.Tensor
-    max_rows: int
-
-    @classmethod
-    def for_table(cls, page_table: torch.Tensor) -> Scratch:
-        """For steps over this page table: a row lists at most as many pages as a row of the table has. CUDA graphs
-        add padded rows, of one page."""
-        return cls(torch.empty_like(page_table).view(-1), max(len(page_table), 256))
-
-
-class StagedPlan:
-    """Calls plan functions of one wrapper. They write to pinned memory of the wrapper and start a copy from there to
-    the device, so each call waits for the end of the copy before."""
-
-    def __init__(self) -> None:
-        self._copied = torch.cuda.Event()
-
-    def __call__(self, plan: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Wait, and plan."""
-        self._copied.synchronize()
-        plan(*args, **options)
-        self._copied.record()
-
-
-class Kernel(Protocol):
-    """Attends for rows of one phase, in layers of one kind."""
-
-    def plan(self, batch: Batch, lists: PageLists) -> None:
-        """Prepare for one step."""
-        ...
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            q: [T, num_heads, head_dim].
-            kv: keys and values of the layer, [pages, page_size, num_kv_heads, head_dim] each.
-            scale: factor on q·k.
-        """
-        ...
-
-
-def fastest_version(batch: Batch) -> str:
-    """Which FlashAttention prefills faster on Hopper GPUs.
-
-    Version 3 uses their asynchronous matrix units, but every program attends for one head and a tile of 128 queries of
-    one row. Version 2 fills a tile with the queries of all heads that share a KV head, which short rows need.
-    """
-    return "fa3" if batch.num_tokens >= _FULL_TILE * batch.num_rows else "fa2"
-
-
-class PrefillKernel:
-    """FlashAttention for rows of any number of tokens behind any prefix.
-
-    Args:
-        kind: of the layers.
-        kv_cache: that they read.
-        workspace: for partial results.
-        choose_version: ``"fa2"`` or ``"fa3"`` for a step.
-    """
-
-    def __init__(
-        self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, choose_version: Callable[[Batch], str]
-    ) -> None:
-        self._memory = workspace.for_prefill(kind, kv_cache)
-        self._sizes, self._options = kind.plan_arguments(kv_cache)
-        self._choose_version = choose_version
-        self._by_version: dict[str, tuple[Any, StagedPlan]] = {}
-        self._wrapper: Any
-
-    def plan(self, batch: Batch, lists: PageLists) -> None:
-        """See `Kernel.plan`."""
-        version = self._choose_version(batch)
-        if version not in self._by_version:
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(self._memory, "NHD", backend=version)
-            self._by_version[version] = wrapper, StagedPlan()
-        self._wrapper, staged = self._by_version[version]
-        indptr = host_tensor(batch.cu_seqlens_q, lists.indices.device)
-        pages = (lists.indptr, lists.indices, lists.last_page_len)
-        longest = batch.max_q_len
-        sizes, options = self._sizes, self._options
-        staged(self._wrapper.plan, indptr, *pages, *sizes, causal=True, max_token_per_sequence=longest, **options)
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-        """See `Kernel.run`."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._wrapper.run(q, kv, q_scale=scale, out=out)
-        return out
-
-
-class DecodeKernel:
-    """One query token a row, on tensor cores: the queries of all heads that share a KV head are a tile.
-
-    There is a wrapper for each number of rows, whose buffers keep their addresses: a CUDA graph that was captured over
-    them stays valid, as every plan for as many rows refreshes them.
-
-    Args:
-        kind: of the layers.
-        kv_cache: that they read.
-        workspace: for partial results.
-        scratch: of the backend.
-    """
-
-    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, scratch: Scratch) -> None:
-        self._memory = workspace.for_decode(kind, kv_cache, scratch.max_rows)
-        self._indices = scratch.indices
-        self._sizes, self._options = kind.plan_arguments(kv_cache)
-        self._by_rows: dict[int, FixedRows] = {}
-        self._current: FixedRows
-
-    def plan(self, batch: Batch, lists: PageLists) -> None:
-        """See `Kernel.plan`."""
-        rows = batch.num_rows
-        if rows not in self._by_rows:
-            self._by_rows[rows] = FixedRows(rows, self._memory, self._indices)
-        self._current = self._by_rows[rows]
-        self._current.plan(lists, self._sizes, self._options)
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-        """See `Kernel.run`."""
-        out: torch.Tensor = self._current.wrapper.run(q, kv, q_scale=scale)
-        return out
-
-
-class FixedRows:
-    """A decode wrapper and its buffers.
-
-    Args:
-        rows: of every step.
-        memory: for partial results.
-        indices: for page ids.
-    """
-
-    def __init__(self, rows: int, memory: torch.Tensor, indices: torch.Tensor) -> None:
-        self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
-        self._last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
-        self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            memory,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=self._indptr,
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=self._last_page_len,
-        )
-        # The list of pieces is short. A wrapper's own 8 MB would add up over many numbers of rows.
-        self.wrapper.reset_workspace_buffer(memory, memory.new_empty(2**17 + 128 * rows))
-        self._staged = StagedPlan()
-        self._chosen = False
-
-    def plan(self, lists: PageLists, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-        """The first plan chooses the kernel and fills the buffers. Later ones are faster and leave both to us."""
-        pages = (lists.indptr, lists.indices, lists.last_page_len)
-        if self._chosen:
-            self._indptr.copy_(lists.indptr, non_blocking=True)
-            self._last_page_len.copy_(lists.last_page_len, non_blocking=True)
-            self._staged(fast_decode_plan, self.wrapper, *pages, *sizes, **options)
-        else:
-            self._staged(self.wrapper.plan, *pages, *sizes, **options)
-            self._chosen = True
+# Queries of a row that FlashAttention 3 attends for in one program.
+_FA3_TILE = 128
 
 
 def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> HybridAttention:
-    """FlashInfer for whole steps.
+    """Build the backend: FlashInfer's prefill kernels for prefill rows, its decode kernels for decode rows.
 
-    Args:
-        kv_cache: where keys and values live.
-        version: of FlashAttention in prefill, ``"fa2"`` or ``"fa3"``; None is the faster one for each step.
-
-    Raises:
-        ConfigError: version 3 on a GPU that is not a Hopper.
+    ``version`` is that of FlashAttention in prefill, ``"fa2"`` or ``"fa3"``; None takes the faster one for each step.
+    Raises `ConfigError` for version 3 on a GPU that is not a Hopper.
     """
     is_hopper = torch.cuda.get_device_capability(kv_cache.k.device) == (9, 0)
     if version == "fa3" and not is_hopper:
@@ -339,16 +58,20 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
     )
 
 
+def fastest_version(batch: Batch) -> str:
+    """Name the FlashAttention that prefills faster on Hopper GPUs.
+
+    Version 3 uses their asynchronous matrix units, but a program attends for one head and 128 queries of one row.
+    Version 2 fills a tile with the queries of all heads that share a KV head, which short rows need.
+    """
+    return "fa3" if batch.num_tokens >= _FA3_TILE * batch.num_rows else "fa2"
+
+
 class FlashInferAttention(PagedAttention):
-    """Attends for rows of one phase with FlashInfer.
+    """Attend for the rows of one phase with FlashInfer.
 
-    Layers make themselves known by attending. `plan` prepares for all kinds of layers that are known; a new kind is
-    planned when it first attends, which cannot be while a CUDA graph is captured.
-
-    Args:
-        kv_cache: where keys and values live.
-        make_kernel: for a new kind of layer.
-        capturable: whether its kernels keep what a CUDA graph reads at one address.
+    `plan` prepares for all kinds of layers that have attended before. A new kind is planned when it first attends,
+    which is impossible while a CUDA graph is captured.
     """
 
     def __init__(
@@ -363,17 +86,18 @@ class FlashInferAttention(PagedAttention):
         self._lists: PageLists
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
-        """See `AttentionBackend.plan`."""
         self.inputs, self._batch = inputs, batch
         if batch.num_rows == 0:
             return
-        self._scratch = self._scratch or Scratch.for_table(inputs.page_table)
+        if self._scratch is None:
+            # A row lists at most as many pages as a row of the table has. CUDA graphs add padded rows, of one page.
+            table = inputs.page_table
+            self._scratch = Scratch(torch.empty_like(table).view(-1), max(len(table), 256))
         self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._scratch.indices)
         for kernel in self._kernels.values():
             kernel.plan(batch, self._lists)
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `PagedAttention.attend`."""
         kind = LayerKind.of(spec)
         if kind not in self._kernels:
             self._kernels[kind] = self._plan_first(kind)
@@ -387,3 +111,231 @@ class FlashInferAttention(PagedAttention):
         kernel = self._make_kernel(kind, self._scratch)
         kernel.plan(self._batch, self._lists)
         return kernel
+
+
+# -- the metadata of a step ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """The pages that each of R rows reads: for row r, ``indices[indptr[r] : indptr[r + 1]]``."""
+
+    indptr: torch.Tensor  # int32[R + 1] on the host
+    last_page_len: torch.Tensor  # int32[R] on the host: positions of its last page that each row reads
+    indices: torch.Tensor  # int32[N] page ids on the device
+
+
+def page_lists(batch: Batch, page_table: torch.Tensor, page_size: int, out: torch.Tensor) -> PageLists:
+    """List the pages of each row of ``batch``.
+
+    The host knows how many pages each row has, so the page ids are gathered on the device without waiting for it.
+    ``indices`` are the beginning of ``out``, int32 on the device and as large as the contiguous page table.
+    """
+    num_pages = -(-batch.seq_lens // page_size)
+    indptr = np.zeros(batch.num_rows + 1, dtype=np.int32)
+    np.cumsum(num_pages, out=indptr[1:])
+    # Entry n of row r is entry n + shift[r] of the flattened page table.
+    shift = batch.slots * np.int32(page_table.shape[1]) - indptr[:-1]
+    staged = to_device({"shift": shift, "num_pages": num_pages}, page_table.device)
+    total = int(indptr[-1])
+    entries = staged["shift"].repeat_interleave(staged["num_pages"], output_size=total)
+    entries += torch.arange(total, dtype=torch.int32, device=page_table.device)
+    indices = torch.index_select(page_table.view(-1), 0, entries, out=out[:total])
+    last_page_len = batch.seq_lens - (num_pages - 1) * np.int32(page_size)
+    device = page_table.device
+    return PageLists(pinned_tensor(indptr, device), pinned_tensor(last_page_len, device), indices)
+
+
+def pinned_tensor(values: Int32Array, device: torch.device) -> torch.Tensor:
+    """Make a host tensor from which a CUDA ``device`` can copy while the host goes on."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """The part of an `AttentionSpec` that a plan depends on."""
+
+    num_heads: int
+    window_left: int  # positions that a token sees to the left of its own; −1: all
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> LayerKind:
+        if spec.scale < _MIN_SCALE:
+            raise ConfigError(
+                "prefill_attention, decode_attention: FlashInfer needs layers with a scale of at least "
+                f"{_MIN_SCALE}, the model has {spec.scale}; choose 'triton' or 'torch'"
+            )
+        return cls(spec.num_heads, -1 if spec.sliding_window is None else spec.sliding_window - 1)
+
+    def plan_arguments(self, kv_cache: KVCache) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """What all plan functions take: sizes by position, options by name. `Kernel.run` gets the scale."""
+        _, _, page_size, num_kv_heads, head_dim = kv_cache.k.shape
+        dtype = kv_cache.k.dtype
+        options = {"window_left": self.window_left, "q_data_type": dtype, "kv_data_type": dtype, "sm_scale": 1.0}
+        return (self.num_heads, num_kv_heads, head_dim, page_size), options
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that every step of a backend reuses."""
+
+    indices: torch.Tensor  # int32: the page ids of a step
+    max_rows: int
+
+
+class Workspace:
+    """Memory for partial results. Kernels share it, since they run one after the other on one stream.
+
+    FlashInfer cuts rows into pieces: enough for two programs a multiprocessor, or one for every tile of queries.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def for_prefill(self, kind: LayerKind, kv_cache: KVCache) -> torch.Tensor:
+        # Tiles have up to 128 queries; where there are more tiles than programs, nothing is split.
+        num_kv_heads, head_dim = kv_cache.k.shape[3:]
+        return self._at_least(self.programs * 128 * kind.num_heads // num_kv_heads, head_dim)
+
+    def for_decode(self, kind: LayerKind, kv_cache: KVCache, rows: int) -> torch.Tensor:
+        # Tiles have 16 queries or more, as the query heads of one KV head share a tile.
+        num_kv_heads, head_dim = kv_cache.k.shape[3:]
+        group = kind.num_heads // num_kv_heads
+        tile = next(size for size in (16, 64, 128) if group <= size or size == 128)
+        pieces = max(self.programs // num_kv_heads, rows * group // tile + rows)
+        return self._at_least(max(self.programs * 128 * group, pieces * tile * kind.num_heads), head_dim)
+
+    def _at_least(self, queries: int, head_dim: int) -> torch.Tensor:
+        # A float32 output and log-sum-exp for each query. Kernels that got a smaller buffer before keep it.
+        needed = 4 * queries * (head_dim + 1) + 4096
+        if len(self._buffer) < needed:
+            self._buffer = self._buffer.new_zeros(needed)
+        return self._buffer
+
+
+# -- FlashInfer's wrappers -----------------------------------------------------------------------------------------
+
+
+class Kernel(Protocol):
+    """Attends for the rows of one phase, in layers of one kind."""
+
+    def plan(self, batch: Batch, lists: PageLists) -> None:
+        """Prepare for one step."""
+        ...
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+        """Attend with ``q``, [T, num_heads, head_dim], over one layer of the cache; ``scale`` is the factor on q·k."""
+        ...
+
+
+class PrefillKernel:
+    """FlashAttention for rows of any number of tokens behind any prefix."""
+
+    def __init__(
+        self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, choose_version: Callable[[Batch], str]
+    ) -> None:
+        self._memory = workspace.for_prefill(kind, kv_cache)
+        self._sizes, self._options = kind.plan_arguments(kv_cache)
+        self._choose_version = choose_version
+        self._by_version: dict[str, tuple[Any, PlanCaller]] = {}
+        self._wrapper: Any
+
+    def plan(self, batch: Batch, lists: PageLists) -> None:
+        version = self._choose_version(batch)
+        if version not in self._by_version:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self._memory, "NHD", backend=version)
+            self._by_version[version] = wrapper, PlanCaller()
+        self._wrapper, call = self._by_version[version]
+        indptr = pinned_tensor(batch.cu_seqlens_q, lists.indices.device)
+        pages = (lists.indptr, lists.indices, lists.last_page_len)
+        longest = batch.max_q_len
+        sizes, options = self._sizes, self._options
+        call(self._wrapper.plan, indptr, *pages, *sizes, causal=True, max_token_per_sequence=longest, **options)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._wrapper.run(q, kv, q_scale=scale, out=out)
+        return out
+
+
+class DecodeKernel:
+    """One query token a row, on tensor cores: the queries of all heads that share a KV head are a tile.
+
+    Each number of rows has a wrapper, whose buffers keep their addresses: a CUDA graph that was captured over them
+    stays valid, since every plan for as many rows refreshes them.
+    """
+
+    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, scratch: Scratch) -> None:
+        self._memory = workspace.for_decode(kind, kv_cache, scratch.max_rows)
+        self._indices = scratch.indices
+        self._sizes, self._options = kind.plan_arguments(kv_cache)
+        self._by_rows: dict[int, DecodeWrapper] = {}
+        self._current: DecodeWrapper
+
+    def plan(self, batch: Batch, lists: PageLists) -> None:
+        rows = batch.num_rows
+        if rows not in self._by_rows:
+            self._by_rows[rows] = DecodeWrapper(rows, self._memory, self._indices)
+        self._current = self._by_rows[rows]
+        self._current.plan(lists, self._sizes, self._options)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+        out: torch.Tensor = self._current.wrapper.run(q, kv, q_scale=scale)
+        return out
+
+
+class DecodeWrapper:
+    """FlashInfer's decode wrapper for steps of a fixed number of rows, and its buffers."""
+
+    def __init__(self, rows: int, memory: torch.Tensor, indices: torch.Tensor) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+
+        self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
+        self._last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
+        self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            memory,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=self._indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=self._last_page_len,
+        )
+        # The list of pieces is short. A wrapper's own 8 MB would add up over many numbers of rows.
+        self.wrapper.reset_workspace_buffer(memory, memory.new_empty(2**17 + 128 * rows))
+        self._call = PlanCaller()
+        self._fast_plan = fast_decode_plan
+        self._planned = False
+
+    def plan(self, lists: PageLists, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+        """Plan a step. The first plan chooses the kernel and fills the buffers; later ones are faster and do not."""
+        pages = (lists.indptr, lists.indices, lists.last_page_len)
+        if self._planned:
+            self._indptr.copy_(lists.indptr, non_blocking=True)
+            self._last_page_len.copy_(lists.last_page_len, non_blocking=True)
+            self._call(self._fast_plan, self.wrapper, *pages, *sizes, **options)
+        else:
+            self._call(self.wrapper.plan, *pages, *sizes, **options)
+            self._planned = True
+
+
+class PlanCaller:
+    """Calls plan functions of one wrapper, each after the end of the copy that the one before started.
+
+    They write to pinned memory of the wrapper and start a copy from there to the device.
+    """
+
+    def __init__(self) -> None:
+        self._copied = torch.cuda.Event()
+
+    def __call__(self, plan: Callable[..., None], *args: Any, **options: Any) -> None:
+        self._copied.synchronize()
+        plan(*args, **options)
+        self._copied.record()
