@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from minisgl.attention import cascade as shared_prefix
-from minisgl.attention.cascade import CascadeAttention, PrefixGroups, SharedPrefixes, find_groups
+from minisgl.attention.cascade import CascadeAttention, PrefixGroups, PrefixGroupTracker, find_groups
 from minisgl.batch import Batch
 from minisgl.context import AttentionSpec
 from minisgl.kvcache.pool import KVCache
@@ -90,7 +90,7 @@ def test_groups_share_what_they_claim(paths: list[str], min_rows: int, min_pages
         assert any(len(paths[row]) == pages for row in rows) or len({paths[row][: pages + 1] for row in rows}) > 1
         expected[rows] = tokens
     assert groups.shared_lens.tolist() == expected.tolist()
-    assert groups.saved == sum((len(rows) - 1) * tokens for rows, tokens in groups_of(groups))
+    assert groups.saved_tokens == sum((len(rows) - 1) * tokens for rows, tokens in groups_of(groups))
     alike = {path[:min_pages] for path in paths}
     if len(paths) >= min_rows and len(alike) == 1 and len(alike.pop()) == min_pages:
         assert len(groups) > 0, "all rows share enough, so somebody does"
@@ -102,7 +102,7 @@ class Steps:
     def __init__(self, *paths: str) -> None:
         self.rows, num_pages = table_of(*paths)
         self.seq_lens = num_pages * PAGE_SIZE + 1
-        self.prefixes = SharedPrefixes(len(paths) + 1, self.rows.shape[1], PAGE_SIZE, 1000, 2, 1)
+        self.prefixes = PrefixGroupTracker(len(paths) + 1, self.rows.shape[1], PAGE_SIZE, 1000, 2, 1)
         self._told = np.full_like(self.rows, -1)
 
     def step(self, *slots: int, num_decode: int | None = None) -> list[tuple[list[int], int]]:
@@ -184,7 +184,7 @@ def test_the_page_of_the_token_that_is_fed_is_not_shared() -> None:
 
 
 def test_slots_that_were_never_written_share_nothing() -> None:
-    prefixes = SharedPrefixes(4, 8, PAGE_SIZE, 1000, 2, 1)
+    prefixes = PrefixGroupTracker(4, 8, PAGE_SIZE, 1000, 2, 1)
     steps = Steps("abc", "abc", "abc")
     steps.prefixes = prefixes
     steps.rows = steps.rows[:, :0]
