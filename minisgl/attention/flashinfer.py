@@ -24,9 +24,7 @@ from minisgl.request import Int32Array
 
 # FlashInfer gives hidden positions a score of −50,000 before it scales; with a smaller scale they would be seen.
 _MIN_SCALE = 2e-3
-
-# Queries of a row that FlashAttention 3 attends for in one program.
-_FA3_TILE = 128
+_FA3_TILE = 128  # queries of a row that FlashAttention 3 attends for in one program
 
 
 def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> HybridAttention:

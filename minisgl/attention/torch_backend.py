@@ -120,7 +120,6 @@ class PagedAttention(PagedAttentionBackend):
 # Most queries of a prefill row that are attended in one call: bounds the mask and the work above the diagonal.
 _QUERY_TILE = 256
 
-
 # Most keys that several decode rows gather together: the copy is read while it is still in the processor's cache.
 _GROUP_KEYS = 4096
 

@@ -19,8 +19,7 @@ from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 
-# Multiprocessors that the interpreter pretends to have; it runs one program after another.
-_INTERPRETED_SMS = 2
+_INTERPRETED_SMS = 2  # multiprocessors that the interpreter pretends to have; it runs one program after another
 
 
 class TritonAttention(PagedAttention):
@@ -79,8 +78,7 @@ class TritonAttention(PagedAttention):
         return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
 
 
-# Of a tile of keys; the values are as many again.
-_TILE_BYTES = 16384
+_TILE_BYTES = 16384  # of a tile of keys; the values are as many again
 
 
 @triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "slots_ptr"])

@@ -25,8 +25,7 @@ from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
 from minisgl.kernels.launch import PDL_LAUNCH_ARGS, tile_range
 
-# Of a tile of keys in the queries' dtype; the values are as many again.
-_TILE_BYTES = 16384
+_TILE_BYTES = 16384  # of a tile of keys in the queries' dtype; the values are as many again
 
 
 @triton.jit

@@ -18,8 +18,7 @@ from minisgl.attention.triton.tiles import LOG2_E, LOWEST, attend_keys
 from minisgl.batch import Batch, DeviceBatch, to_device
 from minisgl.context import AttentionSpec
 
-# Queries of a row from which on large tiles pay: they share more loads, but the last one is emptier.
-_LONG = 2048
+_LONG = 2048  # queries of a row from which on large tiles pay: they share more loads, but the last one is emptier
 
 # Pieces of packed copies. Triton would compile a kernel for each combination of those that happen to be aligned.
 _UNALIGNED = ["tile_rows_ptr", "tile_begins_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "slots_ptr"]
