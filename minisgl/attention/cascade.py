@@ -32,24 +32,24 @@ class CascadeAttention(TritonAttention):
         self.min_rows = min_rows
         self.min_tokens = min_tokens
         self.min_saved = min_saved
-        self._prefixes: PrefixGroupTracker | None = None
-        self._tables: dict[int, DevicePrefixGroups] = {}
-        self._on_device: dict[int, PrefixGroups] = {}
+        self._tracker: PrefixGroupTracker | None = None
+        self._device_groups: dict[int, DevicePrefixGroups] = {}
+        self._uploaded: dict[int, PrefixGroups] = {}
         self._shared = False
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """Find the groups; return ``"shared"`` if they save enough, as one more kernel is launched then."""
         super().plan(batch, inputs)
-        if self._prefixes is None:
+        if self._tracker is None:
             cache, (num_slots, width) = self.kv_cache, inputs.page_table.shape
-            self._prefixes = PrefixGroupTracker(
+            self._tracker = PrefixGroupTracker(
                 num_slots, width, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
             )
-        groups = self._prefixes.update(batch)  # at every step: it follows the page table
+        groups = self._tracker.update(batch)  # at every step: it follows the page table
         self._shared = len(groups) > 0 and groups.saved_tokens >= self.min_saved
         if not self._shared:
             return None
-        if self._on_device.get(batch.num_decode) is not groups:
+        if self._uploaded.get(batch.num_decode) is not groups:
             self._upload(groups)
         return "shared"
 
@@ -64,18 +64,18 @@ class CascadeAttention(TritonAttention):
             "ends": np.pad(groups.ends, (0, most - len(groups)), constant_values=last),
             "lens": np.pad(groups.lens, (0, most - len(groups))),
         }
-        if num_rows not in self._tables:
+        if num_rows not in self._device_groups:
             empty = {name: torch.empty(len(a), dtype=torch.int32, device=device) for name, a in arrays.items()}
-            self._tables[num_rows] = DevicePrefixGroups(**empty)
+            self._device_groups[num_rows] = DevicePrefixGroups(**empty)
         for name, tensor in to_device(arrays, device).items():
-            getattr(self._tables[num_rows], name).copy_(tensor)
-        self._on_device[num_rows] = groups
+            getattr(self._device_groups[num_rows], name).copy_(tensor)
+        self._uploaded[num_rows] = groups
 
     def _decode(
         self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
     ) -> None:
         if self._shared and spec.sliding_window is None:
-            tables = self._tables[len(q)]
+            tables = self._device_groups[len(q)]
             prefix = shared_prefix_attention(q, *self._layer(spec), self.inputs, spec, tables, self._num_sms)
         super()._decode(q, out, spec, prefix)
 
@@ -115,7 +115,7 @@ class PrefixGroupTracker:
         self.min_rows = min_rows
         self.min_pages = -(-min_tokens // page_size)
         self._table = np.full((num_slots, width), _UNKNOWN, dtype=np.int32)
-        self._table[-1] = dummy_page
+        self._table[-1] = dummy_page  # the slot of padded rows
         # Leading columns of each slot that the current groups depend on.
         self._compared = np.zeros(num_slots, dtype=np.int32)
         self._changed = True

@@ -43,11 +43,11 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
     def choose_version(batch: Batch) -> str:
         return version or (fastest_version(batch) if is_hopper else "fa2")
 
-    def prefill_kernel(kind: LayerKind, scratch: Scratch) -> Kernel:
+    def prefill_kernel(kind: LayerKind, indices: torch.Tensor) -> Kernel:
         return PrefillKernel(kind, kv_cache, workspace, choose_version)
 
-    def decode_kernel(kind: LayerKind, scratch: Scratch) -> Kernel:
-        return DecodeKernel(kind, kv_cache, workspace, scratch)
+    def decode_kernel(kind: LayerKind, indices: torch.Tensor) -> Kernel:
+        return DecodeKernel(kind, kv_cache, workspace, indices)
 
     return HybridAttention(
         kv_cache,
@@ -73,13 +73,14 @@ class FlashInferAttention(PagedAttention):
     """
 
     def __init__(
-        self, kv_cache: KVCache, make_kernel: Callable[[LayerKind, Scratch], Kernel], capturable: bool
+        self, kv_cache: KVCache, make_kernel: Callable[[LayerKind, torch.Tensor], Kernel], capturable: bool
     ) -> None:
         super().__init__(kv_cache)
         self.capturable = capturable
         self._make_kernel = make_kernel
         self._kernels: dict[LayerKind, Kernel] = {}
-        self._scratch: Scratch | None = None
+        # Page ids of a step, int32[slots, pages]: a row lists at most as many pages as a row of the page table has.
+        self._indices: torch.Tensor | None = None
         self._batch: Batch
         self._lists: PageLists
 
@@ -87,11 +88,9 @@ class FlashInferAttention(PagedAttention):
         self.inputs, self._batch = inputs, batch
         if batch.num_rows == 0:
             return
-        if self._scratch is None:
-            # A row lists at most as many pages as a row of the table has. CUDA graphs add padded rows, of one page.
-            table = inputs.page_table
-            self._scratch = Scratch(torch.empty_like(table).view(-1), max(len(table), 256))
-        self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._scratch.indices)
+        if self._indices is None:
+            self._indices = torch.empty_like(inputs.page_table)
+        self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._indices.view(-1))
         for kernel in self._kernels.values():
             kernel.plan(batch, self._lists)
 
@@ -105,13 +104,10 @@ class FlashInferAttention(PagedAttention):
     def _plan_first(self, kind: LayerKind) -> Kernel:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FlashInfer plans on the host: run the step once before it is captured in a CUDA graph")
-        assert self._scratch is not None, "attend comes after plan"
-        kernel = self._make_kernel(kind, self._scratch)
+        assert self._indices is not None, "attend comes after plan"
+        kernel = self._make_kernel(kind, self._indices)
         kernel.plan(self._batch, self._lists)
         return kernel
-
-
-# -- the metadata of a step ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +170,6 @@ class LayerKind:
         return (self.num_heads, num_kv_heads, head_dim, page_size), options
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Memory that every step of a backend reuses."""
-
-    indices: torch.Tensor  # int32: the page ids of a step
-    max_rows: int
-
-
 class Workspace:
     """Memory for partial results. Kernels share it, since they run one after the other on one stream.
 
@@ -214,9 +199,6 @@ class Workspace:
         if len(self._buffer) < needed:
             self._buffer = self._buffer.new_zeros(needed)
         return self._buffer
-
-
-# -- FlashInfer's wrappers -----------------------------------------------------------------------------------------
 
 
 class Kernel(Protocol):
@@ -270,9 +252,10 @@ class DecodeKernel:
     stays valid, since every plan for as many rows refreshes them.
     """
 
-    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, scratch: Scratch) -> None:
-        self._memory = workspace.for_decode(kind, kv_cache, scratch.max_rows)
-        self._indices = scratch.indices
+    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, indices: torch.Tensor) -> None:
+        # CUDA graphs add padded rows, of one page.
+        self._memory = workspace.for_decode(kind, kv_cache, max(len(indices), 256))
+        self._indices = indices.view(-1)
         self._sizes, self._options = kind.plan_arguments(kv_cache)
         self._by_rows: dict[int, DecodeWrapper] = {}
         self._current: DecodeWrapper

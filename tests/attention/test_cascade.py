@@ -1,4 +1,4 @@
-"""Finding groups of rows that begin with the same pages."""
+"""Cascade attention: finding rows that begin with the same pages, and reading these once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from minisgl.attention import cascade as shared_prefix
+from minisgl.attention import cascade
 from minisgl.attention.cascade import CascadeAttention, PrefixGroups, PrefixGroupTracker, find_groups
 from minisgl.batch import Batch
 from minisgl.context import AttentionSpec
@@ -136,7 +136,7 @@ def test_groups_are_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch
         searches.append(len(searches))
         return find_groups(*args)
 
-    monkeypatch.setattr(shared_prefix, "find_groups", counted)
+    monkeypatch.setattr(cascade, "find_groups", counted)
     steps = Steps("abcu", "abcv", "abcw", "abxx")
     assert steps.step(0, 1, 2) == [([0, 1, 2], 12)]
     assert steps.step(0, 1, 2) == [([0, 1, 2], 12)]
@@ -242,7 +242,7 @@ def test_the_prefix_is_read_from_the_first_members_pages_alone() -> None:
     sequences = family(layers(None))
     check(sequences, sequences.step(dict.fromkeys(range(7), 1)))
     step = sequences.step(dict.fromkeys(range(7), 1))
-    members = sequences.backend._tables[7].members.tolist()[:6]
+    members = sequences.backend._device_groups[7].members.tolist()[:6]
     for member in (members[1:3], members[4:6]):
         step.inputs.page_table[sequences.slots[member], :12] = sequences.page_table[-1, 0]
     check(sequences, step)
@@ -268,14 +268,14 @@ def test_a_prefix_that_is_pointed_elsewhere_is_not_shared_any_more() -> None:
     """From the page on that changed; the rest of the prefix still is."""
     sequences = family(layers(None))
     check(sequences, sequences.step({0: 1, 1: 1, 2: 1}))
-    assert sequences.backend._tables[3].lens.tolist()[0] == 17 * 4
+    assert sequences.backend._device_groups[3].lens.tolist()[0] == 17 * 4
     spare = sequences.page_table[sequences.slots[3], 0]
     row = sequences.page_table[sequences.slots[1]]
     for memory in (sequences.kv_cache.k, sequences.kv_cache.v):
         memory[:, spare] = memory[:, row[6]]
     row[6] = spare
     check(sequences, sequences.step({0: 1, 1: 1, 2: 1}))
-    assert sequences.backend._tables[3].lens.tolist()[0] == 6 * 4
+    assert sequences.backend._device_groups[3].lens.tolist()[0] == 6 * 4
 
 
 def test_a_slot_that_is_used_again_leaves_its_group() -> None:
@@ -284,7 +284,7 @@ def test_a_slot_that_is_used_again_leaves_its_group() -> None:
     check(sequences, sequences.step({0: 1, 1: 1}))
     sequences.kv_lens[1] = 30
     check(sequences, sequences.step({0: 1, 1: 1}))
-    assert sequences.backend._tables[2].lens.tolist() == [28]
+    assert sequences.backend._device_groups[2].lens.tolist() == [28]
 
 
 def test_padded_rows_disturb_nobody() -> None:

@@ -191,18 +191,16 @@ def test_one_graph_serves_all_lengths_and_groups(backend: str) -> None:
         sequences.check(outputs, taken)
 
 
+# -- a fixed number of splits, on any device ------------------------------------------------------------------------
+
 VERSIONS = [(False, 1), (True, 1), (False, 3), (True, 4), (True, 16)]
-
-
-def specs(*windows: int | None, group: int = 2, head_dim: int = 16) -> list[AttentionSpec]:
-    return [AttentionSpec(i, 2 * group, 2, head_dim, 0.3, window) for i, window in enumerate(windows)]
 
 
 @pytest.mark.parametrize(("grouped", "num_splits"), VERSIONS)
 def test_rows_of_unequal_lengths(grouped: bool, num_splits: int) -> None:
     """Some shorter than a tile, so that most of their splits are empty; one layer has a window."""
     make = partial(FixedSplitAttention, grouped=grouped, num_splits=num_splits)
-    sequences = PagedSequences(make, DEVICE, specs(None, 50), [3, 40, 300, 130], 16)
+    sequences = PagedSequences(make, DEVICE, layers(None, 50), [3, 40, 300, 130], 16)
     sequences.fill([1, 38, 290, 128])
     for _ in range(2):
         sequences.run(dict.fromkeys(range(4), 1))
@@ -211,7 +209,7 @@ def test_rows_of_unequal_lengths(grouped: bool, num_splits: int) -> None:
 def test_a_window_of_few_keys_leaves_splits_empty() -> None:
     """One layer sees a single key, its own, so that a row has one split with a key and one without."""
     make = partial(FixedSplitAttention, num_splits=2)
-    sequences = PagedSequences(make, DEVICE, specs(1, 50), [131, 65], 16)
+    sequences = PagedSequences(make, DEVICE, layers(1, 50), [131, 65], 16)
     sequences.fill([128, 64])
     sequences.run({0: 1, 1: 1})
 
@@ -220,7 +218,7 @@ def test_a_window_of_few_keys_leaves_splits_empty() -> None:
 def test_mixed_steps_of_groups_and_widths_that_are_no_power_of_two(group: int, head_dim: int) -> None:
     for grouped in (True, False):
         make = partial(FixedSplitAttention, grouped=grouped, num_splits=3)
-        sequences = PagedSequences(make, DEVICE, specs(None, group=group, head_dim=head_dim), [150, 40], 4)
+        sequences = PagedSequences(make, DEVICE, layers(None, group=group, head_dim=head_dim), [150, 40], 4)
         sequences.fill([148, 38])
         sequences.run({0: 1, 1: 1})
 
@@ -228,7 +226,7 @@ def test_mixed_steps_of_groups_and_widths_that_are_no_power_of_two(group: int, h
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_in_a_mixed_step(dtype: torch.dtype) -> None:
     make = partial(FixedSplitAttention, num_splits=2)
-    sequences = PagedSequences(make, DEVICE, specs(None), [20, 140, 300], 16, dtype)
+    sequences = PagedSequences(make, DEVICE, layers(None), [20, 140, 300], 16, dtype)
     sequences.fill([5, 139, 290])
     sequences.run({1: 1, 2: 1, 0: 11})
 
@@ -236,7 +234,7 @@ def test_half_precision_in_a_mixed_step(dtype: torch.dtype) -> None:
 def test_splits_with_scores_far_apart_are_merged() -> None:
     """They are weighted relative to the largest sum of weights, or powers of two overflow."""
     make = partial(FixedSplitAttention, num_splits=4)
-    sequences = PagedSequences(make, DEVICE, specs(None), [150, 80], 4)
+    sequences = PagedSequences(make, DEVICE, layers(None), [150, 80], 4)
     for q, k, _ in sequences.sequences:
         for row in range(2):
             q[row] *= 60
