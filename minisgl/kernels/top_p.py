@@ -122,7 +122,7 @@ def _chunks_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Program c: CHUNKS chunks, counted through all rows: their largest logit, and their weight if that weighs 1."""
+    """Program c: CHUNKS chunks, counted through all rows: largest logit, and sum of weights relative to it."""
     pairs = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     row, chunk = pairs // num_chunks, pairs % num_chunks
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -167,7 +167,7 @@ def _threshold_kernel(
     entry = _entry_of(rows, top_row_ptr, num_top)
     k = tl.load(top_k_ptr + entry, mask=entry >= 0, other=vocab)
     p = tl.load(top_p_ptr + entry, mask=entry >= 0, other=1.0).to(tl.float64)
-    counted, weighed = k < vocab, p < 1.0
+    has_top_k, has_top_p = k < vocab, p < 1.0
     temperature = _temperature(temperature_ptr + rows, exists, DTYPE)
     inv_temp = 1.0 / temperature
     logits = logits_ptr + rows.to(tl.int64) * row_stride
@@ -178,33 +178,33 @@ def _threshold_kernel(
     lowest, highest = _sort_key(tl.full([ROWS], -_MAX_LOGIT, DTYPE), UNUSED_BITS), _sort_key(maximum, UNUSED_BITS)
 
     # A lower bound from the maxima of the chunks, and the list of those that reach it. A single chunk says nothing.
-    searched = counted | weighed
-    needed = tl.where(counted, k.to(tl.float64), p * total)
-    rate = tl.where(counted, 0.0, inv_temp)
+    searched = has_top_k | has_top_p
+    needed = tl.where(has_top_k, k.to(tl.float64), p * total)
+    rate = tl.where(has_top_k, 0.0, inv_temp)
     high = tl.where(searched & (num_chunks > 1), highest, lowest)
     low, _ = _search(lowest, high, needed, chunks, maximum, rate, 1, CHUNKS, UNUSED_BITS)
     num_listed = _list_from(tl.where(searched, low, highest + 1), chunks, chunk_ptr + start, CHUNKS, UNUSED_BITS, DTYPE)
     row = logits, chunk_ptr + start, num_listed, vocab
 
     # Top-k: the k-th largest logit, and how many of those equal to it are among the k.
-    high = tl.where(counted, highest, low)
+    high = tl.where(has_top_k, highest, low)
     kth, above = _search(
         low, high, k.to(tl.float64), row, maximum, tl.zeros_like(inv_temp), CHUNK, ENTRIES, UNUSED_BITS
     )
-    room_k = tl.where(counted, k - above.to(tl.int32), _NO_LIMIT)
+    room_k = tl.where(has_top_k, k - above.to(tl.int32), _NO_LIMIT)
 
-    # Top-p of what that left, which is weighed first.
+    # Top-p of what top-k has left, whose weight is summed first.
     left = total.to(tl.float64)
-    if tl.max((counted & weighed).to(tl.int32)) == 1:
+    if tl.max((has_top_k & has_top_p).to(tl.int32)) == 1:
         above = tl.sum(_weights_from((kth + 1)[:, None], row, maximum, inv_temp, CHUNK, ENTRIES, UNUSED_BITS), axis=1)
         tied = room_k.to(tl.float64) * _weight(_logit_of_key(kth, UNUSED_BITS), maximum, inv_temp)
-        left = tl.where(counted, above + tied, left)
-    high = tl.where(weighed, highest, kth)
+        left = tl.where(has_top_k, above + tied, left)
+    high = tl.where(has_top_p, highest, kth)
     key, above = _search(kth, high, p * left, row, maximum, inv_temp, CHUNK, ENTRIES, UNUSED_BITS)
     threshold = _logit_of_key(key, UNUSED_BITS)
     lacking = p * left - above
     room_p = tl.ceil(lacking / tl.maximum(_weight(threshold, maximum, inv_temp), 1e-30))
-    room_p = tl.where(weighed, tl.clamp(room_p, 1.0, 1e9).to(tl.int32), _NO_LIMIT)
+    room_p = tl.where(has_top_p, tl.clamp(room_p, 1.0, 1e9).to(tl.int32), _NO_LIMIT)
     room = tl.minimum(room_p, tl.where(key == kth, room_k, _NO_LIMIT))
     last_tied = _nth_tied_token(threshold, room, row, CHUNK, ENTRIES)
 
@@ -220,7 +220,7 @@ def _threshold_kernel(
 
 @triton.jit
 def _whole_row(chunks: tl.tuple, weights: tl.tensor, inv_temp: tl.tensor, CHUNKS: tl.constexpr) -> tl.tuple:
-    """Return the largest logit of each row, and what the whole row weighs if that weighs 1; both [R].
+    """Return the largest logit of each row, and the sum of the row's weights relative to it; both [R].
 
     ``chunks`` are their maxima as candidates, ``weights`` [R] pointers to their weights.
     """
@@ -409,5 +409,5 @@ def _logit_of_key(key: tl.tensor, UNUSED_BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _weight(x: tl.tensor, maximum: tl.tensor, inv_temp: tl.tensor) -> tl.tensor:
-    """``exp((x − maximum) / temperature)``, given 1 / temperature. With 0 every token weighs 1, and is counted."""
+    """``exp((x − maximum) / temperature)``, given 1 / temperature; given 0 it is 1, so that sums are counts."""
     return tl.exp((x - maximum) * inv_temp)

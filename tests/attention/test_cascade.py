@@ -93,7 +93,7 @@ def test_groups_share_what_they_claim(paths: list[str], min_rows: int, min_pages
     assert groups.saved_tokens == sum((len(rows) - 1) * tokens for rows, tokens in groups_of(groups))
     alike = {path[:min_pages] for path in paths}
     if len(paths) >= min_rows and len(alike) == 1 and len(alike.pop()) == min_pages:
-        assert len(groups) > 0, "all rows share enough, so somebody does"
+        assert len(groups) > 0, "all rows share enough for a group"
 
 
 class Steps:
@@ -196,7 +196,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class EagerCascade(CascadeAttention):
-    """Groups whatever can be grouped."""
+    """Groups all rows that share a page, however few."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache, min_rows=2, min_tokens=1, min_saved=1)
@@ -287,7 +287,7 @@ def test_a_slot_that_is_used_again_leaves_its_group() -> None:
     assert sequences.backend._device_groups[2].lens.tolist() == [28]
 
 
-def test_padded_rows_disturb_nobody() -> None:
+def test_padded_rows_change_no_output() -> None:
     sequences = family(layers(None, None))
     for _ in range(2):
         check(sequences, sequences.step(dict.fromkeys(range(7), 1), padding=3))

@@ -49,7 +49,7 @@ def add_parts(
 ):
     """Merge ``num_parts`` parts of one row, which lie one after the other, into the running values.
 
-    Each element of ``columns``, int32[W] over the last two dimensions flattened, has running values of its own: ``acc``
+    Each element of ``columns``, int32[W] over the last two dimensions flattened, has its own running values: ``acc``
     is the sum of the parts, each times its weight ``exp2(lse − row_max)``; ``row_sum`` the sum of these weights;
     ``row_max`` the largest lse.
     """
