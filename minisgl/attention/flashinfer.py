@@ -43,16 +43,16 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
     def choose_version(batch: Batch) -> str:
         return version or (fastest_version(batch) if is_hopper else "fa2")
 
-    def prefill_kernel(kind: LayerKind, indices: torch.Tensor) -> Kernel:
+    def make_prefill(kind: LayerKind, indices: torch.Tensor) -> Kernel:
         return PrefillKernel(kind, kv_cache, workspace, choose_version)
 
-    def decode_kernel(kind: LayerKind, indices: torch.Tensor) -> Kernel:
+    def make_decode(kind: LayerKind, indices: torch.Tensor) -> Kernel:
         return DecodeKernel(kind, kv_cache, workspace, indices)
 
     return HybridAttention(
         kv_cache,
-        prefill=FlashInferAttention(kv_cache, prefill_kernel, capturable=False),
-        decode=FlashInferAttention(kv_cache, decode_kernel, capturable=True),
+        prefill=FlashInferAttention(kv_cache, make_prefill, capturable=False),
+        decode=FlashInferAttention(kv_cache, make_decode, capturable=True),
     )
 
 
