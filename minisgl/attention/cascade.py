@@ -1,4 +1,4 @@
-"""Attention that reads a prefix shared by several rows once for all of them (cascade inference)."""
+"""Cascade attention: decode rows that share a prefix read its keys and values once for all of them."""
 
 from __future__ import annotations
 
@@ -10,52 +10,102 @@ import torch
 
 from minisgl.attention.triton.backend import TritonAttention
 from minisgl.attention.triton.merge import PrefixParts
-from minisgl.attention.triton.prefix import PrefixTables, attend_prefixes
+from minisgl.attention.triton.prefix import DevicePrefixGroups, shared_prefix_attention
 from minisgl.batch import Batch, DeviceBatch, to_device
 from minisgl.context import AttentionSpec
 from minisgl.kvcache.pool import KVCache
 from minisgl.request import Int32Array
 
-_UNKNOWN = -1
-"""In the mirror: an entry that no step has named yet. It equals nothing, not even itself."""
+
+class CascadeAttention(TritonAttention):
+    """Attend in two stages: the rows of a group together over their prefix, then each row over the rest of its keys.
+
+    Groups form when a request with a cached prefix starts to decode, and dissolve when it ends, so we look for them at
+    every step. They reach the kernels in tensors that keep their address for each number of rows. Layers with a sliding
+    window attend row by row, since their rows do not see a prefix. A group has at least ``min_rows`` rows and
+    ``min_tokens`` shared tokens; all groups of a step together must save ``min_saved`` tokens, to pay for one launch
+    more.
+    """
+
+    def __init__(self, kv_cache: KVCache, min_rows: int = 4, min_tokens: int = 256, min_saved: int = 8192) -> None:
+        super().__init__(kv_cache)
+        self.min_rows = min_rows
+        self.min_tokens = min_tokens
+        self.min_saved = min_saved
+        self._tracker: PrefixGroupTracker | None = None
+        self._device_groups: dict[int, DevicePrefixGroups] = {}
+        self._uploaded: dict[int, PrefixGroups] = {}
+        self._shared = False
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
+        """Find the groups; return ``"shared"`` if they save enough, as one more kernel is launched then."""
+        super().plan(batch, inputs)
+        if self._tracker is None:
+            cache, (num_slots, width) = self.kv_cache, inputs.page_table.shape
+            self._tracker = PrefixGroupTracker(
+                num_slots, width, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
+            )
+        groups = self._tracker.update(batch)  # at every step: it follows the page table
+        self._shared = len(groups) > 0 and groups.saved_tokens >= self.min_saved
+        if not self._shared:
+            return None
+        if self._uploaded.get(batch.num_decode) is not groups:
+            self._upload(groups)
+        return "shared"
+
+    def _upload(self, groups: PrefixGroups) -> None:
+        # One copy, in stream order: earlier steps may still be running.
+        num_rows, device = len(groups.shared_lens), self.kv_cache.k.device
+        most = max(1, num_rows // self.min_rows)
+        last = groups.ends[-1]
+        arrays = {
+            "shared_lens": groups.shared_lens,
+            "members": np.pad(groups.members, (0, num_rows - len(groups.members))),
+            "ends": np.pad(groups.ends, (0, most - len(groups)), constant_values=last),
+            "lens": np.pad(groups.lens, (0, most - len(groups))),
+        }
+        if num_rows not in self._device_groups:
+            empty = {name: torch.empty(len(a), dtype=torch.int32, device=device) for name, a in arrays.items()}
+            self._device_groups[num_rows] = DevicePrefixGroups(**empty)
+        for name, tensor in to_device(arrays, device).items():
+            getattr(self._device_groups[num_rows], name).copy_(tensor)
+        self._uploaded[num_rows] = groups
+
+    def _decode(
+        self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
+    ) -> None:
+        if self._shared and spec.sliding_window is None:
+            tables = self._device_groups[len(q)]
+            prefix = shared_prefix_attention(q, *self._layer(spec), self.inputs, spec, tables, self._num_sms)
+        super()._decode(q, out, spec, prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Rows of a step that share a prefix, of which each row is in one group at most. int32 arrays.
+    """Decode rows of a step in groups that share a prefix; each row is in one group at most. int32 arrays.
 
-    Args:
-        shared_lens: [R] tokens of the prefix that the row shares with its group; 0 is no group.
-        members: rows of the first group, then of the second …
-        ends: [groups] where each group ends in ``members``.
-        lens: [groups] tokens of the group's prefix.
+    The rows of group g are ``members[ends[g − 1] : ends[g]]``.
     """
 
-    shared_lens: Int32Array
-    members: Int32Array
-    ends: Int32Array
-    lens: Int32Array
+    shared_lens: Int32Array  # [R] tokens of the prefix that the row shares with its group; 0: no group
+    members: Int32Array  # rows of the first group, then of the second …
+    ends: Int32Array  # [groups] where each group ends in `members`
+    lens: Int32Array  # [groups] tokens of the group's prefix
 
     def __len__(self) -> int:
         return len(self.lens)
 
     @property
-    def saved(self) -> int:
-        """Tokens whose keys and values need not be read again, over all groups."""
+    def saved_tokens(self) -> int:
+        """Tokens whose keys and values are not read again, over all groups."""
         return int(self.shared_lens.sum() - self.lens.sum())
 
 
-class SharedPrefixes:
+class PrefixGroupTracker:
     """Finds the groups of each step's decode rows, from a mirror of the page table on the host.
 
-    Told of every step, in order. Groups are looked for again only when the rows are others than before, or a page
-    that was compared has changed; in a steady run of decode steps neither happens.
-
-    Args:
-        num_slots, width: shape of the page table.
-        page_size: tokens a page.
-        dummy_page: page that all entries of the last slot have.
-        min_rows, min_tokens: smallest group, and shortest prefix, that count.
+    It sees every step in order. It looks for groups again only when the rows differ from those of the step before, or a
+    page that was compared has changed; neither happens in a steady run of decode steps.
     """
 
     def __init__(
@@ -65,15 +115,15 @@ class SharedPrefixes:
         self.min_rows = min_rows
         self.min_pages = -(-min_tokens // page_size)
         self._table = np.full((num_slots, width), _UNKNOWN, dtype=np.int32)
-        self._table[-1] = dummy_page
+        self._table[-1] = dummy_page  # the slot of padded rows
+        # Leading columns of each slot that the current groups depend on.
         self._compared = np.zeros(num_slots, dtype=np.int32)
-        """Leading columns of each slot that the current groups depend on."""
         self._changed = True
         self._slots: Int32Array = np.zeros(0, dtype=np.int32)
         self._groups = _no_groups(0)
 
     def update(self, batch: Batch) -> PrefixGroups:
-        """Groups among the decode rows of the next step; the same object as long as they stay the same."""
+        """Find the groups among the next step's decode rows; the same object as long as they stay the same."""
         self._apply(batch.page_index, batch.page_value)
         if batch.num_decode == 0:
             return _no_groups(0)
@@ -91,11 +141,15 @@ class SharedPrefixes:
         return self._groups
 
     def _apply(self, index: Int32Array, value: Int32Array) -> None:
-        """Follow the page table; see `Batch.page_index`."""
+        # Follow the page table, and note whether an entry that was compared has changed.
         slots, columns = np.divmod(index, self._table.shape[1])
         flat = self._table.reshape(-1)
         self._changed |= bool(((flat[index] != value) & (columns < self._compared[slots])).any())
         flat[index] = value
+
+
+# In the mirror: an entry that no step has named yet. It counts as equal to nothing.
+_UNKNOWN = -1
 
 
 def find_groups(
@@ -103,10 +157,10 @@ def find_groups(
 ) -> PrefixGroups:
     """Group rows by the prefix that saves most.
 
-    Requests often share several prefixes of one another: all have the system prompt, some of them a document behind
-    it. Each row joins the rows with which it saves most pages, (rows − 1) × shared pages; ties go to the longer prefix.
-    Shared lengths are first looked for at ``min_pages``, twice that, four times …: rows that have the same page in a
-    column share the whole path to it. The exact common length of each group follows.
+    Requests often share several prefixes: all have the system prompt, some of them a document behind it. Each row joins
+    the rows with which it saves most pages, (rows − 1) × shared pages; ties go to the longer prefix. We look for shared
+    lengths of ``min_pages``, twice that, four times …: rows with the same page in a column share the whole path to it.
+    Then we take the exact common length of each group.
 
     Args:
         table: [R, W] page-table rows.
@@ -121,9 +175,9 @@ def find_groups(
         rows = np.flatnonzero((num_pages >= depth) & (table[:, depth - 1] != _UNKNOWN))
         ids = table[rows, depth - 1]
         _, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        saved = np.where(counts >= min_rows, (counts - 1) * depth, -1)[inverse]
-        better = (saved > 0) & (saved >= most_saved[rows])
-        most_saved[rows[better]] = saved[better]
+        saved_tokens = np.where(counts >= min_rows, (counts - 1) * depth, -1)[inverse]
+        better = (saved_tokens > 0) & (saved_tokens >= most_saved[rows])
+        most_saved[rows[better]] = saved_tokens[better]
         path[rows[better]] = depth * 2**32 + ids[better].astype(np.int64)
         depth *= 2
 
@@ -152,70 +206,3 @@ def find_groups(
 def _no_groups(num_rows: int) -> PrefixGroups:
     nothing = np.zeros(0, dtype=np.int32)
     return PrefixGroups(np.zeros(num_rows, dtype=np.int32), nothing, nothing, nothing)
-
-
-class CascadeAttention(TritonAttention):
-    """Decode rows in groups: first all rows of a group over their common prefix, then each over the rest of its keys.
-
-    Groups form when a request with a cached prefix starts to decode and dissolve when it ends, so they are looked for
-    at every step (`SharedPrefixes`), and reach the kernels as tensors whose address stays the same for as many rows. A
-    layer with a sliding window is left as it is: what its rows see is no prefix.
-
-    Args:
-        kv_cache: where keys and values live.
-        min_rows, min_tokens: smallest group, and shortest prefix, that are treated as one.
-        min_saved: tokens that all groups of a step have to save together, for one launch more a layer to pay.
-    """
-
-    def __init__(self, kv_cache: KVCache, min_rows: int = 4, min_tokens: int = 256, min_saved: int = 8192) -> None:
-        super().__init__(kv_cache)
-        self.min_rows = min_rows
-        self.min_tokens = min_tokens
-        self.min_saved = min_saved
-        self._prefixes: SharedPrefixes | None = None
-        self._tables: dict[int, PrefixTables] = {}
-        self._on_device: dict[int, PrefixGroups] = {}
-        self._shared = False
-
-    def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
-        """Find the groups. Answers ``"shared"`` if they save enough: one more kernel is launched then."""
-        super().plan(batch, inputs)
-        if self._prefixes is None:
-            cache, (num_slots, width) = self.kv_cache, inputs.page_table.shape
-            self._prefixes = SharedPrefixes(
-                num_slots, width, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
-            )
-        groups = self._prefixes.update(batch)  # of every step: it follows the page table
-        self._shared = len(groups) > 0 and groups.saved >= self.min_saved
-        if not self._shared:
-            return None
-        if self._on_device.get(batch.num_decode) is not groups:
-            self._upload(groups)
-        return "shared"
-
-    def _upload(self, groups: PrefixGroups) -> None:
-        """Bring the groups to where the kernels read them, in one copy and in stream order: earlier steps may still
-        run."""
-        num_rows, device = len(groups.shared_lens), self.kv_cache.k.device
-        most = max(1, num_rows // self.min_rows)
-        last = groups.ends[-1]
-        arrays = {
-            "shared_lens": groups.shared_lens,
-            "members": np.pad(groups.members, (0, num_rows - len(groups.members))),
-            "ends": np.pad(groups.ends, (0, most - len(groups)), constant_values=last),
-            "lens": np.pad(groups.lens, (0, most - len(groups))),
-        }
-        if num_rows not in self._tables:
-            empty = {name: torch.empty(len(a), dtype=torch.int32, device=device) for name, a in arrays.items()}
-            self._tables[num_rows] = PrefixTables(**empty)
-        for name, tensor in to_device(arrays, device).items():
-            getattr(self._tables[num_rows], name).copy_(tensor)
-        self._on_device[num_rows] = groups
-
-    def _decode(
-        self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
-    ) -> None:
-        if self._shared and spec.sliding_window is None:
-            tables = self._tables[len(q)]
-            prefix = attend_prefixes(q, *self._layer(spec), self.inputs, spec, tables, self._num_sms)
-        super()._decode(q, out, spec, prefix)

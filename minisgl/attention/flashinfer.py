@@ -1,4 +1,9 @@
-"""FlashInfer's paged attention as a backend."""
+"""FlashInfer's paged attention as a backend (Ye et al. 2025).
+
+FlashInfer has a *wrapper* for each phase: ``plan`` cuts the rows of a step into pieces on the host, ``run`` launches a
+layer's kernels. We plan once a step for each kind of layer. This module can be imported where FlashInfer is not
+installed: wrappers are imported where they are made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, fast_decode_plan
 
 from minisgl.attention.hybrid import HybridAttention
 from minisgl.attention.torch_backend import PagedAttention
@@ -18,32 +22,108 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 from minisgl.request import Int32Array
 
+# FlashInfer gives hidden positions a score of −50,000 before it scales; with a smaller scale they would be seen.
+_MIN_SCALE = 2e-3
+_FA3_TILE = 128  # queries of a row that FlashAttention 3 attends for in one program
+
+
+def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> HybridAttention:
+    """Build the backend: FlashInfer's prefill kernels for prefill rows, its decode kernels for decode rows.
+
+    ``version`` is that of FlashAttention in prefill, ``"fa2"`` or ``"fa3"``; None takes the faster one for each step.
+    Raises `ConfigError` for version 3 on a GPU that is not a Hopper.
+    """
+    is_hopper = torch.cuda.get_device_capability(kv_cache.k.device) == (9, 0)
+    if version == "fa3" and not is_hopper:
+        raise ConfigError(
+            "prefill_attention, decode_attention: 'flashinfer-fa3' needs a Hopper GPU; choose 'flashinfer-fa2'"
+        )
+    workspace = Workspace(kv_cache.k.device)
+
+    def choose_version(batch: Batch) -> str:
+        return version or (fastest_version(batch) if is_hopper else "fa2")
+
+    def make_prefill(kind: LayerKind, indices: torch.Tensor) -> Kernel:
+        return PrefillKernel(kind, kv_cache, workspace, choose_version)
+
+    def make_decode(kind: LayerKind, indices: torch.Tensor) -> Kernel:
+        return DecodeKernel(kind, kv_cache, workspace, indices)
+
+    return HybridAttention(
+        kv_cache,
+        prefill=FlashInferAttention(kv_cache, make_prefill, capturable=False),
+        decode=FlashInferAttention(kv_cache, make_decode, capturable=True),
+    )
+
+
+def fastest_version(batch: Batch) -> str:
+    """Name the FlashAttention that prefills faster on Hopper GPUs.
+
+    Version 3 uses their asynchronous matrix units, but a program attends for one head and 128 queries of one row.
+    Version 2 fills a tile with the queries of all heads that share a KV head, which short rows need.
+    """
+    return "fa3" if batch.num_tokens >= _FA3_TILE * batch.num_rows else "fa2"
+
+
+class FlashInferAttention(PagedAttention):
+    """Attend for the rows of one phase with FlashInfer.
+
+    `plan` prepares for all kinds of layers that have attended before. A new kind is planned when it first attends,
+    which is impossible while a CUDA graph is captured.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, make_kernel: Callable[[LayerKind, torch.Tensor], Kernel], capturable: bool
+    ) -> None:
+        super().__init__(kv_cache)
+        self.capturable = capturable
+        self._make_kernel = make_kernel
+        self._kernels: dict[LayerKind, Kernel] = {}
+        # Page ids of a step, int32[slots, pages]: a row lists at most as many pages as a row of the page table has.
+        self._indices: torch.Tensor | None = None
+        self._batch: Batch
+        self._lists: PageLists
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
+        self.inputs, self._batch = inputs, batch
+        if batch.num_rows == 0:
+            return
+        if self._indices is None:
+            self._indices = torch.empty_like(inputs.page_table)
+        self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._indices.view(-1))
+        for kernel in self._kernels.values():
+            kernel.plan(batch, self._lists)
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        kind = LayerKind.of(spec)
+        if kind not in self._kernels:
+            self._kernels[kind] = self._plan_first(kind)
+        keys_and_values = self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
+        return self._kernels[kind].run(q, keys_and_values, spec.scale)
+
+    def _plan_first(self, kind: LayerKind) -> Kernel:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("FlashInfer plans on the host: run the step once before it is captured in a CUDA graph")
+        assert self._indices is not None, "attend comes after plan"
+        kernel = self._make_kernel(kind, self._indices)
+        kernel.plan(self._batch, self._lists)
+        return kernel
+
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The pages that each of R rows reads.
+    """The pages that each of R rows reads: for row r, ``indices[indptr[r] : indptr[r + 1]]``."""
 
-    Args:
-        indptr: int32[R + 1] on the host; row r reads the pages ``indices[indptr[r] : indptr[r + 1]]``.
-        last_page_len: int32[R] on the host, how many positions of its last page each row reads.
-        indices: int32[N] page ids on the device.
-    """
-
-    indptr: torch.Tensor
-    last_page_len: torch.Tensor
-    indices: torch.Tensor
+    indptr: torch.Tensor  # int32[R + 1] on the host
+    last_page_len: torch.Tensor  # int32[R] on the host: positions of its last page that each row reads
+    indices: torch.Tensor  # int32[N] page ids on the device
 
 
-def page_lists(batch: Batch, page_table: torch.Tensor, page_size: int, memory: torch.Tensor) -> PageLists:
-    """List the pages of ``batch``.
+def page_lists(batch: Batch, page_table: torch.Tensor, page_size: int, out: torch.Tensor) -> PageLists:
+    """List the pages of each row of ``batch``.
 
     The host knows how many pages each row has, so the page ids are gathered on the device without waiting for it.
-
-    Args:
-        batch: the step.
-        page_table: int32[slots, pages] on the device, contiguous.
-        page_size: tokens a page.
-        memory: int32 on the device, as large as the page table: ``indices`` is its beginning.
+    ``indices`` are the beginning of ``out``, int32 on the device and as large as the contiguous page table.
     """
     num_pages = -(-batch.seq_lens // page_size)
     indptr = np.zeros(batch.num_rows + 1, dtype=np.int32)
@@ -54,50 +134,36 @@ def page_lists(batch: Batch, page_table: torch.Tensor, page_size: int, memory: t
     total = int(indptr[-1])
     entries = staged["shift"].repeat_interleave(staged["num_pages"], output_size=total)
     entries += torch.arange(total, dtype=torch.int32, device=page_table.device)
-    indices = torch.index_select(page_table.view(-1), 0, entries, out=memory[:total])
+    indices = torch.index_select(page_table.view(-1), 0, entries, out=out[:total])
     last_page_len = batch.seq_lens - (num_pages - 1) * np.int32(page_size)
     device = page_table.device
-    return PageLists(host_tensor(indptr, device), host_tensor(last_page_len, device), indices)
+    return PageLists(pinned_tensor(indptr, device), pinned_tensor(last_page_len, device), indices)
 
 
-def host_tensor(values: Int32Array, device: torch.device) -> torch.Tensor:
-    """A tensor on the host that ``device`` can copy from while the host goes on."""
+def pinned_tensor(values: Int32Array, device: torch.device) -> torch.Tensor:
+    """Make a host tensor from which a CUDA ``device`` can copy while the host goes on."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-_LEAST_SCALE = 2e-3
-"""FlashInfer gives invisible positions −50,000 before it scales: that has to be out of sight afterwards, too."""
-
-
-_FULL_TILE = 128
-"""Queries of a row that version 3 attends for in one program."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What of an `AttentionSpec` a plan depends on.
-
-    Args:
-        num_heads: query heads.
-        window_left: positions that a token sees to the left of its own; −1 is all.
-    """
+    """The part of an `AttentionSpec` that a plan depends on."""
 
     num_heads: int
-    window_left: int
+    window_left: int  # positions that a token sees to the left of its own; −1: all
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> LayerKind:
-        """The kind of a layer."""
-        if spec.scale < _LEAST_SCALE:
+        if spec.scale < _MIN_SCALE:
             raise ConfigError(
                 "prefill_attention, decode_attention: FlashInfer needs layers with a scale of at least "
-                f"{_LEAST_SCALE}, the model has {spec.scale}; choose 'triton' or 'torch'"
+                f"{_MIN_SCALE}, the model has {spec.scale}; choose 'triton' or 'torch'"
             )
         return cls(spec.num_heads, -1 if spec.sliding_window is None else spec.sliding_window - 1)
 
     def plan_arguments(self, kv_cache: KVCache) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """What all plan functions take: sizes by position, options by name. The scale is given to `run`."""
+        """What all plan functions take: sizes by position, options by name. `Kernel.run` gets the scale."""
         _, _, page_size, num_kv_heads, head_dim = kv_cache.k.shape
         dtype = kv_cache.k.dtype
         options = {"window_left": self.window_left, "q_data_type": dtype, "kv_data_type": dtype, "sm_scale": 1.0}
@@ -115,12 +181,12 @@ class Workspace:
         self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def for_prefill(self, kind: LayerKind, kv_cache: KVCache) -> torch.Tensor:
-        """Room for tiles of up to 128 queries; where there are more tiles than programs, nothing is split."""
+        # Tiles have up to 128 queries; where there are more tiles than programs, nothing is split.
         num_kv_heads, head_dim = kv_cache.k.shape[3:]
         return self._at_least(self.programs * 128 * kind.num_heads // num_kv_heads, head_dim)
 
     def for_decode(self, kind: LayerKind, kv_cache: KVCache, rows: int) -> torch.Tensor:
-        """Room for tiles of 16 queries or more, as the query heads of one KV head share a tile."""
+        # Tiles have 16 queries or more, as the query heads of one KV head share a tile.
         num_kv_heads, head_dim = kv_cache.k.shape[3:]
         group = kind.num_heads // num_kv_heads
         tile = next(size for size in (16, 64, 128) if group <= size or size == 128)
@@ -128,82 +194,27 @@ class Workspace:
         return self._at_least(max(self.programs * 128 * group, pieces * tile * kind.num_heads), head_dim)
 
     def _at_least(self, queries: int, head_dim: int) -> torch.Tensor:
-        """A float32 output and log-sum-exp for so many queries. Whoever got a smaller buffer before, keeps it."""
+        # A float32 output and log-sum-exp for each query. Kernels that got a smaller buffer before keep it.
         needed = 4 * queries * (head_dim + 1) + 4096
         if len(self._buffer) < needed:
             self._buffer = self._buffer.new_zeros(needed)
         return self._buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """What every step of a backend uses again.
-
-    Args:
-        indices: int32, where the page ids of a step are listed.
-        max_rows: most rows of a step.
-    """
-
-    indices: torch.Tensor
-    max_rows: int
-
-    @classmethod
-    def for_table(cls, page_table: torch.Tensor) -> Scratch:
-        """For steps over this page table: a row lists at most as many pages as a row of the table has. CUDA graphs
-        add padded rows, of one page."""
-        return cls(torch.empty_like(page_table).view(-1), max(len(page_table), 256))
-
-
-class StagedPlan:
-    """Calls plan functions of one wrapper. They write to pinned memory of the wrapper and start a copy from there to
-    the device, so each call waits for the end of the copy before."""
-
-    def __init__(self) -> None:
-        self._copied = torch.cuda.Event()
-
-    def __call__(self, plan: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Wait, and plan."""
-        self._copied.synchronize()
-        plan(*args, **options)
-        self._copied.record()
-
-
 class Kernel(Protocol):
-    """Attends for rows of one phase, in layers of one kind."""
+    """Attends for the rows of one phase, in layers of one kind."""
 
     def plan(self, batch: Batch, lists: PageLists) -> None:
         """Prepare for one step."""
         ...
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            q: [T, num_heads, head_dim].
-            kv: keys and values of the layer, [pages, page_size, num_kv_heads, head_dim] each.
-            scale: factor on q·k.
-        """
+        """Attend with ``q``, [T, num_heads, head_dim], over one layer of the cache; ``scale`` is the factor on q·k."""
         ...
 
 
-def fastest_version(batch: Batch) -> str:
-    """Which FlashAttention prefills faster on Hopper GPUs.
-
-    Version 3 uses their asynchronous matrix units, but every program attends for one head and a tile of 128 queries of
-    one row. Version 2 fills a tile with the queries of all heads that share a KV head, which short rows need.
-    """
-    return "fa3" if batch.num_tokens >= _FULL_TILE * batch.num_rows else "fa2"
-
-
 class PrefillKernel:
-    """FlashAttention for rows of any number of tokens behind any prefix.
-
-    Args:
-        kind: of the layers.
-        kv_cache: that they read.
-        workspace: for partial results.
-        choose_version: ``"fa2"`` or ``"fa3"`` for a step.
-    """
+    """FlashAttention for rows of any number of tokens behind any prefix."""
 
     def __init__(
         self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, choose_version: Callable[[Batch], str]
@@ -211,24 +222,24 @@ class PrefillKernel:
         self._memory = workspace.for_prefill(kind, kv_cache)
         self._sizes, self._options = kind.plan_arguments(kv_cache)
         self._choose_version = choose_version
-        self._by_version: dict[str, tuple[Any, StagedPlan]] = {}
+        self._by_version: dict[str, tuple[Any, PlanCaller]] = {}
         self._wrapper: Any
 
     def plan(self, batch: Batch, lists: PageLists) -> None:
-        """See `Kernel.plan`."""
         version = self._choose_version(batch)
         if version not in self._by_version:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
             wrapper = BatchPrefillWithPagedKVCacheWrapper(self._memory, "NHD", backend=version)
-            self._by_version[version] = wrapper, StagedPlan()
-        self._wrapper, staged = self._by_version[version]
-        indptr = host_tensor(batch.cu_seqlens_q, lists.indices.device)
+            self._by_version[version] = wrapper, PlanCaller()
+        self._wrapper, call = self._by_version[version]
+        indptr = pinned_tensor(batch.cu_seqlens_q, lists.indices.device)
         pages = (lists.indptr, lists.indices, lists.last_page_len)
         longest = batch.max_q_len
         sizes, options = self._sizes, self._options
-        staged(self._wrapper.plan, indptr, *pages, *sizes, causal=True, max_token_per_sequence=longest, **options)
+        call(self._wrapper.plan, indptr, *pages, *sizes, causal=True, max_token_per_sequence=longest, **options)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-        """See `Kernel.run`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._wrapper.run(q, kv, q_scale=scale, out=out)
         return out
@@ -237,47 +248,36 @@ class PrefillKernel:
 class DecodeKernel:
     """One query token a row, on tensor cores: the queries of all heads that share a KV head are a tile.
 
-    There is a wrapper for each number of rows, whose buffers keep their addresses: a CUDA graph that was captured over
-    them stays valid, as every plan for as many rows refreshes them.
-
-    Args:
-        kind: of the layers.
-        kv_cache: that they read.
-        workspace: for partial results.
-        scratch: of the backend.
+    Each number of rows has a wrapper, whose buffers keep their addresses: a CUDA graph that was captured over them
+    stays valid, since every plan for as many rows refreshes them.
     """
 
-    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, scratch: Scratch) -> None:
-        self._memory = workspace.for_decode(kind, kv_cache, scratch.max_rows)
-        self._indices = scratch.indices
+    def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, indices: torch.Tensor) -> None:
+        # CUDA graphs add padded rows, of one page.
+        self._memory = workspace.for_decode(kind, kv_cache, max(len(indices), 256))
+        self._indices = indices.view(-1)
         self._sizes, self._options = kind.plan_arguments(kv_cache)
-        self._by_rows: dict[int, FixedRows] = {}
-        self._current: FixedRows
+        self._by_rows: dict[int, DecodeWrapper] = {}
+        self._current: DecodeWrapper
 
     def plan(self, batch: Batch, lists: PageLists) -> None:
-        """See `Kernel.plan`."""
         rows = batch.num_rows
         if rows not in self._by_rows:
-            self._by_rows[rows] = FixedRows(rows, self._memory, self._indices)
+            self._by_rows[rows] = DecodeWrapper(rows, self._memory, self._indices)
         self._current = self._by_rows[rows]
         self._current.plan(lists, self._sizes, self._options)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-        """See `Kernel.run`."""
         out: torch.Tensor = self._current.wrapper.run(q, kv, q_scale=scale)
         return out
 
 
-class FixedRows:
-    """A decode wrapper and its buffers.
-
-    Args:
-        rows: of every step.
-        memory: for partial results.
-        indices: for page ids.
-    """
+class DecodeWrapper:
+    """FlashInfer's decode wrapper for steps of a fixed number of rows, and its buffers."""
 
     def __init__(self, rows: int, memory: torch.Tensor, indices: torch.Tensor) -> None:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+
         self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=indices.device)
         self._last_page_len = torch.ones(rows, dtype=torch.int32, device=indices.device)
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
@@ -291,99 +291,32 @@ class FixedRows:
         )
         # The list of pieces is short. A wrapper's own 8 MB would add up over many numbers of rows.
         self.wrapper.reset_workspace_buffer(memory, memory.new_empty(2**17 + 128 * rows))
-        self._staged = StagedPlan()
-        self._chosen = False
+        self._call = PlanCaller()
+        self._fast_plan = fast_decode_plan
+        self._planned = False
 
     def plan(self, lists: PageLists, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-        """The first plan chooses the kernel and fills the buffers. Later ones are faster and leave both to us."""
+        """Plan a step. The first plan chooses the kernel and fills the buffers; later ones are faster and do not."""
         pages = (lists.indptr, lists.indices, lists.last_page_len)
-        if self._chosen:
+        if self._planned:
             self._indptr.copy_(lists.indptr, non_blocking=True)
             self._last_page_len.copy_(lists.last_page_len, non_blocking=True)
-            self._staged(fast_decode_plan, self.wrapper, *pages, *sizes, **options)
+            self._call(self._fast_plan, self.wrapper, *pages, *sizes, **options)
         else:
-            self._staged(self.wrapper.plan, *pages, *sizes, **options)
-            self._chosen = True
+            self._call(self.wrapper.plan, *pages, *sizes, **options)
+            self._planned = True
 
 
-def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> HybridAttention:
-    """FlashInfer for whole steps.
+class PlanCaller:
+    """Calls plan functions of one wrapper, each after the end of the copy that the one before started.
 
-    Args:
-        kv_cache: where keys and values live.
-        version: of FlashAttention in prefill, ``"fa2"`` or ``"fa3"``; None is the faster one for each step.
-
-    Raises:
-        ConfigError: version 3 on a GPU that is not a Hopper.
-    """
-    is_hopper = torch.cuda.get_device_capability(kv_cache.k.device) == (9, 0)
-    if version == "fa3" and not is_hopper:
-        raise ConfigError(
-            "prefill_attention, decode_attention: 'flashinfer-fa3' needs a Hopper GPU; choose 'flashinfer-fa2'"
-        )
-    workspace = Workspace(kv_cache.k.device)
-
-    def choose_version(batch: Batch) -> str:
-        return version or (fastest_version(batch) if is_hopper else "fa2")
-
-    def prefill_kernel(kind: LayerKind, scratch: Scratch) -> Kernel:
-        return PrefillKernel(kind, kv_cache, workspace, choose_version)
-
-    def decode_kernel(kind: LayerKind, scratch: Scratch) -> Kernel:
-        return DecodeKernel(kind, kv_cache, workspace, scratch)
-
-    return HybridAttention(
-        kv_cache,
-        prefill=FlashInferAttention(kv_cache, prefill_kernel, capturable=False),
-        decode=FlashInferAttention(kv_cache, decode_kernel, capturable=True),
-    )
-
-
-class FlashInferAttention(PagedAttention):
-    """Attends for rows of one phase with FlashInfer.
-
-    Layers make themselves known by attending. `plan` prepares for all kinds of layers that are known; a new kind is
-    planned when it first attends, which cannot be while a CUDA graph is captured.
-
-    Args:
-        kv_cache: where keys and values live.
-        make_kernel: for a new kind of layer.
-        capturable: whether its kernels keep what a CUDA graph reads at one address.
+    They write to pinned memory of the wrapper and start a copy from there to the device.
     """
 
-    def __init__(
-        self, kv_cache: KVCache, make_kernel: Callable[[LayerKind, Scratch], Kernel], capturable: bool
-    ) -> None:
-        super().__init__(kv_cache)
-        self.capturable = capturable
-        self._make_kernel = make_kernel
-        self._kernels: dict[LayerKind, Kernel] = {}
-        self._scratch: Scratch | None = None
-        self._batch: Batch
-        self._lists: PageLists
+    def __init__(self) -> None:
+        self._copied = torch.cuda.Event()
 
-    def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
-        """See `AttentionBackend.plan`."""
-        self.inputs, self._batch = inputs, batch
-        if batch.num_rows == 0:
-            return
-        self._scratch = self._scratch or Scratch.for_table(inputs.page_table)
-        self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._scratch.indices)
-        for kernel in self._kernels.values():
-            kernel.plan(batch, self._lists)
-
-    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `PagedAttention.attend`."""
-        kind = LayerKind.of(spec)
-        if kind not in self._kernels:
-            self._kernels[kind] = self._plan_first(kind)
-        keys_and_values = self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
-        return self._kernels[kind].run(q, keys_and_values, spec.scale)
-
-    def _plan_first(self, kind: LayerKind) -> Kernel:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("FlashInfer plans on the host: run the step once before it is captured in a CUDA graph")
-        assert self._scratch is not None, "attend comes after plan"
-        kernel = self._make_kernel(kind, self._scratch)
-        kernel.plan(self._batch, self._lists)
-        return kernel
+    def __call__(self, plan: Callable[..., None], *args: Any, **options: Any) -> None:
+        self._copied.synchronize()
+        plan(*args, **options)
+        self._copied.record()

@@ -18,12 +18,7 @@ from minisgl.kvcache.pool import KVCache
 
 
 class HybridAttention(PagedAttention):
-    """Delegates rows; all of a step's keys and values are stored before either backend attends.
-
-    Args:
-        kv_cache: where keys and values live; both backends were made over it.
-        prefill, decode: who attends for which rows.
-    """
+    """Hand decode rows to one backend and prefill rows to another, after storing all of a step's keys and values."""
 
     def __init__(self, kv_cache: KVCache, prefill: PagedAttention, decode: PagedAttention) -> None:
         super().__init__(kv_cache)
@@ -33,9 +28,9 @@ class HybridAttention(PagedAttention):
         self._num_decode: int
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
-        """Plan each backend with its rows. `decode` hears of every step, if only of no rows and of the changes in the
-        page table, from which it may know what running requests share. It names the work, as only decode steps are
-        captured, and these are handed on as they are: a captured step reads the very tensors of ``inputs``."""
+        # Decode plans every step, even without rows, because it may follow the page table to find shared prefixes. Its
+        # answer names the work, since only decode steps are captured. Those are handed on unchanged: a captured step
+        # reads the very tensors of ``inputs``.
         self.inputs = inputs
         self._num_decode = batch.num_decode
         if batch.num_decode == batch.num_rows:
@@ -45,8 +40,7 @@ class HybridAttention(PagedAttention):
         return self.decode.plan(*decode_rows)
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `PagedAttention.attend`. A decode row is one token, so as many tokens as decode rows come first."""
-        count = self._num_decode
+        count = self._num_decode  # rows, and their tokens: a decode row is one token
         if count == len(q):
             return self.decode.attend(q, spec)
         if count == 0:
@@ -55,13 +49,13 @@ class HybridAttention(PagedAttention):
 
 
 def split_phases(batch: Batch, inputs: DeviceBatch) -> tuple[tuple[Batch, DeviceBatch], tuple[Batch, DeviceBatch]]:
-    """The decode rows of a step, and its prefill rows, each as a step of its own."""
+    """The decode rows of a step, and its prefill rows, as two steps."""
     count = batch.num_decode
     return _rows(batch, inputs, slice(0, count)), _rows(batch, inputs, slice(count, batch.num_rows))
 
 
 def _rows(batch: Batch, inputs: DeviceBatch, rows: slice) -> tuple[Batch, DeviceBatch]:
-    """Some consecutive rows, without who samples and who is admitted."""
+    """Some consecutive rows as a step that samples nothing and admits nothing."""
     borders = slice(rows.start, rows.stop + 1)
     first, stop = batch.cu_seqlens_q[[rows.start, rows.stop]].tolist()
     tokens = slice(first, stop)

@@ -1,4 +1,4 @@
-"""Which attention backend runs: by name, or the fastest for the device."""
+"""Select the attention backend: by name, or the fastest for the device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 from minisgl.registry import Table, resolve
 
-_DTYPES = (torch.float16, torch.bfloat16)
-_HEAD_DIMS = (64, 128, 256)
-_CAPABILITY = (8, 0)
+_FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_FLASHINFER_CAPABILITY = (8, 0)
 
 
 def flashinfer_obstacle(kv_cache: KVCache) -> str | None:
-    """What keeps FlashInfer from attending over ``kv_cache``, as half a sentence; None if nothing does."""
+    """Say what keeps FlashInfer from attending over ``kv_cache``, as half a sentence; None if nothing does."""
     device, dtype, head_dim = kv_cache.k.device, kv_cache.k.dtype, kv_cache.k.shape[-1]
     if device.type != "cuda":
         return f"it needs an NVIDIA GPU and the device is {device.type!r}"
-    if torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"it needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or later"
-    if dtype not in _DTYPES:
+    if torch.cuda.get_device_capability(device) < _FLASHINFER_CAPABILITY:
+        return f"it needs a GPU of compute capability {_FLASHINFER_CAPABILITY[0]}.{_FLASHINFER_CAPABILITY[1]} or later"
+    if dtype not in _FLASHINFER_DTYPES:
         return f"it computes float16 and bfloat16 and the KV cache is {str(dtype).removeprefix('torch.')}"
-    if head_dim not in _HEAD_DIMS:
+    if head_dim not in _FLASHINFER_HEAD_DIMS:
         return f"it has kernels for heads of 64, 128 and 256 and the model's have {head_dim}"
     if find_spec("flashinfer") is None:
         return "it is not installed (pip install 'minisgl[cuda]')"
@@ -42,7 +42,6 @@ AttentionFactory = Callable[[KVCache], AttentionBackend]
 
 
 def _flashinfer(kv_cache: KVCache, version: str | None = None) -> AttentionBackend:
-    """Build FlashInfer with a version of FlashAttention for prefill, ``"fa2"`` or ``"fa3"``; None: the faster one."""
     obstacle = flashinfer_obstacle(kv_cache)
     if obstacle is not None:
         raise ConfigError(
@@ -64,11 +63,10 @@ ATTENTION_BACKENDS: Table[AttentionFactory] = {
 
 
 def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
-    """Name what was measured to be fastest, on an H200, of what can attend over ``kv_cache``, and say why.
+    """Name the backend that was fastest on an H200 of those that can attend over ``kv_cache``, and say why.
 
-    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels. That saves less than a hundredth of
-    a mixed workload's time and costs a minute of compiling at its first use; ask for it with
-    ``prefill_attention="flashinfer"``.
+    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels. But that saves less than 1 % of a
+    mixed workload's time and costs a minute of compiling at first use, so it has to be asked for by name.
     """
     if kv_cache.k.device.type == "cpu":
         return "torch", "it is the fastest on a CPU"
@@ -81,7 +79,7 @@ def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
 
 
 def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice:
-    """Name the backends that ``config`` stands for over ``kv_cache``."""
+    """Name the backends that ``config`` stands for over ``kv_cache``, and say why."""
     names = config.prefill_attention, config.decode_attention
     fastest, reason = auto_backend(kv_cache)
     prefill, decode = (fastest if name == "auto" else name for name in names)
@@ -94,14 +92,10 @@ def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice
 
 
 def select_backend(prefill: str, decode: str) -> AttentionFactory:
-    """Return what builds the backend for ``prefill_attention`` and ``decode_attention``: one if they come to the same
-    name, else a `HybridAttention` of two.
+    """Return a factory of the backend for two names: of one backend if they are the same, else of a `HybridAttention`.
 
-    Args:
-        prefill, decode: a name in `ATTENTION_BACKENDS`, ``"module:Class"``, or ``"auto"``, for `auto_backend`.
-
-    Raises:
-        ConfigError: a name is unknown. What is built raises it where the two cannot share a KV cache.
+    A name is a key of `ATTENTION_BACKENDS`, ``"module:Class"``, or ``"auto"``. Raises `ConfigError` for an unknown
+    name; the factory raises it where the two cannot share a KV cache.
     """
     for option, name in (("prefill_attention", prefill), ("decode_attention", decode)):
         if name != "auto":

@@ -1,4 +1,9 @@
-"""Paged attention in plain PyTorch: the reference that every other backend is compared with."""
+"""Attention in plain PyTorch: the reference that every other backend is compared with.
+
+From the top: `grouped_query_attention` is attention itself. `DenseAttention` attends within one step. `PagedAttention`
+stores a step's keys and values in the KV cache first, and is the base class of all backends over pages; of these
+`TorchAttention` is the plainest.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +23,18 @@ from minisgl.kvcache.pool import KVCache, byte_view
 from minisgl.request import Int32Array
 
 # All but cuDNN's, which fails on a mask whose rows are not aligned, as slices of a larger mask are not.
-_CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_mask(
     q_positions: torch.Tensor, k_positions: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive mask: 0 where the key is visible, −∞ where it is not.
+    """Build an additive mask, [B, 1, Q, L]: 0 where a query sees a key, −∞ where it does not.
 
     Args:
-        q_positions: [B, Q] positions of the queries.
-        k_positions: [B, L] positions of the keys.
-        window: number of most recent positions a query sees, its own included; None sees all before.
+        q_positions, k_positions: [B, Q] and [B, L].
+        window: number of most recent positions that a query sees, its own included; None: all up to its own.
         dtype: of the queries.
-
-    Returns:
-        [B, 1, Q, L].
     """
     q, k = q_positions[:, None, :, None], k_positions[:, None, None, :]
     visible = k <= q
@@ -48,13 +49,10 @@ def grouped_query_attention(
     """Attention in which several query heads share a KV head (GQA, Ainslie et al. 2023).
 
     Args:
-        q: [B, Q, num_heads, head_dim].
+        q: [B, Q, num_heads, head_dim], like the result.
         k, v: [B, L, num_kv_heads, head_dim].
-        mask: [B, 1, Q, L] added to the scores; None hides nothing.
+        mask: [B, 1, Q, L], added to the scores; None hides nothing.
         scale: factor on q·k.
-
-    Returns:
-        [B, Q, num_heads, head_dim].
     """
     if q.shape[1] == 1:
         # A single query: the heads that share a KV head become the queries of one head, which reads its keys once.
@@ -64,17 +62,17 @@ def grouped_query_attention(
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """PyTorch's kernel. ``q`` and the result are [B, heads, Q, head_dim]; the rest as above."""
-    with sdpa_kernel(_CUDA_KERNELS) if q.is_cuda else nullcontext():
+    """Call PyTorch's kernel. ``q`` and the result are [B, heads, Q, head_dim]."""
+    with sdpa_kernel(_SDPA_BACKENDS) if q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=q.shape[1] > k.shape[2]
         )
 
 
 class DenseAttention:
-    """An `AttentionBackend` in which every row attends to this step's own tokens and to nothing before.
+    """Attend to the tokens of this step alone, without a KV cache: right for whole prompts only.
 
-    Right for whole prompts only; a step that continues a sequence would have to remember its keys and values.
+    A step that continues a sequence would need the keys and values of earlier steps.
     """
 
     capturable = False
@@ -83,11 +81,9 @@ class DenseAttention:
         self._bounds: list[int] = []
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
-        """Note where each row begins and ends."""
         self._bounds = batch.cu_seqlens_q.tolist()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """Attend row by row; see `AttentionBackend.forward`."""
         out = torch.empty_like(q)
         for start, stop in zip(self._bounds, self._bounds[1:], strict=False):
             row = slice(start, stop)
@@ -98,11 +94,10 @@ class DenseAttention:
 
 
 class PagedAttention(PagedAttentionBackend):
-    """An `AttentionBackend` over a `KVCache`. Only positions that were written are ever read. What is read is converted
-    to the dtype of the queries, which the cache may be narrower than.
+    """Base class of the backends over a `KVCache`: store a step's keys and values, then attend over pages.
 
-    Args:
-        kv_cache: where keys and values live.
+    Only positions that were written are ever read. The cache may be narrower than the queries; what is read is
+    converted.
     """
 
     kv_cache: KVCache
@@ -110,90 +105,44 @@ class PagedAttention(PagedAttentionBackend):
 
     def __init__(self, kv_cache: KVCache) -> None:
         self.kv_cache = kv_cache
-        self.inputs: DeviceBatch
-        """Of the current step."""
+        self.inputs: DeviceBatch  # of the current step
 
     @abstractmethod
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
-        """See `AttentionBackend.plan`. Sets ``inputs``."""
+        """Prepare for a step, and set ``inputs``; as `AttentionBackend.plan`."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """Store all rows' keys and values first: a row may read pages that another row of the step writes."""
+        # All rows are stored first: a row may read pages that another row of the step writes.
         self.kv_cache.store(spec.layer_id, k, v, self.inputs.out_locs)
         return self.attend(q, spec)
 
 
+# Most queries of a prefill row that are attended in one call: bounds the mask and the work above the diagonal.
 _QUERY_TILE = 256
-"""Most queries of a prefill row that are attended in one call: bounds the mask and the work above the diagonal."""
 
-
+# Most keys that several decode rows gather together: the copy is read while it is still in the processor's cache.
 _GROUP_KEYS = 4096
-"""Most keys that several decode rows gather together: the copy is read while it is still in the processor's cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Queries that are attended in one call.
-
-    Args:
-        queries: slice of the queries in layout order; a reshape makes them [B, Q].
-        keys: slice of the group's keys that they may see.
-        mask: as `causal_mask` returns; None if they see all of these keys.
-    """
-
-    queries: slice
-    keys: slice
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows whose keys and values are gathered together: decode rows of similar length, or one prefill row.
-
-    Args:
-        locs: int32[B, L] where the keys of each row are in the cache.
-        tiles: the rows' queries.
-    """
-
-    locs: torch.Tensor
-    tiles: tuple[_Tile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a step is cut up, for all layers with the same window.
-
-    Args:
-        groups: in layout order.
-        order, inverse: int32[T] flat token of each query in layout order, and back; None if the orders are the same.
-    """
-
-    groups: tuple[_Group, ...]
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
 
 
 class TorchAttention(PagedAttention):
-    """Gathers each row's pages, then attends with PyTorch's own kernel.
+    """Gather the keys and values of each row from their pages, then attend with PyTorch's own kernel.
 
-    Args:
-        kv_cache: where keys and values live.
+    Decode rows of similar length attend together, padded and masked. The queries of a prefill row are cut into tiles.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
         self._batch: Batch
-        self._layouts: dict[int | None, _Layout] = {}
+        self._layouts: dict[int | None, _StepLayout] = {}
         # Gathered keys and values. Fresh memory for every layer would cost more than the copy itself.
         self._scratch = torch.empty((2, 0, *kv_cache.k.shape[3:]), dtype=kv_cache.k.dtype, device=kv_cache.k.device)
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
-        """Start a step. Its layout is made by the first layer of each window, and shared by the others."""
+        # The first layer of each window makes the layout, and the others share it.
         self._batch, self.inputs = batch, inputs
         self._layouts.clear()
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `PagedAttention.attend`."""
         layout = self._layout(spec.sliding_window)
         if layout.order is not None:
             q = q.index_select(0, layout.order)
@@ -208,15 +157,17 @@ class TorchAttention(PagedAttention):
         return attended if layout.inverse is None else attended.index_select(0, layout.inverse)
 
     def _gather(self, locs: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at ``locs``, [B, L, num_kv_heads, head_dim] each, in memory that the next call reuses; or in
-        memory of their own if the cache is narrower than what is computed in."""
+        """Read keys and values at ``locs``, [B, L, num_kv_heads, head_dim] each, into memory that the next call reuses.
+
+        If the cache is narrower than the computation, the results are converted copies.
+        """
         cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
         for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
             torch.index_select(byte_view(memory).flatten(0, 1), 0, locs.flatten(), out=byte_view(out))
         keys, values = gathered.to(cache.dtype).unflatten(1, locs.shape)
         return keys, values
 
-    def _layout(self, window: int | None) -> _Layout:
+    def _layout(self, window: int | None) -> _StepLayout:
         if window not in self._layouts:
             layout = self._layouts[window] = self._make_layout(window)
             most = max(group.locs.numel() for group in layout.groups)
@@ -224,13 +175,13 @@ class TorchAttention(PagedAttention):
                 self._scratch = self._scratch.new_empty((2, most, *self._scratch.shape[2:]))
         return self._layouts[window]
 
-    def _make_layout(self, window: int | None) -> _Layout:
-        """Decode rows by length, then prefill rows one by one."""
+    def _make_layout(self, window: int | None) -> _StepLayout:
+        """Lay out decode rows by length, then prefill rows one by one."""
         batch = self._batch
         starts = np.zeros_like(batch.seq_lens)  # first position that any query of the row sees
         if window is not None:
             starts = np.maximum(batch.seq_lens - batch.q_lens + 1 - window, 0)
-        groups: list[_Group] = []
+        groups: list[_RowGroup] = []
         order: list[int] = []
         for rows in _similar_lengths(batch.seq_lens[: batch.num_decode] - starts[: batch.num_decode]):
             groups.append(self._decode_group(rows, starts[rows], window, len(order)))
@@ -240,12 +191,12 @@ class TorchAttention(PagedAttention):
             assert band is not None
             groups.append(self._prefill_group(row, int(starts[row]), window, band))
         if order == sorted(order):
-            return _Layout(tuple(groups), None, None)
+            return _StepLayout(tuple(groups), None, None)
         tokens = np.arange(batch.num_tokens, dtype=np.int32)
         tokens[: batch.num_decode] = order
-        return _Layout(tuple(groups), self._tensor(tokens), self._tensor(np.argsort(tokens).astype(np.int32)))
+        return _StepLayout(tuple(groups), self._tensor(tokens), self._tensor(np.argsort(tokens).astype(np.int32)))
 
-    def _decode_group(self, rows: list[int], starts: Int32Array, window: int | None, first_query: int) -> _Group:
+    def _decode_group(self, rows: list[int], starts: Int32Array, window: int | None, first_query: int) -> _RowGroup:
         """One query a row, all in one tile; shorter rows are padded."""
         lengths = self._batch.seq_lens[rows] - starts
         locs = self._locs(rows, starts, int(lengths.max()))
@@ -255,15 +206,15 @@ class TorchAttention(PagedAttention):
             k_positions = self._tensor(starts)[:, None] + offsets
             q_positions = self._tensor(self._batch.seq_lens[rows] - 1)[:, None]
             mask = causal_mask(q_positions, k_positions, window, self.kv_cache.dtype)
-        tile = _Tile(slice(first_query, first_query + len(rows)), slice(None), mask)
-        return _Group(locs, (tile,))
+        tile = _QueryTile(slice(first_query, first_query + len(rows)), slice(None), mask)
+        return _RowGroup(locs, (tile,))
 
-    def _prefill_group(self, row: int, start: int, window: int | None, band: torch.Tensor) -> _Group:
+    def _prefill_group(self, row: int, start: int, window: int | None, band: torch.Tensor) -> _RowGroup:
         """The consecutive queries of one row, cut into tiles; each tile sees the keys up to its last position."""
         seq_len, first = int(self._batch.seq_lens[row]), int(self._batch.cu_seqlens_q[row])
         stop = int(self._batch.cu_seqlens_q[row + 1])
         cached = seq_len - (stop - first)
-        tiles: list[_Tile] = []
+        tiles: list[_QueryTile] = []
         for tile_first in range(first, stop, _QUERY_TILE):
             tile_stop = min(tile_first + _QUERY_TILE, stop)
             position = cached + tile_first - first
@@ -273,14 +224,14 @@ class TorchAttention(PagedAttention):
             shift = band.shape[-1] - _QUERY_TILE - position
             # A copy, because CUDA kernels want masks that begin on 16-byte boundaries.
             mask = band[:, :, : tile_stop - tile_first, first_key + shift : stop_key + shift].clone()
-            tiles.append(_Tile(slice(tile_first, tile_stop), slice(first_key - start, stop_key - start), mask))
-        return _Group(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
+            tiles.append(_QueryTile(slice(tile_first, tile_stop), slice(first_key - start, stop_key - start), mask))
+        return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
 
     def _causal_band(self, window: int | None) -> torch.Tensor:
         """One mask of which those of all prefill tiles are slices, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
 
-        Whether a key is visible depends only on its distance to the query, so moving a tile along the sequence moves
-        its mask along the columns.
+        Whether a key is visible depends only on its distance from the query, so the mask of a tile further along the
+        sequence is the same mask, moved along the columns.
         """
         device, dtype = self.kv_cache.k.device, self.kv_cache.dtype
         columns = torch.arange(self._batch.max_seq_len + _QUERY_TILE, dtype=torch.int32, device=device)[None]
@@ -300,7 +251,7 @@ class TorchAttention(PagedAttention):
 
 
 def _similar_lengths(lengths: Int32Array) -> list[list[int]]:
-    """Groups of at most `_GROUP_KEYS` keys, in which padding costs a row at most a third of its length, or 64 keys."""
+    """Group rows, at most `_GROUP_KEYS` keys each; padding costs a row at most a third of its length, or 64 keys."""
     groups: list[list[int]] = []
     longest = 0
     for row in np.argsort(-lengths, kind="stable").tolist():
@@ -310,3 +261,29 @@ def _similar_lengths(lengths: Int32Array) -> list[list[int]]:
             longest = length
         groups[-1].append(row)
     return [sorted(group) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryTile:
+    """Queries that are attended in one call."""
+
+    queries: slice  # of the queries in layout order; a reshape makes them [B, Q]
+    keys: slice  # of the group's keys that they may see
+    mask: torch.Tensor | None  # as `causal_mask` returns; None if they see all of these keys
+
+
+@dataclass(frozen=True, slots=True)
+class _RowGroup:
+    """Rows whose keys and values are gathered together: decode rows of similar length, or one prefill row."""
+
+    locs: torch.Tensor  # int32[B, L] where the keys of each row are in the cache
+    tiles: tuple[_QueryTile, ...]  # the rows' queries
+
+
+@dataclass(frozen=True, slots=True)
+class _StepLayout:
+    """How a step is cut up, for all layers with the same window."""
+
+    groups: tuple[_RowGroup, ...]
+    order: torch.Tensor | None  # int32[T] flat token of each query in layout order; None if the orders are the same
+    inverse: torch.Tensor | None  # int32[T] and back

@@ -203,13 +203,13 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
 
 def versions() -> dict[str, AttentionFactory]:
     """Decode attention as it grows: each idea, with those before it."""
-    from minisgl.attention.triton.backend import RowAttention, TritonAttention
+    from minisgl.attention.triton.backend import FixedSplitAttention, TritonAttention
 
     return {
-        _ALONE: partial(RowAttention, grouped=False),
-        "a program for each row and KV head": RowAttention,
-        "each row in 4 pieces": partial(RowAttention, pieces=4),
-        "each row in 16 pieces": partial(RowAttention, pieces=16),
+        _ALONE: partial(FixedSplitAttention, grouped=False),
+        "a program for each row and KV head": FixedSplitAttention,
+        "each row in 4 pieces": partial(FixedSplitAttention, num_splits=4),
+        "each row in 16 pieces": partial(FixedSplitAttention, num_splits=16),
         _SHARES: TritonAttention,
     }
 

@@ -208,7 +208,7 @@ def prefix_groups(
     """Draw one plan of the cascade backend: each box is read once, a group's prefix or a row's own keys.
 
     Args:
-        groups: of `SharedPrefixes`.
+        groups: of `PrefixGroupTracker`.
         seq_lens: [R] keys of each row.
         uids: of the rows' requests.
         most_rows, most_keys: that the picture has room for, if more than there are: to compare pictures.
@@ -216,7 +216,7 @@ def prefix_groups(
     left, top, line = 58.0, 58.0, 22
     scale = (WIDTH - MARGIN - left) / max(int(seq_lens.max()), most_keys)
     needed = int(seq_lens.sum())
-    title = f"{counted(len(uids), 'row')} with {needed} keys, of which {needed - groups.saved} are read"
+    title = f"{counted(len(uids), 'row')} with {needed} keys, of which {needed - groups.saved_tokens} are read"
     legend = "grey: a prefix, read once for all rows beside it; coloured: a row's own keys"
     canvas, says, y = Canvas(title, legend=legend), [f"{title}."], top
     for rows, shared in _in_groups(groups, len(uids)):

@@ -1,7 +1,7 @@
-"""Kernels that do in one pass over memory what the layers do in several: functions on tensors, and nothing else.
+"""Fused kernels: each does in one pass over memory what the layers do in several.
 
-Each has a plain PyTorch twin, the code that it replaces, and is tested against it. Triton is imported by the modules
-that hold kernels and by nothing else, so that this package can be imported where there is no Triton.
+They are functions on tensors. Each replaces plain PyTorch code, its *twin*, and is tested against it. The modules that
+hold kernels import Triton; this package itself can be imported without it.
 """
 
 from importlib.util import find_spec
@@ -10,5 +10,5 @@ __all__ = ["has_triton"]
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed, as it is with every CUDA build of PyTorch on Linux."""
+    """Whether Triton is installed, as with every CUDA build of PyTorch on Linux."""
     return find_spec("triton") is not None

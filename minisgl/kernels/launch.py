@@ -1,4 +1,4 @@
-"""What all kernels share: where they run, how wide they compute, when they start, and how KV is stored."""
+"""What all kernels share: where they run, in which dtype they compute, how they are launched, how KV is converted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ import triton.language as tl
 
 from minisgl.errors import ConfigError
 
+# Whether kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when Triton was first imported.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on the CPU: ``TRITON_INTERPRET=1`` when Triton was first imported."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raise `ConfigError` if ``device`` is not CUDA and Triton's interpreter is off."""
+    if device.type != "cuda" and not INTERPRETED:
+        raise ConfigError(
+            f"device: Triton kernels run on CUDA, not on {device.type!r}; set TRITON_INTERPRET=1 before Triton is "
+            "imported to have them interpreted (slowly), or use the plain layers and the sampler 'default'"
+        )
+
+
+def compute_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The dtype that a kernel computes in: float64 for float64, float32 for everything narrower."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def _pdl_launch_args() -> dict[str, bool]:
@@ -22,52 +36,27 @@ def _pdl_launch_args() -> dict[str, bool]:
     return {"USE_PDL": True, "launch_pdl": True} if has_pdl else {"USE_PDL": False}
 
 
+# Launch arguments for programmatic dependent launch (PDL), which Hopper and later GPUs have: a kernel may start when
+# all programs of the preceding one have called `gdc_launch_dependents`, and waits for its results in `gdc_wait`. So the
+# end of one kernel overlaps with the start of the next.
 PDL_LAUNCH_ARGS = _pdl_launch_args()
-"""Keyword arguments of a launch for programmatic dependent launch (PDL), which Hopper and later GPUs have: a kernel may
-start when all programs of the one before have said ``gdc_launch_dependents``, and waits for its results at
-``gdc_wait``. So the end of one overlaps with the start of the next."""
 
-
-_MOST_PDL_ROWS = 1024
-"""Longer kernels hide how they start; launched early, they only get into the way of the one before."""
-
-
-_LARGEST_FP8 = tl.constexpr(448.0)
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse a device that kernels cannot run on.
-
-    Raises:
-        ConfigError: ``device`` is not CUDA, and Triton does not interpret.
-    """
-    if device.type != "cuda" and not INTERPRETED:
-        raise ConfigError(
-            f"device: Triton kernels run on CUDA, not on {device.type!r}; set TRITON_INTERPRET=1 before Triton is "
-            "imported to have them interpreted (slowly), or use the plain layers and the sampler 'default'"
-        )
-
-
-def wide(dtype: torch.dtype) -> tl.dtype:
-    """What a kernel computes in: float64 for float64, float32 for everything narrower."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
+# A kernel over more rows hides its start anyway; launched early, it only gets in the way of the one before.
+_MAX_PDL_ROWS = 1024
 
 
 def pdl_launch_args(tensor: torch.Tensor) -> dict[str, bool]:
-    """`PDL_LAUNCH_ARGS` for a kernel over few rows, for which an early start pays; for others, arguments without PDL.
+    """Return `PDL_LAUNCH_ARGS` for a kernel over few rows, ``len(tensor)``, and arguments without PDL for others.
 
-    A kernel of one or two microseconds gets 0.3 to 0.7 of them back, one over many tokens none: until ``gdc_wait`` it
-    can fetch what does not depend on the kernel before, such as weights.
-
-    Args:
-        tensor: [T, …] that the kernel reads; the vector of a single token is [1, …].
+    A kernel of one or two microseconds becomes 0.3 to 0.7 µs faster, one over many tokens does not: before ``gdc_wait``
+    it can only load what does not depend on the preceding kernel, such as weights. A single token's vector is [1, …].
     """
-    return PDL_LAUNCH_ARGS if tensor.is_cuda and len(tensor) <= _MOST_PDL_ROWS else {"USE_PDL": False}
+    return PDL_LAUNCH_ARGS if tensor.is_cuda and len(tensor) <= _MAX_PDL_ROWS else {"USE_PDL": False}
 
 
 @contextmanager
 def without_pdl() -> Iterator[None]:
-    """Launch and capture all kernels inside the block without PDL, to see what PDL buys."""
+    """Launch and capture all kernels inside the block without PDL, to measure what PDL is worth."""
     saved = dict(PDL_LAUNCH_ARGS)
     PDL_LAUNCH_ARGS.update(dict.fromkeys(PDL_LAUNCH_ARGS, False))
     try:
@@ -76,30 +65,32 @@ def without_pdl() -> Iterator[None]:
         PDL_LAUNCH_ARGS.update(saved)
 
 
+# The interpreter's numbers are arrays of one element, which NumPy 2.4 does not accept as an index.
 def _interpreted_range(*bounds: Any) -> range:
-    """`range` for the interpreter, whose numbers are arrays of one element, which NumPy 2.4 takes for no index."""
     return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
 
 
+# `range` with bounds that are known only when a kernel runs.
 tile_range = _interpreted_range if INTERPRETED.value else tl.range
-"""`range` with bounds that are known only when a kernel runs."""
+_FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
 def to_kv_dtype(x: tl.tensor, memory: tl.tensor) -> tl.tensor:
-    """``x`` in the dtype of ``memory``, a pointer into the KV cache. The twin is
-    `minisgl.kvcache.pool.to_kv_dtype`."""
+    """Convert ``x`` to the dtype of the KV cache at ``memory``. Twin: `minisgl.kvcache.pool.to_kv_dtype`."""
     if memory.dtype.element_ty == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x.to(tl.float32), -_LARGEST_FP8), _LARGEST_FP8)
-        if INTERPRETED:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -_FP8_MAX), _FP8_MAX)
+        if INTERPRETED:  # its own conversion is correct only for numbers that need no rounding
             x = _nearest_fp8(x)
     return x.to(memory.dtype.element_ty)
 
 
 @triton.jit
 def _nearest_fp8(x: tl.tensor) -> tl.tensor:
-    """``x`` with three bits of mantissa, or as a multiple of 2⁻⁹: the interpreter converts correctly only numbers that
-    need no rounding. Adding a large number and taking it away again leaves as many bits as the sum has room for."""
+    """Round ``x`` to three bits of mantissa, or to a multiple of 2⁻⁹ where it is small, for the interpreter.
+
+    Adding a large number and subtracting it again leaves as many bits as the sum has room for.
+    """
     large = x * 1048576.0
     coarse = (x + large) - large
     fine = (x + 24576.0) - 24576.0
@@ -108,8 +99,7 @@ def _nearest_fp8(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def from_kv_dtype(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """``x``, loaded from the KV cache, in the dtype that is computed in. Eight bits go by way of float32: that takes
-    more instructions than the direct way to bfloat16, and fast ones."""
-    if x.dtype == tl.float8e4nv:
+    """Convert ``x``, loaded from the KV cache, to the dtype that is computed in."""
+    if x.dtype == tl.float8e4nv:  # by way of float32: more instructions than straight to bfloat16, but fast ones
         x = x.to(tl.float32)
     return x.to(dtype)

@@ -1,11 +1,11 @@
-"""Matrix times vector: the linear layers of a step with a single token, fused with what stands around them.
+"""Matrix times vector: the linear layers of a step with a single token, fused with the operations around them.
 
-A product with one token reads every weight once and does two operations with it, so its time is the time in which the
-weights come from memory, if nothing is in the way. In a small model that is a few microseconds a layer, no more than it
-takes to end one kernel and start the next. So there are few kernels here: the norm before a product is part of it, and
-so are the activation and the residual addition after it. And each starts before the one before it has ended: a program
-fetches its first weights, which depend on nothing, before it waits for its input (programmatic dependent launch, in
-NVIDIA's CUDA programming guide). The twins are the layers in `minisgl.layers`.
+With one token, a product reads every weight once and does two operations with it, so it takes as long as the weights
+take to arrive from memory. In a small model those are a few microseconds a layer, no more than it takes to end one
+kernel and start the next. So there are few kernels: the norm before a product is part of it, and so are the activation
+and the residual addition behind it. And each starts before the preceding one has ended: a program loads its first
+weights, which depend on nothing, before it waits for its input (programmatic dependent launch, in NVIDIA's CUDA
+programming guide). The twins are the layers in `minisgl.layers`.
 """
 
 from __future__ import annotations
@@ -14,92 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import pdl_launch_args, wide
-
-
-@triton.jit
-def _fetch(
-    weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
-):
-    """What a program needs of the weights for some columns: those of its rows, of their up projections, of the norm."""
-    mask = (rows < N)[:, None] & (columns < K)[None, :]
-    tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
-    weight = tl.load(tile, mask=mask, other=0.0)
-    up_weight, gain = weight, columns
-    if GATED:
-        up_weight = tl.load(tile + N * K, mask=mask, other=0.0)
-    if NORM:
-        gain = tl.load(norm_ptr + columns, mask=columns < K, other=0.0)
-    return weight, up_weight, gain
-
-
-@triton.jit
-def _linear_kernel(
-    x_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    WIDE: tl.constexpr,
-    USE_PDL: tl.constexpr,
-) -> None:
-    """One program computes BLOCK_N of the N outputs: ``out = W x``, the dot products of rows of W with x.
-
-    NORM: x is normalised on the way. Each product is with ``x × norm weight``; the sum of squares is taken beside it,
-    and the root divides the result at the end. GATED: row n of W is the gate of output n, and row N + n is its up
-    projection; ``out = silu(gate) × up``. ADD: ``out += residual``, which may be the same memory.
-
-    x: [K]. norm: [K]. weight: [N or 2 N, K]. bias: [N or 2 N]. residual, out: [N].
-    """
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_K)
-    weight, up_weight, gain = _fetch(weight_ptr, norm_ptr, rows, columns, N, K, NORM, GATED)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=WIDE)
-    up_sums = sums
-    squares = tl.zeros((BLOCK_K,), dtype=WIDE)
-    for start in range(0, K, BLOCK_K):
-        here = start + columns
-        x = tl.load(x_ptr + here, mask=here < K, other=0.0).to(WIDE)
-        next_weight, next_up, next_gain = weight, up_weight, gain
-        if K > BLOCK_K:  # the next weights are on their way while these are used
-            next_weight, next_up, next_gain = _fetch(weight_ptr, norm_ptr, rows, here + BLOCK_K, N, K, NORM, GATED)
-        if NORM:
-            squares += x * x
-            x *= gain.to(WIDE)
-        sums += weight.to(WIDE) * x[None, :]
-        if GATED:
-            up_sums += up_weight.to(WIDE) * x[None, :]
-        weight, up_weight, gain = next_weight, next_up, next_gain
-
-    scale = 1.0
-    if NORM:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-    exists = rows < N
-    out = tl.sum(sums, axis=1) * scale
-    if BIAS:
-        out += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(WIDE)
-    if GATED:
-        up = tl.sum(up_sums, axis=1) * scale
-        if BIAS:
-            up += tl.load(bias_ptr + N + rows, mask=exists, other=0.0).to(WIDE)
-        out = out / (1.0 + tl.exp(-out)) * up
-    if ADD:
-        out += tl.load(residual_ptr + rows, mask=exists, other=0.0).to(WIDE)
-    tl.store(out_ptr + rows, out, mask=exists)
+from minisgl.kernels.launch import compute_dtype, pdl_launch_args
 
 
 def linear(
@@ -113,21 +28,20 @@ def linear(
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """Write ``W x + b`` of one token to ``out``, with what is asked for before and after.
+    """Write ``W x + b`` of one token to ``out``, fused with what the options ask for.
 
     Args:
         x: [K], contiguous.
         weight: [N, K], contiguous; [2 N, K] if ``gated``.
         out: [N].
         bias: [N], or [2 N] if ``gated``.
-        norm: [K] weight of an RMSNorm of x.
-        eps: of that norm.
+        norm: [K], weight of an RMSNorm of x with ``eps``.
         gated: whether the first half of the product is the gate of the second: ``silu(gate) × up``.
-        residual: [N] is added to the result; may be ``out``.
+        residual: [N], added to the result; may be ``out``.
     """
     size = out.shape[-1]
     width = x.shape[-1]
-    block_n, block_k, num_warps = _tile(width, gated)
+    block_n, block_k, num_warps = _block_sizes(width, gated)
     _linear_kernel[(triton.cdiv(size, block_n),)](
         x,
         x if norm is None else norm,
@@ -144,17 +58,102 @@ def linear(
         BIAS=bias is not None,
         GATED=gated,
         ADD=residual is not None,
-        WIDE=wide(x.dtype),
+        DTYPE=compute_dtype(x.dtype),
         num_warps=num_warps,
         **pdl_launch_args(x.unsqueeze(0)),
     )
 
 
-def _tile(width: int, gated: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K and warps: what was fastest on an H200 for Qwen3's shapes from 0.6B to 14B.
+@triton.jit
+def _linear_kernel(
+    x_ptr: tl.tensor,  # [K]
+    norm_ptr: tl.tensor,  # [K]
+    weight_ptr: tl.tensor,  # [N or 2 N, K]
+    bias_ptr: tl.tensor,  # [N or 2 N]
+    residual_ptr: tl.tensor,  # [N]
+    out_ptr: tl.tensor,  # [N]
+    eps: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """Program p: BLOCK_N of the N outputs, ``out = W x``, the dot products of rows of W with x.
 
-    Short rows are read whole, at once, by programs so small that those of the next kernel fit beside them. Long rows
-    are read in pieces, each while the one before is used.
+    NORM: x is normalised on the way: each product is with ``x × norm weight``, the sum of squares is taken beside it,
+    and its root divides the result at the end. GATED: row n of W is the gate of output n, row N + n its up projection;
+    ``out = silu(gate) × up``. ADD: ``out += residual``, which may be the same memory.
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_K)
+    weight, up_weight, norm_weight = _load_weights(weight_ptr, norm_ptr, rows, columns, N, K, NORM, GATED)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=DTYPE)
+    up_sums = sums
+    squares = tl.zeros((BLOCK_K,), dtype=DTYPE)
+    for start in range(0, K, BLOCK_K):
+        here = start + columns
+        x = tl.load(x_ptr + here, mask=here < K, other=0.0).to(DTYPE)
+        next_weight, next_up, next_norm_weight = weight, up_weight, norm_weight
+        if K > BLOCK_K:  # the next weights are on their way while these are used
+            next_weight, next_up, next_norm_weight = _load_weights(
+                weight_ptr, norm_ptr, rows, here + BLOCK_K, N, K, NORM, GATED
+            )
+        if NORM:
+            squares += x * x
+            x *= norm_weight.to(DTYPE)
+        sums += weight.to(DTYPE) * x[None, :]
+        if GATED:
+            up_sums += up_weight.to(DTYPE) * x[None, :]
+        weight, up_weight, norm_weight = next_weight, next_up, next_norm_weight
+
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    exists = rows < N
+    out = tl.sum(sums, axis=1) * scale
+    if BIAS:
+        out += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(DTYPE)
+    if GATED:
+        up = tl.sum(up_sums, axis=1) * scale
+        if BIAS:
+            up += tl.load(bias_ptr + N + rows, mask=exists, other=0.0).to(DTYPE)
+        out = out / (1.0 + tl.exp(-out)) * up
+    if ADD:
+        out += tl.load(residual_ptr + rows, mask=exists, other=0.0).to(DTYPE)
+    tl.store(out_ptr + rows, out, mask=exists)
+
+
+@triton.jit
+def _load_weights(
+    weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
+):
+    """Load some columns of a program's rows of the weight, of their up projections, and of the norm."""
+    mask = (rows < N)[:, None] & (columns < K)[None, :]
+    tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
+    weight = tl.load(tile, mask=mask, other=0.0)
+    up_weight, norm_weight = weight, columns
+    if GATED:
+        up_weight = tl.load(tile + N * K, mask=mask, other=0.0)
+    if NORM:
+        norm_weight = tl.load(norm_ptr + columns, mask=columns < K, other=0.0)
+    return weight, up_weight, norm_weight
+
+
+def _block_sizes(width: int, gated: bool) -> tuple[int, int, int]:
+    """Return BLOCK_N, BLOCK_K and warps: the fastest on an H200 for Qwen3's shapes from 0.6B to 14B.
+
+    Short rows are read whole, by programs so small that those of the next kernel fit beside them. Long rows are read in
+    pieces, each while the one before is used.
     """
     if width > 4096:
         return 8, 512, 4

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from minisgl.context import PagedAttentionBackend, get_forward_context
-from minisgl.kernels.experts import sum_of_experts
+from minisgl.kernels.experts import fused_experts
 from minisgl.kernels.norm import add_and_norm, silu_and_mul
 from minisgl.kernels.rope import rotate_and_store
 from minisgl.layers.attention import Attention
@@ -64,7 +64,7 @@ class FusedExperts(Experts):
         _take_over(self, experts)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return sum_of_experts(x, self.gate_up_proj, self.down_proj, experts, weights)
+        return fused_experts(x, self.gate_up_proj, self.down_proj, experts, weights)
 
 
 class FusedAttention(Attention):

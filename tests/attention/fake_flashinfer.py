@@ -15,7 +15,7 @@ from tests.steps import naive_attention
 
 
 class FakeEvent:
-    """Stands for `torch.cuda.Event`: what was recorded is finished only when somebody has waited for it."""
+    """Stands for `torch.cuda.Event`: what was recorded is finished only after a wait for it."""
 
     finished = True
 

@@ -1,4 +1,4 @@
-"""Finding groups of rows that begin with the same pages."""
+"""Cascade attention: finding rows that begin with the same pages, and reading these once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from minisgl.attention import cascade as shared_prefix
-from minisgl.attention.cascade import CascadeAttention, PrefixGroups, SharedPrefixes, find_groups
+from minisgl.attention import cascade
+from minisgl.attention.cascade import CascadeAttention, PrefixGroups, PrefixGroupTracker, find_groups
 from minisgl.batch import Batch
 from minisgl.context import AttentionSpec
 from minisgl.kvcache.pool import KVCache
@@ -90,10 +90,10 @@ def test_groups_share_what_they_claim(paths: list[str], min_rows: int, min_pages
         assert any(len(paths[row]) == pages for row in rows) or len({paths[row][: pages + 1] for row in rows}) > 1
         expected[rows] = tokens
     assert groups.shared_lens.tolist() == expected.tolist()
-    assert groups.saved == sum((len(rows) - 1) * tokens for rows, tokens in groups_of(groups))
+    assert groups.saved_tokens == sum((len(rows) - 1) * tokens for rows, tokens in groups_of(groups))
     alike = {path[:min_pages] for path in paths}
     if len(paths) >= min_rows and len(alike) == 1 and len(alike.pop()) == min_pages:
-        assert len(groups) > 0, "all rows share enough, so somebody does"
+        assert len(groups) > 0, "all rows share enough for a group"
 
 
 class Steps:
@@ -102,7 +102,7 @@ class Steps:
     def __init__(self, *paths: str) -> None:
         self.rows, num_pages = table_of(*paths)
         self.seq_lens = num_pages * PAGE_SIZE + 1
-        self.prefixes = SharedPrefixes(len(paths) + 1, self.rows.shape[1], PAGE_SIZE, 1000, 2, 1)
+        self.prefixes = PrefixGroupTracker(len(paths) + 1, self.rows.shape[1], PAGE_SIZE, 1000, 2, 1)
         self._told = np.full_like(self.rows, -1)
 
     def step(self, *slots: int, num_decode: int | None = None) -> list[tuple[list[int], int]]:
@@ -136,7 +136,7 @@ def test_groups_are_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch
         searches.append(len(searches))
         return find_groups(*args)
 
-    monkeypatch.setattr(shared_prefix, "find_groups", counted)
+    monkeypatch.setattr(cascade, "find_groups", counted)
     steps = Steps("abcu", "abcv", "abcw", "abxx")
     assert steps.step(0, 1, 2) == [([0, 1, 2], 12)]
     assert steps.step(0, 1, 2) == [([0, 1, 2], 12)]
@@ -184,7 +184,7 @@ def test_the_page_of_the_token_that_is_fed_is_not_shared() -> None:
 
 
 def test_slots_that_were_never_written_share_nothing() -> None:
-    prefixes = SharedPrefixes(4, 8, PAGE_SIZE, 1000, 2, 1)
+    prefixes = PrefixGroupTracker(4, 8, PAGE_SIZE, 1000, 2, 1)
     steps = Steps("abc", "abc", "abc")
     steps.prefixes = prefixes
     steps.rows = steps.rows[:, :0]
@@ -196,7 +196,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class EagerCascade(CascadeAttention):
-    """Groups whatever can be grouped."""
+    """Groups all rows that share a page, however few."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache, min_rows=2, min_tokens=1, min_saved=1)
@@ -242,7 +242,7 @@ def test_the_prefix_is_read_from_the_first_members_pages_alone() -> None:
     sequences = family(layers(None))
     check(sequences, sequences.step(dict.fromkeys(range(7), 1)))
     step = sequences.step(dict.fromkeys(range(7), 1))
-    members = sequences.backend._tables[7].members.tolist()[:6]
+    members = sequences.backend._device_groups[7].members.tolist()[:6]
     for member in (members[1:3], members[4:6]):
         step.inputs.page_table[sequences.slots[member], :12] = sequences.page_table[-1, 0]
     check(sequences, step)
@@ -268,14 +268,14 @@ def test_a_prefix_that_is_pointed_elsewhere_is_not_shared_any_more() -> None:
     """From the page on that changed; the rest of the prefix still is."""
     sequences = family(layers(None))
     check(sequences, sequences.step({0: 1, 1: 1, 2: 1}))
-    assert sequences.backend._tables[3].lens.tolist()[0] == 17 * 4
+    assert sequences.backend._device_groups[3].lens.tolist()[0] == 17 * 4
     spare = sequences.page_table[sequences.slots[3], 0]
     row = sequences.page_table[sequences.slots[1]]
     for memory in (sequences.kv_cache.k, sequences.kv_cache.v):
         memory[:, spare] = memory[:, row[6]]
     row[6] = spare
     check(sequences, sequences.step({0: 1, 1: 1, 2: 1}))
-    assert sequences.backend._tables[3].lens.tolist()[0] == 6 * 4
+    assert sequences.backend._device_groups[3].lens.tolist()[0] == 6 * 4
 
 
 def test_a_slot_that_is_used_again_leaves_its_group() -> None:
@@ -284,10 +284,10 @@ def test_a_slot_that_is_used_again_leaves_its_group() -> None:
     check(sequences, sequences.step({0: 1, 1: 1}))
     sequences.kv_lens[1] = 30
     check(sequences, sequences.step({0: 1, 1: 1}))
-    assert sequences.backend._tables[2].lens.tolist() == [28]
+    assert sequences.backend._device_groups[2].lens.tolist() == [28]
 
 
-def test_padded_rows_disturb_nobody() -> None:
+def test_padded_rows_change_no_output() -> None:
     sequences = family(layers(None, None))
     for _ in range(2):
         check(sequences, sequences.step(dict.fromkeys(range(7), 1), padding=3))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minisgl.attention.flashinfer import flashinfer_attention
 from minisgl.attention.select import ATTENTION_BACKENDS, flashinfer_obstacle
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.context import AttentionSpec
@@ -21,7 +22,6 @@ from tests.attention import PagedSequences, Step, fake_flashinfer
 from tests.steps import CPU
 
 MakeBackend = Callable[[KVCache], PagedAttention]
-MODULES = ("minisgl.attention.flashinfer", "minisgl.attention.flashinfer")
 GPU = torch.device("cuda")
 
 
@@ -30,21 +30,15 @@ def layers(*windows: int | None, heads: int = 4, head_dim: int = 8) -> list[Atte
 
 
 @pytest.fixture
-def make_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBackend]:
+def make_backend(monkeypatch: pytest.MonkeyPatch) -> MakeBackend:
     """The backend over the stand-in."""
-    for module in MODULES:
-        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(torch.cuda, "Event", fake_flashinfer.FakeEvent)
     monkeypatch.setattr(fake_flashinfer.FakeEvent, "finished", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    from minisgl.attention.flashinfer import flashinfer_attention
-
-    yield flashinfer_attention
-    for module in MODULES:
-        sys.modules.pop(module, None)
+    return flashinfer_attention
 
 
 def run_mixed_steps(sequences: PagedSequences) -> None:
@@ -153,7 +147,7 @@ def test_version_3_needs_a_hopper(make_backend: MakeBackend, monkeypatch: pytest
 
 
 def test_is_imported_only_when_it_is_used() -> None:
-    code = "import sys, minisgl.attention; assert 'flashinfer' not in sys.modules"
+    code = "import sys, minisgl.attention.flashinfer, minisgl.attention.select; assert 'flashinfer' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import torch_backend as torch_attention
+from minisgl.attention import torch_backend
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import AttentionSpec
 from minisgl.kvcache.pool import KVCache
@@ -88,7 +88,7 @@ def test_keeps_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_large_decode_batches_are_gathered_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_attention, "_GROUP_KEYS", 64)
+    monkeypatch.setattr(torch_backend, "_GROUP_KEYS", 64)
     kv_lens = [int(x) for x in np.random.default_rng(0).integers(1, 90, 20)]
     ours, naive = attend([1] * 20, kv_lens, 4, torch.float64)
     torch.testing.assert_close(ours, naive, rtol=0, atol=1e-12)
@@ -121,10 +121,10 @@ def test_layers_keep_their_own_keys_and_share_the_layout_of_a_step() -> None:
 
 def test_similar_lengths_bounds_padding_and_size() -> None:
     lengths = np.random.default_rng(1).integers(1, 1500, 300).astype(np.int32)
-    groups = torch_attention._similar_lengths(lengths)
+    groups = torch_backend._similar_lengths(lengths)
     assert sorted(row for group in groups for row in group) == list(range(300))
     for group in groups:
         longest, shortest = int(lengths[group].max()), int(lengths[group].min())
         assert longest - shortest <= max(64, shortest // 3)
-        assert len(group) == 1 or longest * len(group) <= torch_attention._GROUP_KEYS
+        assert len(group) == 1 or longest * len(group) <= torch_backend._GROUP_KEYS
     assert len(groups) < 200

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from minisgl.attention.select import ATTENTION_BACKENDS
-from minisgl.attention.triton.backend import RowAttention, TritonAttention
+from minisgl.attention.triton.backend import FixedSplitAttention, TritonAttention
 from minisgl.attention.triton.prefill import query_tiles, tile_shape
 from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
@@ -191,27 +191,25 @@ def test_one_graph_serves_all_lengths_and_groups(backend: str) -> None:
         sequences.check(outputs, taken)
 
 
+# -- a fixed number of splits, on any device ------------------------------------------------------------------------
+
 VERSIONS = [(False, 1), (True, 1), (False, 3), (True, 4), (True, 16)]
 
 
-def specs(*windows: int | None, group: int = 2, head_dim: int = 16) -> list[AttentionSpec]:
-    return [AttentionSpec(i, 2 * group, 2, head_dim, 0.3, window) for i, window in enumerate(windows)]
-
-
-@pytest.mark.parametrize(("grouped", "pieces"), VERSIONS)
-def test_rows_of_unequal_lengths(grouped: bool, pieces: int) -> None:
-    """Some shorter than a tile, so that most of their pieces are empty; one layer has a window."""
-    make = partial(RowAttention, grouped=grouped, pieces=pieces)
-    sequences = PagedSequences(make, DEVICE, specs(None, 50), [3, 40, 300, 130], 16)
+@pytest.mark.parametrize(("grouped", "num_splits"), VERSIONS)
+def test_rows_of_unequal_lengths(grouped: bool, num_splits: int) -> None:
+    """Some shorter than a tile, so that most of their splits are empty; one layer has a window."""
+    make = partial(FixedSplitAttention, grouped=grouped, num_splits=num_splits)
+    sequences = PagedSequences(make, DEVICE, layers(None, 50), [3, 40, 300, 130], 16)
     sequences.fill([1, 38, 290, 128])
     for _ in range(2):
         sequences.run(dict.fromkeys(range(4), 1))
 
 
-def test_a_window_of_few_keys_leaves_pieces_empty() -> None:
-    """One layer sees a single key, its own, so that a row has one piece with a key and one without."""
-    make = partial(RowAttention, pieces=2)
-    sequences = PagedSequences(make, DEVICE, specs(1, 50), [131, 65], 16)
+def test_a_window_of_few_keys_leaves_splits_empty() -> None:
+    """One layer sees a single key, its own, so that a row has one split with a key and one without."""
+    make = partial(FixedSplitAttention, num_splits=2)
+    sequences = PagedSequences(make, DEVICE, layers(1, 50), [131, 65], 16)
     sequences.fill([128, 64])
     sequences.run({0: 1, 1: 1})
 
@@ -219,24 +217,24 @@ def test_a_window_of_few_keys_leaves_pieces_empty() -> None:
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 8), (5, 24), (17, 16)])
 def test_mixed_steps_of_groups_and_widths_that_are_no_power_of_two(group: int, head_dim: int) -> None:
     for grouped in (True, False):
-        make = partial(RowAttention, grouped=grouped, pieces=3)
-        sequences = PagedSequences(make, DEVICE, specs(None, group=group, head_dim=head_dim), [150, 40], 4)
+        make = partial(FixedSplitAttention, grouped=grouped, num_splits=3)
+        sequences = PagedSequences(make, DEVICE, layers(None, group=group, head_dim=head_dim), [150, 40], 4)
         sequences.fill([148, 38])
         sequences.run({0: 1, 1: 1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_in_a_mixed_step(dtype: torch.dtype) -> None:
-    make = partial(RowAttention, pieces=2)
-    sequences = PagedSequences(make, DEVICE, specs(None), [20, 140, 300], 16, dtype)
+    make = partial(FixedSplitAttention, num_splits=2)
+    sequences = PagedSequences(make, DEVICE, layers(None), [20, 140, 300], 16, dtype)
     sequences.fill([5, 139, 290])
     sequences.run({1: 1, 2: 1, 0: 11})
 
 
-def test_pieces_with_scores_far_apart_are_merged() -> None:
+def test_splits_with_scores_far_apart_are_merged() -> None:
     """They are weighted relative to the largest sum of weights, or powers of two overflow."""
-    make = partial(RowAttention, pieces=4)
-    sequences = PagedSequences(make, DEVICE, specs(None), [150, 80], 4)
+    make = partial(FixedSplitAttention, num_splits=4)
+    sequences = PagedSequences(make, DEVICE, layers(None), [150, 80], 4)
     for q, k, _ in sequences.sequences:
         for row in range(2):
             q[row] *= 60
@@ -252,10 +250,11 @@ from minisgl.attention.triton.decode import decode_kernel
 from minisgl.attention.triton.merge import merge_kernel
 from minisgl.attention.triton.prefill import prefill_kernel
 from minisgl.attention.triton.prefix import prefix_kernel
-from minisgl.attention.triton.backend import merge_pieces_kernel, rows_kernel
+from minisgl.attention.triton.backend import merge_splits_kernel, fixed_split_kernel
 
-FLOATS = {"part_out", "part_lse", "prefix_out", "prefix_lse", "out_lse", "piece_out", "piece_lse"}
-HALVES = {"queries", "keys", "values", "out"}
+FLOATS = {"part_out_ptr", "part_lse_ptr", "prefix_out_ptr", "prefix_lse_ptr", "out_lse_ptr"}
+FLOATS |= {"split_out_ptr", "split_lse_ptr"}
+HALVES = {"q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"}
 COUNTS = {"num_rows", "num_groups", "programs", "token_stride", "head_stride", "table_width"}
 MODEL = {"PAGE_SIZE": 16, "GROUP": 5, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "BLOCK_R": 256}
 MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK_W": 1024, "NUM_HEADS": 40}
@@ -272,10 +271,10 @@ def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
             kind = "fp32"
         elif name in COUNTS:
             kind = "i32"
-        elif name in FLOATS or (name == "out" and kernel is prefix_kernel):
+        elif name in FLOATS or (name == "out_ptr" and kernel is prefix_kernel):
             kind = "*fp32"
         elif name in HALVES:
-            kind = cache if name in ("keys", "values") else "*bf16"
+            kind = cache if name in ("k_cache_ptr", "v_cache_ptr") else "*bf16"
         signature[name] = kind
     indices = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [name for name, kind in signature.items() if kind.startswith("*") or "stride" in name]
@@ -285,7 +284,8 @@ def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
-ALONE = {"SHARED": False, "shared_lens": None, "prefix_parts": None, "prefix_out": None, "prefix_lse": None}
+ALONE = {"SHARED": False, "shared_lens_ptr": None}
+ALONE |= {"prefix_parts_ptr": None, "prefix_out_ptr": None, "prefix_lse_ptr": None}
 for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {"SHARED": True})):
     options = {"WINDOW": window, "USE_PDL": early, **shared}
     loop = build(decode_kernel, 2, 3, BLOCK_M=16, **options)["ttgir"]
@@ -294,9 +294,9 @@ for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {
 for window in (0, 100):
     assert "wgmma" in build(prefill_kernel, 8, 3, BLOCK_M=128, WINDOW=window)["ptx"]
 for heads in (1, 5):
-    loop = build(rows_kernel, 4, 3, BLOCK_M=16, WINDOW=0, HEADS=heads)["ttgir"]
+    loop = build(fixed_split_kernel, 4, 3, BLOCK_M=16, WINDOW=0, HEADS=heads)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 2, "the loop over tiles is pipelined"
-build(merge_pieces_kernel, 4, 3, PIECES=16, BLOCK_P=16)
+build(merge_splits_kernel, 4, 3, NUM_SPLITS=16, BLOCK_S=16)
 assert "wgmma" in build(prefix_kernel, 8, 5, BLOCK_M=128, USE_PDL=True)["ptx"]
 for built in (
     build(decode_kernel, 2, 3, "*fp8e4nv", BLOCK_M=16, WINDOW=0, USE_PDL=True, **ALONE),

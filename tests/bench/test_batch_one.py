@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...
     options = {"device": DEVICE, "dtype": "bfloat16", "max_seq_len": 128, "num_pages": 64}
     if DEVICE == "cpu":
         monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
-        monkeypatch.setattr(single_token_attention, "SPLITS", 2)
+        monkeypatch.setattr(single_token_attention, "MAX_SPLITS", 2)
         options |= {"prefill_attention": "torch", "decode_attention": "torch", "page_size": 4}
     return run_batch_one(str(path), options, lengths, repeat=1)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.kernels.experts import Blocks, ExpertTiles, Plan, choose_plan, expert_tiles, sum_of_experts
+from minisgl.kernels.experts import ExpertTiles, GemmBlocks, MoEPlan, choose_moe_plan, fused_experts, sort_by_expert
 from minisgl.layers.fused import FusedExperts
 from minisgl.layers.mlp import Experts
 from tests.kernels.closeness import DEVICE, TOLERANCE, every_dtype, random, spread
 
 NUM_EXPERTS, TOP_K = 6, 2
-SMALL = Plan(16, Blocks(16, 16, 4, 2), Blocks(16, 16, 4, 2))
+SMALL = MoEPlan(16, GemmBlocks(16, 16, 4, 2), GemmBlocks(16, 16, 4, 2))
 
 
 def routing(*rows: list[int]) -> torch.Tensor:
@@ -32,7 +32,12 @@ def experts_layer(num_experts: int, hidden: int, intermediate: int, dtype: torch
 
 
 def error(
-    experts: torch.Tensor, hidden: int, intermediate: int, dtype: torch.dtype, plan: Plan | None = None, apart: int = 0
+    experts: torch.Tensor,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    plan: MoEPlan | None = None,
+    apart: int = 0,
 ) -> float:
     """‖fused − float64‖ / ‖float64‖ of the layer; NaN if anything was not written."""
     num_experts = max(NUM_EXPERTS, int(experts.max()) + 1)
@@ -40,7 +45,7 @@ def error(
     x = random(len(experts), hidden, dtype=dtype)
     weights = random(*experts.shape, dtype=dtype, seed=3).abs()
     x_read = spread(x) if apart else x
-    out = sum_of_experts(x_read, layer.gate_up_proj, layer.down_proj, experts, weights, plan)
+    out = fused_experts(x_read, layer.gate_up_proj, layer.down_proj, experts, weights, plan)
     assert out.dtype == dtype
     reference = layer.double()(x.double(), experts, weights.double())
     return float((out.double() - reference).norm() / reference.norm())
@@ -86,9 +91,9 @@ def test_each_plan_at_the_size_that_it_is_for(tokens: int) -> None:
 
 
 def test_plans_grow_with_the_pairs_of_an_expert() -> None:
-    plans = [choose_plan(torch.bfloat16, 8 * tokens, 128) for tokens in (1, 256, 8192)]
-    assert plans[0].rows <= plans[1].rows < plans[2].rows
-    assert len({choose_plan(torch.float32, 8 * tokens, 128) for tokens in (1, 256, 8192)}) == 1
+    plans = [choose_moe_plan(torch.bfloat16, 8 * tokens, 128) for tokens in (1, 256, 8192)]
+    assert plans[0].block_m <= plans[1].block_m < plans[2].block_m
+    assert len({choose_moe_plan(torch.float32, 8 * tokens, 128) for tokens in (1, 256, 8192)}) == 1
 
 
 def test_rows_of_the_input_may_lie_apart() -> None:
@@ -100,9 +105,9 @@ def test_a_token_gets_the_same_bits_wherever_it_stands(dtype: torch.dtype) -> No
     layer = experts_layer(NUM_EXPERTS, 32, 16, dtype)
     x, weights = random(50, 32, dtype=dtype), random(50, TOP_K, dtype=dtype, seed=3)
     experts = random_routing(50)
-    out = sum_of_experts(x, layer.gate_up_proj, layer.down_proj, experts, weights)
+    out = fused_experts(x, layer.gate_up_proj, layer.down_proj, experts, weights)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(7)).to(DEVICE)
-    moved = sum_of_experts(x[order], layer.gate_up_proj, layer.down_proj, experts[order], weights[order])
+    moved = fused_experts(x[order], layer.gate_up_proj, layer.down_proj, experts[order], weights[order])
     assert torch.equal(moved, out[order])
 
 
@@ -110,25 +115,25 @@ def rows_of(tiles: ExpertTiles) -> list[tuple[int, list[int]]]:
     """Expert and pairs of each tile that is not empty."""
     pairs = tiles.pairs.tolist()
     places = zip(tiles.experts.tolist(), tiles.begins.tolist(), tiles.ends.tolist(), strict=True)
-    return [(expert, pairs[begin : min(begin + tiles.rows, end)]) for expert, begin, end in places if begin < end]
+    return [(expert, pairs[begin : min(begin + tiles.block_m, end)]) for expert, begin, end in places if begin < end]
 
 
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("block_m", [16, 32])
 @pytest.mark.parametrize(
     "experts",
     [random_routing(1), random_routing(100), random_routing(3000), routing(*([2, 2],) * 40), random_routing(60, 37, 9)],
     ids=["1", "100", "3000", "one expert", "37 experts"],
 )
-def test_each_pair_is_in_one_tile_of_its_expert(experts: torch.Tensor, rows: int) -> None:
+def test_each_pair_is_in_one_tile_of_its_expert(experts: torch.Tensor, block_m: int) -> None:
     num_experts = max(NUM_EXPERTS, int(experts.max()) + 1)
-    tiles = expert_tiles(experts, num_experts, rows)
+    tiles = sort_by_expert(experts, num_experts, block_m)
     expert_of_pair = experts.flatten().tolist()
     found = rows_of(tiles)
     assert all(expert_of_pair[pair] == expert for expert, pairs in found for pair in pairs)
     by_expert = [[pair for tile, pairs in found if tile == expert for pair in pairs] for expert in range(num_experts)]
     # In order, and so the same at each call.
     assert by_expert == [[p for p, e in enumerate(expert_of_pair) if e == expert] for expert in range(num_experts)]
-    assert len(tiles.experts) == min(experts.numel(), num_experts + experts.numel() // rows)
+    assert len(tiles.experts) == min(experts.numel(), num_experts + experts.numel() // block_m)
 
 
 def test_the_layer_shares_the_parameters_and_can_be_captured() -> None:

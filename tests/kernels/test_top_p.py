@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minisgl.engine.fused_sampler import FusedSampler
-from minisgl.kernels import top_p as threshold
+from minisgl.kernels import top_p
 from minisgl.kernels.top_p import Thresholds, find_thresholds
 from minisgl.sampling_params import SamplingParams
 from tests.kernels.closeness import DEVICE, every_dtype, random, spread
@@ -92,8 +92,8 @@ def assert_equal(logits: torch.Tensor, limits: list[Limits]) -> None:
 @pytest.fixture(params=[(128, 512), (4, 32)], ids=["as it is", "small chunks"])
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small chunks a short row has many of them, and takes several rounds of a program's loops."""
-    monkeypatch.setattr(threshold, "_CHUNK", request.param[0])
-    monkeypatch.setattr(threshold, "_ENTRIES", request.param[1])
+    monkeypatch.setattr(top_p, "_CHUNK", request.param[0])
+    monkeypatch.setattr(top_p, "_ENTRIES", request.param[1])
 
 
 @every_dtype

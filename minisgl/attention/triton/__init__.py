@@ -4,5 +4,4 @@ from __future__ import annotations
 
 import torch
 
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Tensor cores take no float64."""
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # tensor cores take no float64

@@ -1,4 +1,4 @@
-"""The backend made of our own Triton kernels."""
+"""The attention backend made of our Triton kernels, and its simpler sibling with a fixed number of splits."""
 
 from __future__ import annotations
 
@@ -10,29 +10,22 @@ import triton.language as tl
 
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.attention.triton import TRITON_DTYPES
-from minisgl.attention.triton.decode import decode, key_range
+from minisgl.attention.triton.decode import key_range, paged_decode_attention
 from minisgl.attention.triton.merge import PrefixParts
-from minisgl.attention.triton.prefill import QueryTiles, prefill, query_tiles
+from minisgl.attention.triton.prefill import QueryTiles, paged_prefill_attention, query_tiles
 from minisgl.attention.triton.tiles import LOG2_E, LOWEST, attend_keys
 from minisgl.batch import Batch, DeviceBatch
 from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 
-_INTERPRETED_SMS = 2
-"""Multiprocessors that the interpreter pretends to have; it runs one program after another."""
+_INTERPRETED_SMS = 2  # multiprocessors that the interpreter pretends to have; it runs one program after another
 
 
 class TritonAttention(PagedAttention):
     """Decode rows by `decode_kernel`, prefill rows by `prefill_kernel`.
 
     Decode steps need no plan: their kernel reads lengths and pages from the step's tensors.
-
-    Args:
-        kv_cache: where keys and values live.
-
-    Raises:
-        ConfigError: the cache is not on a CUDA device, and Triton's interpreter is off.
     """
 
     capturable = True
@@ -59,13 +52,11 @@ class TritonAttention(PagedAttention):
         self._query_tiles: dict[int, QueryTiles] = {}
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
-        """Start a step. Prefill rows are cut up by the first layer, which knows how many query heads there are."""
         self._batch, self.inputs = batch, inputs
         self._query_tiles.clear()
         return None
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """See `PagedAttention.attend`."""
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = q.new_empty(q.shape)
         num_decode = self._batch.num_decode
@@ -75,150 +66,132 @@ class TritonAttention(PagedAttention):
             group = spec.num_heads // spec.num_kv_heads
             if group not in self._query_tiles:
                 self._query_tiles[group] = query_tiles(self._batch, group, q)
-            prefill(q, out, *self._layer(spec), self.inputs, spec, self._query_tiles[group])
+            paged_prefill_attention(q, out, *self._layer(spec), self.inputs, spec, self._query_tiles[group])
         return out
 
     def _decode(
         self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
     ) -> None:
-        decode(q, out, *self._layer(spec), self.inputs, spec, self._num_sms, prefix)
+        paged_decode_attention(q, out, *self._layer(spec), self.inputs, spec, self._num_sms, prefix)
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
 
 
-_TILE_BYTES = 16384
-"""Of a tile of keys; the values are as many again."""
+_TILE_BYTES = 16384  # of a tile of keys; the values are as many again
 
 
-@triton.jit(do_not_specialize_on_alignment=["seq_lens", "slots"])
-def rows_kernel(
-    queries,
-    keys,
-    values,
-    out,
-    out_lse,
-    seq_lens,
-    slots,
-    page_table,
-    scale,
+@triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "slots_ptr"])
+def fixed_split_kernel(
+    q_ptr,  # [R, KV_HEADS × GROUP, HEAD_DIM], any strides but the last
+    k_cache_ptr,  # a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM], as v_cache
+    v_cache_ptr,
+    out_ptr,  # [R, num_splits, KV_HEADS × GROUP, HEAD_DIM] attention over each split
+    out_lse_ptr,  # float32[R, num_splits, KV_HEADS × GROUP], log2; LOWEST for a split without keys
+    seq_lens_ptr,  # int32[R]
+    slots_ptr,  # int32[R]
+    page_table_ptr,  # int32[slots, table_width]
+    scale,  # × log2(e)
     token_stride,
     head_stride,
     table_width,
-    HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,  # 1 or GROUP
+    WINDOW: tl.constexpr,  # 0: no sliding window
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # HEADS or more
+    BLOCK_N: tl.constexpr,  # keys a tile
+    BLOCK_D: tl.constexpr,  # HEAD_DIM or more
 ):
-    """Program (h, r, p): HEADS query heads from the h-th HEADS on, over the p-th piece of row r's keys.
-
-    Args:
-        queries: [R, KV_HEADS × GROUP, HEAD_DIM], any strides but the last.
-        keys, values: a layer of the cache, [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM].
-        out: [R, pieces, KV_HEADS × GROUP, HEAD_DIM] attention over each piece.
-        out_lse: float32[R, pieces, KV_HEADS × GROUP] log2 of its sum of weights; LOWEST for a piece without keys.
-        seq_lens, slots: int32[R]. page_table: int32[slots, table_width].
-        scale: times log2(e).
-        HEADS: 1 or GROUP. WINDOW: 0 is none. BLOCK_M, BLOCK_D: HEADS and HEAD_DIM or more. BLOCK_N: keys a tile.
-    """
+    """Program (h, r, s): the h-th HEADS query heads, over the s-th split of row r's keys."""
     row = tl.program_id(1)
-    piece = tl.program_id(2)
-    first, end = key_range(seq_lens, seq_lens, row, True, False, WINDOW)
-    keys_a_piece = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-    begin = first + piece * keys_a_piece
-    stop = tl.minimum(begin + keys_a_piece, end)
+    split = tl.program_id(2)
+    first, end = key_range(seq_lens_ptr, seq_lens_ptr, row, True, False, WINDOW)
+    keys_per_split = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    begin = first + split * keys_per_split
+    stop = tl.minimum(begin + keys_per_split, end)
 
-    members = tl.arange(0, BLOCK_M)
+    head_index = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    heads = tl.program_id(0) * HEADS + members
-    used = (members < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    q = tl.load(queries + row * token_stride + heads[:, None] * head_stride + dims[None, :], used, other=0.0)
-    page_row = page_table + tl.load(slots + row) * table_width
+    heads = tl.program_id(0) * HEADS + head_index
+    mask = (head_index < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + row * token_stride + heads[:, None] * head_stride + dims[None, :], mask, other=0.0)
+    page_row = page_table_ptr + tl.load(slots_ptr + row) * table_width
     kv_head = tl.program_id(0) * HEADS // GROUP
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    seen = tl.full([1], 0, tl.int32) + stop
-    acc, total, peak = attend_keys(
-        q, keys, values, page_row, kv_head, begin, stop, seen, scale, acc, total, peak,
-        True, 0, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D,
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    visible_end = tl.full([1], 0, tl.int32) + stop
+    acc, row_sum, row_max = attend_keys(
+        q, k_cache_ptr, v_cache_ptr, page_row, kv_head, begin, stop, visible_end,
+        scale, acc, row_sum, row_max, True, 0, PAGE_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
-    line = (row * tl.num_programs(2) + piece) * (KV_HEADS * GROUP) + heads
-    total = tl.where(total > 0, total, 1.0)
-    result = acc / total[:, None]
-    tl.store(out + line[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), used)
-    tl.store(out_lse + line, peak + tl.log2(total), members < HEADS)
+    line = (row * tl.num_programs(2) + split) * (KV_HEADS * GROUP) + heads
+    row_sum = tl.where(row_sum > 0, row_sum, 1.0)
+    result = acc / row_sum[:, None]
+    tl.store(out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result.to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_lse_ptr + line, row_max + tl.log2(row_sum), head_index < HEADS)
 
 
 @triton.jit
-def merge_pieces_kernel(
-    out,
-    piece_out,
-    piece_lse,
+def merge_splits_kernel(
+    out_ptr,  # [R, NUM_HEADS, HEAD_DIM], written
+    split_out_ptr,  # float32[R, NUM_SPLITS, NUM_HEADS, HEAD_DIM]
+    split_lse_ptr,  # float32[R, NUM_SPLITS, NUM_HEADS]
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # NUM_SPLITS or more
+    BLOCK_D: tl.constexpr,  # HEAD_DIM or more
 ):
-    """Program (h, r): merge the pieces of row r in query head h.
-
-    Args:
-        out: [R, NUM_HEADS, HEAD_DIM] written.
-        piece_out, piece_lse: float32, ``out`` and ``out_lse`` of `rows_kernel`.
-        BLOCK_P, BLOCK_D: PIECES and HEAD_DIM or more.
-    """
-    line = tl.program_id(1) * PIECES * NUM_HEADS + tl.program_id(0)
-    pieces = tl.arange(0, BLOCK_P)
+    """Program (h, r): merge the splits of row r in query head h."""
+    line = tl.program_id(1) * NUM_SPLITS * NUM_HEADS + tl.program_id(0)
+    splits = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
-    lines = line + pieces * NUM_HEADS
-    used = (pieces < PIECES)[:, None] & (dims < HEAD_DIM)[None, :]
-    lse = tl.load(piece_lse + lines, pieces < PIECES, other=LOWEST)
-    results = tl.load(piece_out + lines[:, None] * HEAD_DIM + dims[None, :], used, other=0.0)
+    lines = line + splits * NUM_HEADS
+    mask = (splits < NUM_SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
+    lse = tl.load(split_lse_ptr + lines, splits < NUM_SPLITS, other=LOWEST)
+    results = tl.load(split_out_ptr + lines[:, None] * HEAD_DIM + dims[None, :], mask, other=0.0)
     weights = tl.exp2(lse - tl.max(lse, 0))
     merged = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
-    pointers = out + (tl.program_id(1) * NUM_HEADS + tl.program_id(0)) * HEAD_DIM + dims
-    tl.store(pointers, merged.to(out.dtype.element_ty), dims < HEAD_DIM)
+    pointers = out_ptr + (tl.program_id(1) * NUM_HEADS + tl.program_id(0)) * HEAD_DIM + dims
+    tl.store(pointers, merged.to(out_ptr.dtype.element_ty), dims < HEAD_DIM)
 
 
-class RowAttention(TritonAttention):
-    """`TritonAttention` whose decode rows are computed by `rows_kernel`.
+class FixedSplitAttention(TritonAttention):
+    """FlashDecoding with a fixed number of splits a row, to compare `decode_kernel` with.
 
-    Args:
-        kv_cache: where keys and values live.
-        grouped: whether the query heads that share a KV head share a program.
-        pieces: into how many each row's keys are cut.
+    If ``grouped``, one program computes all query heads that share a KV head.
     """
 
-    def __init__(self, kv_cache: KVCache, grouped: bool = True, pieces: int = 1) -> None:
+    def __init__(self, kv_cache: KVCache, grouped: bool = True, num_splits: int = 1) -> None:
         super().__init__(kv_cache)
         self.grouped = grouped
-        self.pieces = pieces
+        self.num_splits = num_splits
 
     def _decode(
         self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
     ) -> None:
-        keys, values = self._layer(spec)
+        k_cache, v_cache = self._layer(spec)
         num_rows, num_heads, head_dim = out.shape
-        page_size, kv_heads = keys.shape[1:3]
+        page_size, kv_heads = k_cache.shape[1:3]
         group = num_heads // kv_heads
         heads = group if self.grouped else 1
         block_d = max(16, triton.next_power_of_2(head_dim))
-        lines = (num_rows, self.pieces, num_heads)
-        lse = torch.empty(lines, dtype=torch.float32, device=out.device)
-        parts = out if self.pieces == 1 else torch.empty((*lines, head_dim), dtype=torch.float32, device=out.device)
-        rows_kernel[(num_heads // heads, num_rows, self.pieces)](
+        lines = (num_rows, self.num_splits, num_heads)
+        split_lse = torch.empty(lines, dtype=torch.float32, device=out.device)
+        split_out = (
+            out if self.num_splits == 1 else torch.empty((*lines, head_dim), dtype=torch.float32, device=out.device)
+        )
+        fixed_split_kernel[(num_heads // heads, num_rows, self.num_splits)](
             q,
-            keys,
-            values,
-            parts,
-            lse,
+            k_cache,
+            v_cache,
+            split_out,
+            split_lse,
             self.inputs.seq_lens,
             self.inputs.slots,
             self.inputs.page_table,
@@ -238,8 +211,8 @@ class RowAttention(TritonAttention):
             num_warps=4,
             num_stages=3,
         )
-        if self.pieces > 1:
-            block_p = triton.next_power_of_2(self.pieces)
-            merge_pieces_kernel[(num_heads, num_rows)](
-                out, parts, lse, num_heads, head_dim, self.pieces, block_p, block_d, num_warps=4
+        if self.num_splits > 1:
+            block_s = triton.next_power_of_2(self.num_splits)
+            merge_splits_kernel[(num_heads, num_rows)](
+                out, split_out, split_lse, num_heads, head_dim, self.num_splits, block_s, block_d, num_warps=4
             )
