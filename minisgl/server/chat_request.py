@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, StrictBool, StrictStr
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.messages import Conversation
-from minisgl.server.requests import ApiObject, GenerationRequest, MaxTokens, NumLogprobs, ResponseFormat, documented
+from minisgl.server.requests import ApiObject, GenerationRequest, MaxTokens, NumLogprobs, documented
 from minisgl.server.tools import FORCED, CallReader, NamedChoice, Tool, ToolChoice, ToolSyntax, forced_call, offered
 
 
@@ -92,7 +92,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool = False
     top_logprobs: NumLogprobs | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], documented(minItems=1)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
@@ -104,22 +103,17 @@ class ChatRequest(GenerationRequest):
         tools = [tool.for_template() for tool in self._offered]
         return [Conversation(messages, tools or None)]
 
-    @property
-    def num_logprobs(self) -> int | None:
+    def own_params(self) -> dict[str, int | None]:
+        if self.max_completion_tokens is not None and self.max_tokens is not None:
+            raise InvalidRequest("max_tokens", "means the same as max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "is only allowed with logprobs: true")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def token_limit(self) -> int | None:
-        if self.max_completion_tokens is None:
-            return self.max_tokens
-        if self.max_tokens is not None:
-            raise InvalidRequest("max_tokens", "means the same as max_completion_tokens; give one of them")
-        return self.max_completion_tokens
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return {"max_tokens": limit, "logprobs": num_logprobs}
 
     def constraint(self) -> dict[str, str]:
-        form = {} if self.response_format is None else self.response_format.constraint()
+        form = super().constraint()
         if not self._offered:
             return form
         if form:

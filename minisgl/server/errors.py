@@ -20,27 +20,23 @@ _encode = msgspec.json.Encoder().encode
 RETRY_AFTER = 1  # seconds after which a client may try again if the queue was full
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
 _VALIDATION = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
-_LEAVE_OUT = "leave it out"
+_CACHED = "prefixes are always cached; leave it out"
+_OWN_TEMPLATE = "the model's own chat template is used; leave it out"
+_LEAVE_OUT = ("moderation", "prediction", "reasoning_effort", "verbosity", "web_search_options")
 # Fields of OpenAI's API that this server does not have, and what to do instead
 INSTEAD = {
+    **dict.fromkeys(_LEAVE_OUT, "leave it out"),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), _OWN_TEMPLATE),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _CACHED),
     "audio": "answers are text only; leave it out",
-    "chat_template": "the model's own chat template is used; leave it out",
-    "chat_template_kwargs": "the model's own chat template is used; leave it out",
     "function_call": "it is superseded; use tool_choice",
     "functions": "it is superseded; use tools",
     "guided_choice": "use response_format with type regex",
     "guided_json": "use response_format with type json_schema",
     "guided_regex": "use response_format with type regex",
     "metadata": "nothing is stored; leave it out",
-    "moderation": _LEAVE_OUT,
-    "prediction": _LEAVE_OUT,
-    "prompt_cache_key": "prefixes are cached whoever sends them; leave it out",
-    "prompt_cache_retention": "prefixes are cached whoever sends them; leave it out",
-    "reasoning_effort": _LEAVE_OUT,
     "safety_identifier": "use user",
     "structured_outputs": "use response_format",
-    "verbosity": _LEAVE_OUT,
-    "web_search_options": _LEAVE_OUT,
 }
 
 

@@ -91,7 +91,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         EngineDead: a process of the engine died while it was started, or took too long.
     """
     for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception cleans up
-        signal.signal(number, _leave)
+        signal.signal(number, lambda *_: sys.exit(0))
     listener = bind(config.host, config.port)
     warn_if_public(listener, config)
     with _engine(engine_config, config) as engine:
@@ -142,7 +142,3 @@ def bind(host: str, port: int) -> socket.socket:
             raise ConfigError(f"port: {port} is taken on {host}; choose another one with --port") from error
         raise ConfigError(f"host: cannot listen on {host}:{port} ({error})") from error
     return listener
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)

@@ -18,7 +18,7 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import ApiError
 from minisgl.server.formats import Usage
-from minisgl.server.messages import EngineStats, Update
+from minisgl.server.messages import Update
 from minisgl.server.openapi import ASKS, READS, HealthReply, error_responses
 
 _KEY = "minisgl.record"
@@ -148,10 +148,7 @@ class ServerMetrics:
         except (TimeoutError, EngineDead):
             self._up.set(0)
             return
-        self._show(stats)
         self._asked = time.perf_counter()
-
-    def _show(self, stats: EngineStats) -> None:
         self._up.set(1)
         self._waiting.set(stats.waiting)
         self._running.set(stats.running)

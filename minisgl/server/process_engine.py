@@ -68,7 +68,7 @@ class Topology:
         self._common: dict[str, Any] = {"directory": str(self.directory), "log_format": server.log_format}
         self._hang_timeout = config.hang_timeout
         self._stopping = threading.Lock()
-        self.inbox = Receiver[list[Reply]](self._context, self._address("api"), list[Reply], STEPS)
+        self.inbox = Receiver[list[Reply]](self._context, address(self.directory, "api"), list[Reply], STEPS)
         self.to_scheduler = self._sender("scheduler", UNBOUNDED)
         self.scheduler = ChildProcess(
             "minisgl.server.scheduler_worker",
@@ -129,10 +129,7 @@ class Topology:
         return TokenizerLink(child, self._sender(name, JOBS))
 
     def _sender(self, name: str, bound: int) -> Sender:
-        return Sender(self._context, self._address(name), bound)
-
-    def _address(self, name: str) -> str:
-        return address(self.directory, name)
+        return Sender(self._context, address(self.directory, name), bound)
 
 
 def _make_directory() -> Path:

@@ -116,6 +116,39 @@ class SamplingFields(ApiObject):
         return self.model_dump(include=_SAME_NAME, exclude_unset=True)
 
 
+_ANY_OBJECT = {"type": "object"}
+
+
+class JsonSchema(ApiObject):
+    """A schema and its name. It is always strict; ``strict``, name and description change nothing."""
+
+    name: StrictStr
+    description: StrictStr | None = None
+    json_schema: dict[str, Any] = Field(_ANY_OBJECT, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(ApiObject):
+    """``text``, ``json_object``, ``json_schema``, or the extension ``regex``."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: StrictStr | None = None
+
+    def constraint(self) -> dict[str, str]:
+        """The fields of `SamplingParams` with the same meaning. Raises `InvalidRequest`."""
+        for name in ("json_schema", "regex"):
+            if (getattr(self, name) is None) is (self.type == name):
+                only = "is required with" if self.type == name else "is only allowed with"
+                raise InvalidRequest(f"response_format.{name}", f"{only} type {name}")
+        if self.type == "text":
+            return {}
+        if self.type == "regex":
+            return {"regex": str(self.regex)}
+        schema = _ANY_OBJECT if self.json_schema is None else self.json_schema.json_schema
+        return {"json_schema": json.dumps(schema)}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A body's request in the engine's terms."""
@@ -150,6 +183,7 @@ class GenerationRequest(SamplingFields, ABC):
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
+    response_format: ResponseFormat | None = None
     timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
     store: Annotated[bool, only_default(False)] = False
     service_tier: Literal["auto", "default"] = "auto"
@@ -159,19 +193,13 @@ class GenerationRequest(SamplingFields, ABC):
     def prompts(self) -> Sequence[JobPrompt]:
         """The prompts for the engine. Raises `InvalidRequest`."""
 
-    @property
     @abstractmethod
-    def num_logprobs(self) -> int | None:
-        """``logprobs`` of `SamplingParams`. Raises `InvalidRequest`."""
+    def own_params(self) -> dict[str, int | None]:
+        """``max_tokens`` and ``logprobs`` of `SamplingParams`. Raises `InvalidRequest`."""
 
-    @property
-    @abstractmethod
-    def token_limit(self) -> int | None:
-        """``max_tokens`` of `SamplingParams`. Raises `InvalidRequest`."""
-
-    @abstractmethod
     def constraint(self) -> dict[str, str]:
         """The fields of `SamplingParams` that constrain the output's form. Raises `InvalidRequest`."""
+        return {} if self.response_format is None else self.response_format.constraint()
 
     @property
     def shows_usage(self) -> bool:
@@ -189,7 +217,7 @@ class GenerationRequest(SamplingFields, ABC):
         given = {**self.given_fields(), **self.constraint()}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
-        return SamplingParams(**given, max_tokens=self.token_limit, logprobs=self.num_logprobs)
+        return SamplingParams(**given, **self.own_params())
 
     def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
         """The error itself: the fields have the engine's names."""
@@ -201,39 +229,6 @@ def _token_id(text: str) -> int:
         return int(text)
     except ValueError as error:
         raise InvalidRequest("logit_bias", f"must map token ids to numbers, got the token id {text!r}") from error
-
-
-_ANY_OBJECT = {"type": "object"}
-
-
-class JsonSchema(ApiObject):
-    """A schema and its name. It is always strict; ``strict``, name and description change nothing."""
-
-    name: StrictStr
-    description: StrictStr | None = None
-    json_schema: dict[str, Any] = Field(_ANY_OBJECT, alias="schema")
-    strict: StrictBool | None = None
-
-
-class ResponseFormat(ApiObject):
-    """``text``, ``json_object``, ``json_schema``, or the extension ``regex``."""
-
-    type: Literal["text", "json_object", "json_schema", "regex"]
-    json_schema: JsonSchema | None = None
-    regex: StrictStr | None = None
-
-    def constraint(self) -> dict[str, str]:
-        """The fields of `SamplingParams` with the same meaning. Raises `InvalidRequest`."""
-        for name in ("json_schema", "regex"):
-            if (getattr(self, name) is None) is (self.type == name):
-                only = "is required with" if self.type == name else "is only allowed with"
-                raise InvalidRequest(f"response_format.{name}", f"{only} type {name}")
-        if self.type == "text":
-            return {}
-        if self.type == "regex":
-            return {"regex": str(self.regex)}
-        schema = _ANY_OBJECT if self.json_schema is None else self.json_schema.json_schema
-        return {"json_schema": json.dumps(schema)}
 
 
 def is_ids(value: Any) -> bool:
@@ -252,34 +247,22 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
 Ids = Annotated[list[Annotated[int, documented(minimum=0)]], documented(minItems=1)]
 Texts = Annotated[list[str], documented(minItems=1)]
 IdLists = Annotated[list[Ids], documented(minItems=1)]
-# One prompt or several, as a list
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists),
-]
 
 
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` must be 1."""
 
-    prompt: Prompts
+    prompt: Annotated[
+        list[str | list[int]], PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists)
+    ]
     max_tokens: MaxTokens = 16
     logprobs: NumLogprobs | None = None
     echo: StrictBool = False
     best_of: Annotated[int, only_default(1)] = 1
-    response_format: ResponseFormat | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
         return self.prompt
 
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens
-
-    def constraint(self) -> dict[str, str]:
-        return {} if self.response_format is None else self.response_format.constraint()
+    def own_params(self) -> dict[str, int | None]:
+        return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}

@@ -87,8 +87,12 @@ class EngineStage:
         requests: list[Request] = []
         try:
             params = SamplingParams(**job.params)
+            processor = self._core.input_processor
             for prompt in job.prompts:
-                requests += self._requests(prompt, params, job)
+                token_ids = memoryview(prompt).cast("i")
+                choices = processor.process(token_ids, params, job.streaming, job.user)
+                processor.check_fits(choices[0])
+                requests += choices
             for request in requests:
                 self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
@@ -106,12 +110,6 @@ class EngineStage:
         prompt_lens = [request.prompt_len for request in requests[:: params.n]]
         accepted = RequestAccepted(job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens)
         self._progress.accepted.append(accepted)
-
-    def _requests(self, prompt: bytes, params: SamplingParams, job: Tokenized) -> list[Request]:
-        processor = self._core.input_processor
-        requests = processor.process(memoryview(prompt).cast("i"), params, job.streaming, job.user)
-        processor.check_fits(requests[0])
-        return requests
 
     def _end(self, uids: Iterable[int], reason: FinishReason) -> None:
         for uid in list(uids):

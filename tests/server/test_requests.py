@@ -74,6 +74,8 @@ def test_only_one_name_for_the_length() -> None:
     assert ChatRequest(**CHAT, max_completion_tokens=9).to_engine_params().max_tokens == 9
     with pytest.raises(InvalidRequest, match="max_completion_tokens"):
         ChatRequest(**CHAT, max_completion_tokens=9, max_tokens=9).to_engine_params()
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        ChatRequest(**CHAT, max_completion_tokens=0).to_engine_params()  # not the same as no limit
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -16,6 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import MiniSGLError
+from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import as_api_error, to_json
 from minisgl.server.live.state import LiveState
 from minisgl.server.streaming import event, until_disconnect
@@ -41,17 +42,7 @@ _HEADERS = {
 }
 
 
-class Watchable(Protocol):
-    """The part of an engine that the page needs."""
-
-    tokenizer: Tokenizer
-
-    def watch(self) -> AsyncGenerator[LiveState, None]:
-        """States of the engine."""
-        ...
-
-
-def add_live_page(app: FastAPI, engine: Watchable) -> None:
+def add_live_page(app: FastAPI, engine: AsyncEngine) -> None:
     """Add ``/ui``, its files below that, and ``/ui/events``.
 
     The files are read once: no path of a request is looked up on the disk. They need no API key; ``/ui/events`` shows

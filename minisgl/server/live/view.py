@@ -245,7 +245,7 @@ class LiveView:
             clock=max((node.last_used for node in nodes), default=0),
             nodes=nodes,
             num_nodes=num_nodes,
-            requests=running + [_idle(request) for request in others],
+            requests=running + [_live_request(request) for request in others],
             num_running=len(slots),
             num_waiting=len(scheduler.waiting),
             slices=list(self._steps.slices),
@@ -258,15 +258,14 @@ class LiveView:
         table = self._core.scheduler.table
         known = int(table.known_len[slot])
         row = self._core.scheduler.memory.row(slot)
-        return _live_request(
-            table.request(slot),
-            computed=int(table.kv_len[slot]),
-            generated=known - int(table.prompt_len[slot]),
-            pages=len(row),
-            shared=int((pages.readers[row] > 1).sum()),
-            node=pages.last_node(row),
-            tail=table.tokens[slot, max(known - HEAD, 0) : known].tolist(),
-        )
+        live = _live_request(table.request(slot))
+        live.computed = int(table.kv_len[slot])
+        live.generated = known - int(table.prompt_len[slot])
+        live.pages = len(row)
+        live.shared = int((pages.readers[row] > 1).sum())
+        live.node = pages.last_node(row)
+        live.tail = table.tokens[slot, max(known - HEAD, 0) : known].tolist()
+        return live
 
 
 class _Pages:
@@ -301,15 +300,8 @@ class _Pages:
         return [PageRun(count, _USES[kind], value) for count, kind, value in columns]
 
 
-def _idle(request: Request) -> LiveRequest:
-    """A request without a row: it waits, or has finished."""
-    tokens = request.output[-HEAD:] or request.prompt[-HEAD:].tolist()
-    return _live_request(request, 0, len(request.output), 0, 0, 0, tokens)
-
-
-def _live_request(
-    request: Request, computed: int, generated: int, pages: int, shared: int, node: int, tail: list[int]
-) -> LiveRequest:
+def _live_request(request: Request) -> LiveRequest:
+    """A request without a row in the page table: it waits, or has finished."""
     times = request.times
     return LiveRequest(
         uid=request.uid,
@@ -317,17 +309,17 @@ def _live_request(
         state=request.state.value,
         prompt=request.prompt_len,
         cached=request.cached_tokens,
-        computed=computed,
-        generated=generated,
+        computed=0,
+        generated=len(request.output),
         room=request.max_len - request.prompt_len,
-        pages=pages,
-        shared=shared,
-        node=node,
+        pages=0,
+        shared=0,
+        node=0,
         preemptions=request.preemptions,
         arrived=times.arrived,
         admitted=times.admitted,
         first_token=times.first_token,
         finished=times.finished,
         reason="" if request.finish_reason is None else request.finish_reason.value,
-        tail=tail,
+        tail=request.output[-HEAD:] or request.prompt[-HEAD:].tolist(),
     )
