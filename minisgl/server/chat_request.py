@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, StrictBool, StrictStr
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.messages import Conversation
-from minisgl.server.requests import ApiObject, GenerationRequest, MaxTokens, NumLogprobs, documented
+from minisgl.server.requests import ApiObject, MaxTokens, NumLogprobs, OpenAIRequest, documented
 from minisgl.server.tools import FORCED, CallReader, NamedChoice, Tool, ToolChoice, ToolSyntax, forced_call, offered
 
 
@@ -84,7 +84,7 @@ def _call(field: str, call: PastCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(OpenAIRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], documented(minItems=1)]

@@ -170,7 +170,7 @@ class GenerationBody(Protocol):
         """The same error with the client's name of the field instead of the engine's."""
 
 
-class GenerationRequest(SamplingFields, ABC):
+class OpenAIRequest(SamplingFields, ABC):
     """The fields that OpenAI's two endpoints share. Meaning, limits and defaults are those of `SamplingParams`.
 
     ``timeout`` is an extension; ``store`` and ``service_tier`` are accepted at their defaults only.
@@ -249,7 +249,7 @@ Texts = Annotated[list[str], documented(minItems=1)]
 IdLists = Annotated[list[Ids], documented(minItems=1)]
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(OpenAIRequest):
     """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` must be 1."""
 
     prompt: Annotated[

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.chat_request import ChatRequest
-from minisgl.server.requests import CompletionRequest, GenerationRequest
+from minisgl.server.requests import CompletionRequest, OpenAIRequest
 from tests.server.harness import RunningServer
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -37,7 +37,7 @@ SAMPLING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_every_sampling_field_is_passed_on(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+def test_every_sampling_field_is_passed_on(kind: type[OpenAIRequest], body: dict[str, Any]) -> None:
     given = kind(**body, **SAMPLING, logit_bias={"7": -3}).to_engine_params()
     assert given == SamplingParams(**SAMPLING, logit_bias={7: -3.0})
 
@@ -48,14 +48,14 @@ def test_defaults_are_those_of_the_api() -> None:
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_null_is_the_same_as_not_given(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+def test_null_is_the_same_as_not_given(kind: type[OpenAIRequest], body: dict[str, Any]) -> None:
     nulls = dict.fromkeys([*SAMPLING, "stream", "stream_options", "user", "logprobs", "tools"])
     assert kind(**body, **nulls) == kind(**body)
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
 @pytest.mark.parametrize("field", ["suffix", "functions", "chat_template", "prediction", "temprature", "priority"])
-def test_unknown_fields_are_refused(kind: type[GenerationRequest], body: dict[str, Any], field: str) -> None:
+def test_unknown_fields_are_refused(kind: type[OpenAIRequest], body: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         kind(**body, **{field: 1})
     assert caught.value.errors()[0]["loc"] == (field,)
