@@ -103,7 +103,7 @@ class ChatRequest(OpenAIRequest):
         tools = [tool.for_template() for tool in self._offered]
         return [Conversation(messages, tools or None)]
 
-    def own_params(self) -> dict[str, int | None]:
+    def own_params(self) -> dict[str, Any]:
         if self.max_completion_tokens is not None and self.max_tokens is not None:
             raise InvalidRequest("max_tokens", "means the same as max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:

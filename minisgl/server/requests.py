@@ -194,7 +194,7 @@ class OpenAIRequest(SamplingFields, ABC):
         """The prompts for the engine. Raises `InvalidRequest`."""
 
     @abstractmethod
-    def own_params(self) -> dict[str, int | None]:
+    def own_params(self) -> dict[str, Any]:
         """``max_tokens`` and ``logprobs`` of `SamplingParams`. Raises `InvalidRequest`."""
 
     def constraint(self) -> dict[str, str]:
@@ -264,5 +264,5 @@ class CompletionRequest(OpenAIRequest):
     def prompts(self) -> list[str | list[int]]:
         return self.prompt
 
-    def own_params(self) -> dict[str, int | None]:
+    def own_params(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
