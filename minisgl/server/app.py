@@ -1,4 +1,4 @@
-"""The application: routes, and the layers around them that check keys, limit bodies and log requests."""
+"""The FastAPI application: its routes, and the middleware that checks keys, limits bodies and logs requests."""
 
 from __future__ import annotations
 
@@ -26,30 +26,73 @@ from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ApiError, as_api_error
 from minisgl.server.live.page import add_live_page
-from minisgl.server.metrics import Metrics, RequestRecord, record_of, watching_routes
+from minisgl.server.metrics import HttpRecord, ServerMetrics, monitoring_routes, record_of
 from minisgl.server.native_routes import native_routes
 from minisgl.server.openai_routes import TextService, openai_routes
-from minisgl.server.openapi import describe
-from minisgl.server.streaming import Generator
+from minisgl.server.openapi import describe_api
+from minisgl.server.streaming import GenerateHandler
 from minisgl.server.tools import syntax_for
 
+logger = logging.getLogger("minisgl.request")
+
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
+_CLIENT_CLOSED_REQUEST = 499  # what web servers log for a client that has left before its answer
+_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastAPI:
+    """Make an app that starts ``engine`` with its event loop and stops it at the end."""
+    config = config or ServerConfig()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    # FastAPI's own documentation pages load scripts from other hosts; /openapi.json itself is enough.
+    app = FastAPI(title="minisgl", lifespan=lifespan, docs_url=None, redoc_url=None)
+    for kind in (MiniSGLError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    metrics = ServerMetrics(engine)
+    handler = GenerateHandler(engine, metrics)
+    texts = TextService(engine.tokenizer.path)
+    syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
+    app.include_router(openai_routes(engine, handler, texts, syntax))
+    app.include_router(native_routes(engine, handler, texts))
+    app.include_router(monitoring_routes(engine, metrics, config.health_timeout))
+    describe_api(app, engine.model, with_key=config.api_key is not None)
+    if config.live_page:
+        add_live_page(app, engine)
+    # The middleware added last sees a request first.
+    app.add_middleware(BodyLimit, limit=config.max_body_size)
+    if config.api_key is not None:
+        app.add_middleware(KeyGuard, key=config.api_key)
+    if config.cors_origin:  # browsers ask without a key whether they may send one
+        app.add_middleware(CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RequestLog, metrics=metrics)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    answer = as_api_error(error)
+    record_of(request).code = answer.code
+    return answer.response()
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
 class KeyGuard:
-    """Lets in whoever knows the key, before anything of a body is read.
-
-    Args:
-        app: what is guarded.
-        key: that clients send as ``Authorization: Bearer KEY``.
-    """
+    """Middleware that checks the API key before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or refuse a request (ASGI)."""
         if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows_key(scope):
             await self._app(scope, receive, send)
         else:
@@ -58,28 +101,22 @@ class KeyGuard:
 
     def _knows_key(self, scope: Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)  # takes as long for a good guess as for a bad one
+        return hmac.compare_digest(given, self._expected)  # takes the same time however much of a guess is right
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no key: what tells nothing about anybody's requests."""
+    """Whether a path needs no key, because it shows nothing about requests."""
     return path in ("/health", "/ui") or (path.startswith("/ui/") and path != "/ui/events")
 
 
 class BodyLimit:
-    """Stops reading a body that is too large, whether its length was announced or not.
-
-    Args:
-        app: what reads the bodies.
-        limit: most bytes.
-    """
+    """Middleware that refuses bodies of more than ``limit`` bytes, by their announced length or while they are read."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -103,30 +140,18 @@ class BodyLimit:
         return ApiError(413, message, code="body_too_large")
 
 
-logger = logging.getLogger("minisgl.request")
-
-
-_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-
-
 class RequestLog:
-    """Keeps a `RequestRecord` of every request. An error that nobody has turned into an answer becomes one here.
+    """Middleware that logs and counts every request, and turns unhandled errors into answers."""
 
-    Args:
-        app: answers the requests.
-        metrics: told of every request that has ended.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(scope))
+        record = HttpRecord(_request_id(scope))
         record.attach(scope)
         started = False
 
@@ -148,7 +173,7 @@ class RequestLog:
         finally:
             record.endpoint = getattr(scope.get("route"), "path", "other")
             self._metrics.observe(record)
-            logger.info("request", extra={FIELDS: _line(record, scope["method"])})
+            logger.info("request", extra={FIELDS: _log_fields(record, scope["method"])})
 
 
 def _request_id(scope: Scope) -> str:
@@ -157,8 +182,7 @@ def _request_id(scope: Scope) -> str:
     return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _line(record: RequestRecord, method: str) -> dict[str, Any]:
-    """The record for the log; times in seconds."""
+def _log_fields(record: HttpRecord, method: str) -> dict[str, Any]:
     line: dict[str, Any] = {
         "request_id": record.request_id,
         "endpoint": f"{method} {record.endpoint}",
@@ -179,56 +203,3 @@ def _line(record: RequestRecord, method: str) -> dict[str, Any]:
     if record.first_token is not None:
         line["first_token_seconds"] = round(record.first_token - record.arrived, 6)
     return line
-
-
-_CLIENT_CLOSED_REQUEST = 499
-"""What web servers log for a client that left; nobody receives it."""
-
-
-def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastAPI:
-    """An app that starts ``engine`` with its event loop and stops it at the end."""
-    config = config or ServerConfig()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        yield
-        await engine.stop()
-
-    # The pages that FastAPI makes of the document load programs from elsewhere; the document itself is enough.
-    app = FastAPI(title="minisgl", lifespan=lifespan, docs_url=None, redoc_url=None)
-    for kind in (MiniSGLError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    metrics = Metrics(engine)
-    generator = Generator(engine, metrics)
-    texts = TextService(engine.tokenizer.path)
-    syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
-    app.include_router(openai_routes(engine, generator, texts, syntax))
-    app.include_router(native_routes(engine, generator, texts))
-    app.include_router(watching_routes(engine, metrics, config.health_timeout))
-    describe(app, engine.model, with_key=config.api_key is not None)
-    if config.live_page:
-        add_live_page(app, engine)
-    _add_layers(app, config, metrics)
-    return app
-
-
-def _add_layers(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:
-    """What a request passes on its way to a route: the layer added last comes first."""
-    app.add_middleware(BodyLimit, limit=config.max_body_size)
-    if config.api_key is not None:
-        app.add_middleware(KeyGuard, key=config.api_key)
-    if config.cors_origin:  # browsers ask without a key whether they may send one
-        app.add_middleware(CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestLog, metrics=metrics)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    told = as_api_error(error)
-    record_of(request).code = told.code
-    return told.response()
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -1,4 +1,7 @@
-"""The engine as request handlers see it, wherever it runs, and the answers that it feeds."""
+"""The engine as the server's event loop sees it: jobs go in, and each has an `Answer` to be read as it arrives.
+
+`InProcessEngine` and `ProcessEngine` implement how messages travel.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.server.live.state import LIVE, LiveFeed, LiveState
 from minisgl.server.messages import (
     STATS,
+    Abort,
     Accepted,
-    Conversation,
     EngineStats,
+    JobPrompt,
     Rejected,
     Reply,
     StatsReply,
+    StatsRequest,
     Submit,
     Update,
     submit,
@@ -28,29 +33,19 @@ from minisgl.server.messages import (
 from minisgl.tokenizer import Tokenizer
 
 
-class GenerationFailed(MiniSGLError):
-    """The engine could not finish an accepted request; the message is the engine's."""
-
-
 class Answer:
     """The answer to one job, to be read while it comes in. Belongs to one event loop and one reader.
 
-    Updates that are not read are merged, one a choice. So a slow reader costs at most the text of its own answer,
-    which ``max_tokens`` bounds, and finds all of it in one piece when it comes back.
-
-    Args:
-        job: number of the job.
-        num_choices: how many choices it has.
-        abort: tells the engine that nobody waits for the job any more.
+    Unread updates are merged, one for each choice. So a slow reader costs at most the text of its own answer, which
+    ``max_tokens`` bounds.
     """
 
     def __init__(self, job: int, num_choices: int, abort: Callable[[Answer], None]) -> None:
         self.job = job
         self.num_choices = num_choices
+        # Tokens of each prompt, once the engine has accepted the job
         self.accepted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        """Tokens of each prompt, once the engine has taken the job."""
-        self.taken = False
-        """Whether the engine has accepted the job, so that it can be aborted there."""
+        self.taken = False  # whether the engine has accepted the job; only then may it be aborted there
         self._unfinished = num_choices
         self._pending: dict[int, Update] = {}
         self._error: Exception | None = None
@@ -59,17 +54,17 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """True once the engine has nothing more to say."""
+        """True once no more updates will come."""
         return self._unfinished == 0 or self._error is not None
 
     def accept(self, prompt_lens: list[int]) -> None:
-        """Take the news that the job is in the engine's queue."""
+        """The job is in the engine's queue."""
         self.taken = True
-        if not self.accepted.done():  # whoever waited may have been cancelled a moment ago
+        if not self.accepted.done():  # the waiting task may have been cancelled a moment ago
             self.accepted.set_result(prompt_lens)
 
     def put(self, update: Update) -> None:
-        """Take an update from the engine."""
+        """Add an update from the engine."""
         pending = self._pending.setdefault(update.choice, update)
         if pending is not update:
             pending.merge(update)
@@ -77,23 +72,18 @@ class Answer:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """Take the news that no more updates will come: raised where the answer is awaited."""
+        """No more updates will come: raise ``error`` where the answer is awaited."""
         self._error = error
         if not self.accepted.done():
             self.accepted.set_exception(error)
         self._news.set()
 
     def abort(self) -> None:
-        """Stop what is still running of the job. Harmless if it is finished."""
+        """Stop the choices that still run, if any."""
         self._abort(self)
 
     async def updates(self) -> AsyncIterator[Update]:
-        """All updates, merged where they came faster than they were read, until every choice is finished.
-
-        Raises:
-            GenerationFailed: the engine gave up a choice.
-            EngineDead: the engine died, or is shutting down.
-        """
+        """Yield updates until every choice is finished. Raises `GenerationFailed` or `EngineDead`."""
         while self._pending or not self.finished:
             await self._news.wait()
             self._news.clear()
@@ -106,22 +96,20 @@ class Answer:
             raise self._error
 
 
+class GenerationFailed(MiniSGLError):
+    """The engine could not finish an accepted request; the message is the engine's."""
+
+
 SHUTTING_DOWN = "the server is shutting down"
-ANSWER_TIMEOUT = 10.0
-"""Seconds that `AsyncEngine.ask` waits. The engine answers between two steps."""
+ANSWER_TIMEOUT = 10.0  # seconds that `AsyncEngine.ask` waits; the engine answers between two steps
 
 
 class AsyncEngine(ABC):
     """Takes jobs from one event loop and brings the answers back. How they travel is up to the subclass.
 
-    Every job gets an answer: it is refused when it is submitted, or rejected, or accepted and then told of until all
-    its choices have ended, or failed with `EngineDead`. A job that nobody waits for any more is aborted once it is
-    known to have arrived, so that no abort can overtake its job.
-
-    Args:
-        config: its options.
-        tokenizer: the model's. The event loop uses it for small things only.
-        max_seq_len: most tokens of a request.
+    Every job gets an answer: it is refused when it is submitted, or rejected, or accepted and updated until all its
+    choices have ended, or failed with `EngineDead`. An abandoned job is aborted once it is known to have been
+    accepted, so that no abort can overtake its job. The event loop uses ``tokenizer`` for small things only.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_seq_len: int) -> None:
@@ -129,12 +117,9 @@ class AsyncEngine(ABC):
         self.model = config.model
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
-        self.error: EngineDead | None = None
-        """Why no job is taken at present; None while jobs are."""
-        self.draining = False
-        """True once no more jobs are taken because the server will stop."""
-        self.died = False
-        """True once the engine has ended with an error, for good."""
+        self.error: EngineDead | None = None  # why no jobs are taken at present
+        self.draining = False  # no more jobs are taken, because the server will stop
+        self.died = False  # the engine has ended with an error, for good
         self._answers: dict[int, Answer] = {}
         self._stats_requests: dict[int, asyncio.Future[StatsReply]] = {}
         self._numbers = itertools.count()
@@ -144,7 +129,7 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin. Call it inside the event loop that will wait for the answers."""
+        """Start. Call it inside the event loop that will wait for the answers."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -152,15 +137,11 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def _put(self, message: Submit) -> None:
-        """Send a job on its way, without waiting. Raises `QueueFull` and `InvalidRequest`."""
+        """Send a job without waiting. Raises `QueueFull` and `InvalidRequest`."""
 
     @abstractmethod
-    def _withdraw(self, job: int) -> None:
-        """Abort an accepted job, without waiting."""
-
-    @abstractmethod
-    def _ask(self, number: int, topic: str) -> None:
-        """Send a `StatsRequest` on its way, without waiting."""
+    def _send_to_scheduler(self, message: Abort | StatsRequest) -> None:
+        """Send without waiting."""
 
     # -- what the server uses ----------------------------------------------------------------------------------
 
@@ -170,16 +151,12 @@ class AsyncEngine(ABC):
         return bool(self._answers)
 
     async def submit(
-        self,
-        prompts: Sequence[str | Sequence[int] | Conversation],
-        params: SamplingParams,
-        streaming: bool,
-        user: str = "",
+        self, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str = ""
     ) -> Answer:
-        """Have the engine check a job and put it in its queue. Cancelling this withdraws the job.
+        """Wait until the engine has checked a job and put it in its queue. Cancelling this withdraws the job.
 
         Returns:
-            The answer, whose choices are ``params.n`` for each prompt, in the order of the prompts.
+            The answer, with ``params.n`` choices for each prompt, in the order of the prompts.
 
         Raises:
             InvalidRequest: a prompt or a parameter is malformed, or cannot fit.
@@ -201,17 +178,13 @@ class AsyncEngine(ABC):
         return answer
 
     async def ask(self, topic: str = "") -> StatsReply:
-        """Ask the engine about itself, between two steps.
-
-        Raises:
-            EngineDead: it died, or said nothing for too long.
-        """
+        """Ask the engine about its state between two steps. Raises `EngineDead`, also after `ANSWER_TIMEOUT`."""
         if self.error is not None and not self.draining:
             raise self.error
         number = next(self._numbers)
         self._stats_requests[number] = asyncio.get_running_loop().create_future()
         try:
-            self._ask(number, topic)
+            self._send_to_scheduler(StatsRequest(number, topic))
             reply = await asyncio.wait_for(self._stats_requests[number], ANSWER_TIMEOUT)
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {ANSWER_TIMEOUT:g} s") from None
@@ -220,16 +193,12 @@ class AsyncEngine(ABC):
         return StatsReply(number, reply.content, {**reply.states, "api": len(self._answers)})
 
     async def stats(self) -> EngineStats:
-        """How busy the engine is. Raises as `ask` does."""
+        """How busy the engine is. Raises `EngineDead`."""
         reply = await self.ask(STATS)
         return msgspec.msgpack.decode(reply.content, type=EngineStats)
 
     def watch(self) -> AsyncGenerator[LiveState, None]:
-        """The engine's state, over and over, at most ten times a second. Costs the engine nothing if nobody watches.
-
-        Raises:
-            EngineDead: as `ask` does.
-        """
+        """Yield the engine's state, at most ten times a second. Raises `EngineDead`."""
         return self._feed.states()
 
     async def _look(self) -> LiveState:
@@ -237,38 +206,29 @@ class AsyncEngine(ABC):
         return msgspec.msgpack.decode(reply.content, type=LiveState)
 
     def drain(self) -> None:
-        """Take no more jobs; those in flight go on. Then `busy` tells when they are done."""
+        """Take no more jobs. Those in flight go on until `busy` is false."""
         self.draining = True
         self.error = self.error or EngineDead(f"{SHUTTING_DOWN}, and takes no more requests")
 
-    def _reopen(self) -> None:
-        """Take jobs again, after `_end`."""
-        self.error = None
-        if self.draining:
-            self.drain()
-
-    # -- what the engine tells, brought to the event loop by the subclass --------------------------------------
+    # -- what the engine replies, brought to the event loop by the subclass ------------------------------------
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             if isinstance(reply, StatsReply):
                 self._resolve(reply)
             elif (answer := self._answers.get(reply.job)) is None:
-                if isinstance(reply, Accepted):
-                    self._withdraw(reply.job)
+                if isinstance(reply, Accepted):  # abandoned before it was accepted
+                    self._send_to_scheduler(Abort(reply.job))
             else:
-                self._pass_on(answer, reply)
-
-    def _pass_on(self, answer: Answer, reply: Accepted | Rejected | Update) -> None:
-        match reply:
-            case Accepted():
-                answer.accept(reply.prompt_lens)
-            case Rejected():
-                answer.fail(reply.failure.error())
-            case _:
-                answer.put(reply)
-        if answer.finished:
-            del self._answers[answer.job]
+                match reply:
+                    case Accepted():
+                        answer.accept(reply.prompt_lens)
+                    case Rejected():
+                        answer.fail(reply.failure.error())
+                    case _:
+                        answer.put(reply)
+                if answer.finished:
+                    del self._answers[answer.job]
 
     def _resolve(self, reply: StatsReply) -> None:
         future = self._stats_requests.get(reply.number)
@@ -277,11 +237,11 @@ class AsyncEngine(ABC):
 
     def _abort(self, answer: Answer) -> None:
         if self._answers.pop(answer.job, None) is not None and answer.taken:
-            self._withdraw(answer.job)
+            self._send_to_scheduler(Abort(answer.job))
 
     def _end(self, error: EngineDead) -> None:
-        """Fail all that is in flight, and take no more. Why the engine died is not forgotten when the server stops."""
-        if not self.died:
+        """Fail all jobs in flight, and take no more."""
+        if not self.died:  # keep saying why the engine died, also while the server stops
             self.error = error
         self._fail(list(self._answers), error)
         for future in self._stats_requests.values():

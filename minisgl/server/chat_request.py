@@ -1,4 +1,4 @@
-"""The body of a chat completion."""
+"""The body of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, StrictBool, StrictStr
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.messages import Conversation
-from minisgl.server.requests import ApiObject, Count, GenerationRequest, NumLogprobs, ResponseFormat, shown
+from minisgl.server.requests import ApiObject, MaxTokens, NumLogprobs, OpenAIRequest, documented
 from minisgl.server.tools import FORCED, CallReader, NamedChoice, Tool, ToolChoice, ToolSyntax, forced_call, offered
 
 
@@ -20,21 +20,21 @@ def _as_parts(value: Any) -> Any:
 
 
 class TextPart(ApiObject):
-    """A piece of a message. Other kinds of parts are not supported."""
+    """A part of a message's content; only texts are supported."""
 
     type: Literal["text"]
     text: StrictStr
 
 
 class CalledFunction(ApiObject):
-    """Which function was called; ``arguments`` is JSON text."""
+    """A function that was called; ``arguments`` is JSON text."""
 
     name: StrictStr
     arguments: StrictStr
 
 
 class PastCall(ApiObject):
-    """A call that an earlier answer has made."""
+    """A tool call of an earlier answer."""
 
     id: StrictStr
     type: Literal["function"]
@@ -42,9 +42,9 @@ class PastCall(ApiObject):
 
 
 class ChatMessage(ApiObject):
-    """A message of a conversation; a text is the same as one part.
+    """A message of a conversation. Content is required unless there are tool calls; a text is the same as one part.
 
-    ``tool_calls`` are an assistant's, ``tool_call_id`` and ``name`` a tool's. Content is required but beside calls.
+    ``tool_calls`` belong to the role assistant, ``tool_call_id`` and ``name`` to the role tool.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -58,11 +58,8 @@ class ChatMessage(ApiObject):
     def for_template(self, field: str) -> dict[str, Any]:
         """The message as a chat template reads it: its parts joined, arguments as objects.
 
-        Args:
-            field: where the message is, for errors.
-
         Raises:
-            InvalidRequest: a key does not go with the role, or arguments are no JSON object.
+            InvalidRequest: a key does not go with the role, or arguments are no JSON object; ``field`` says where.
         """
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
             if getattr(self, name) is not None and self.role != role:
@@ -87,46 +84,36 @@ def _call(field: str, call: PastCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(OpenAIRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], shown(minItems=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[ChatMessage], documented(minItems=1)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool = False
     top_logprobs: NumLogprobs | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], shown(minItems=1)] | None = None
+    tools: Annotated[list[Tool], documented(minItems=1)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
     modalities: list[Literal["text"]] | None = None
 
     @property
     def prompts(self) -> list[Conversation]:
-        """One conversation, and the functions among which the model may choose."""
         messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(self.messages)]
         tools = [tool.for_template() for tool in self._offered]
         return [Conversation(messages, tools or None)]
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """The count is in ``top_logprobs``."""
+    def own_params(self) -> dict[str, Any]:
+        if self.max_completion_tokens is not None and self.max_tokens is not None:
+            raise InvalidRequest("max_tokens", "means the same as max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "is only allowed with logprobs: true")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def limit(self) -> int | None:
-        """By its new name or its old one; neither means the rest of the context."""
-        if self.max_completion_tokens is None:
-            return self.max_tokens
-        if self.max_tokens is not None:
-            raise InvalidRequest("max_tokens", "means the same as max_completion_tokens; give one of them")
-        return self.max_completion_tokens
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return {"max_tokens": limit, "logprobs": num_logprobs}
 
     def constraint(self) -> dict[str, str]:
-        """Of a call that must be made, or of ``response_format``."""
-        form = {} if self.response_format is None else self.response_format.constraint()
+        form = super().constraint()
         if not self._offered:
             return form
         if form:
@@ -140,13 +127,10 @@ class ChatRequest(GenerationRequest):
         return {}
 
     def reader_maker(self, syntax: ToolSyntax | None) -> Callable[[], CallReader] | None:
-        """Makes what finds the calls in one choice's text; None where there can be none.
-
-        Args:
-            syntax: of the model; None if it cannot call tools.
+        """Makes the reader of tool calls for each choice; None if there can be no calls.
 
         Raises:
-            InvalidRequest: the request has tools, or earlier calls of tools, and the model cannot.
+            InvalidRequest: the request has tools or earlier calls, and the model has no ``syntax`` for them.
         """
         if syntax is None and (self.tools or any(message.tool_calls for message in self.messages)):
             message = "this model's chat template does not show that it can call tools; see --tool-parser"
@@ -156,8 +140,8 @@ class ChatRequest(GenerationRequest):
         names = frozenset(tool.function.name for tool in self._offered)
         return partial(CallReader, FORCED if self._must_call else syntax, names)
 
-    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Messages are the engine's prompt, and some more fields have other names."""
+    def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
+        """The same error with OpenAI's name of the field."""
         form = "tool_choice" if self._must_call else "response_format"
         names = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": form, "regex": form}
         if self.max_completion_tokens is not None:

@@ -27,8 +27,8 @@ class ServerConfig:
             by commas; ``*`` is all of them.
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
         health_timeout: seconds that ``/health/generate`` waits for its token.
-        live_page: serve ``/ui``, which shows whoever may use the server what all others are asking it. ``false`` where
-            that is nobody's business.
+        live_page: serve ``/ui``, which shows every client of the server the requests of all others. ``false`` turns
+            it off.
         tool_parser: how the model writes calls of tools: ``"qwen"``, ``"llama3"``, or ``"none"`` where it cannot;
             ``"auto"`` tells by the model's chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
@@ -88,15 +88,10 @@ def add_options(
 
     Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``, an empty one as an
     empty string; a flag without a value is true), help texts from the ``Args:`` section. A flag that is not given
-    leaves no attribute behind, so that `given_options` passes on what was given and nothing else.
-
-    Args:
-        parser: to add to.
-        config: dataclass.
-        short_forms: another flag for some fields, by their names.
+    leaves no attribute behind. ``short_forms`` has another flag for some fields, by their names.
     """
     types = get_type_hints(config)
-    texts = _described(inspect.getdoc(config) or "")
+    texts = _help_texts(inspect.getdoc(config) or "")
     for option in fields(config):
         default = "" if option.default in (None, MISSING) else f" Default: {option.default}."
         parse = _parser_of(types[option.name])
@@ -144,7 +139,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def _described(docstring: str) -> dict[str, str]:
+def _help_texts(docstring: str) -> dict[str, str]:
     """Texts of the ``Args:`` section by name, each on one line and without markup."""
     section = docstring.partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)

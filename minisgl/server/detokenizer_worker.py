@@ -29,31 +29,24 @@ from minisgl.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class _Choice:
-    """An unfinished choice of a job. The last two fields are known once it has left the queue."""
-
     job: int
     streaming: bool
     assembler: CompletionAssembler
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # these two are known once it has left the queue
     queue_time: float = 0.0
 
 
 class DetokenizerStage:
-    """Turns what the scheduler has computed into what clients read. Keeps one state for each unfinished choice.
-
-    Args:
-        tokenizer: the model's.
-    """
+    """Turns the scheduler's tokens into text for clients. Keeps one state for each unfinished choice."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._choices: dict[int, _Choice] = {}
-        """By the engine's numbers."""
+        self._choices: dict[int, _Choice] = {}  # by uid
 
     def handle(self, progress: Progress) -> tuple[list[Reply], list[int]]:
-        """What to tell the API process of a step, and the requests whose text has ended with a stop string.
+        """Process one step: returns the replies to the API process, and the uids that have reached a stop string.
 
-        The scheduler has computed on until it hears of these: the tokens that it sends meanwhile are dropped.
+        The scheduler goes on with these until it is told; the tokens that it sends in the meantime are dropped.
         """
         replies: list[Reply] = []
         for accepted in progress.accepted:
@@ -96,7 +89,7 @@ class DetokenizerStage:
                 choice.assembler.finish(end.reason, end.error)
 
     def _updates(self, uids: set[int]) -> list[Update]:
-        """One a choice that has news to tell."""
+        """One for each choice that has something new for its client."""
         updates = []
         for uid in sorted(uids & self._choices.keys()):
             choice = self._choices[uid]

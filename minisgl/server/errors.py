@@ -1,4 +1,4 @@
-"""Fields that OpenAI's API has and this server has not: what a client that sends one is told to do."""
+"""Errors as HTTP answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,55 +14,34 @@ from starlette.exceptions import HTTPException
 
 from minisgl.errors import ContextExceeded, EngineDead, InvalidRequest, MiniSGLError, QueueFull
 
-_LEAVE_OUT = "leave it out"
+logger = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
 
-
+RETRY_AFTER = 1  # seconds after which a client may try again if the queue was full
+_ROUTING = {404: "not_found", 405: "method_not_allowed"}
+_VALIDATION = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+_CACHED = "prefixes are always cached; leave it out"
+_OWN_TEMPLATE = "the model's own chat template is used; leave it out"
+_LEAVE_OUT = ("moderation", "prediction", "reasoning_effort", "verbosity", "web_search_options")
+# Fields of OpenAI's API that this server does not have, and what to do instead
 INSTEAD = {
+    **dict.fromkeys(_LEAVE_OUT, "leave it out"),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), _OWN_TEMPLATE),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _CACHED),
     "audio": "answers are text only; leave it out",
-    "chat_template": "the model's own chat template is used; leave it out",
-    "chat_template_kwargs": "the model's own chat template is used; leave it out",
     "function_call": "it is superseded; use tool_choice",
     "functions": "it is superseded; use tools",
     "guided_choice": "use response_format with type regex",
     "guided_json": "use response_format with type json_schema",
     "guided_regex": "use response_format with type regex",
     "metadata": "nothing is stored; leave it out",
-    "moderation": _LEAVE_OUT,
-    "prediction": _LEAVE_OUT,
-    "prompt_cache_key": "prefixes are cached whoever sends them; leave it out",
-    "prompt_cache_retention": "prefixes are cached whoever sends them; leave it out",
-    "reasoning_effort": _LEAVE_OUT,
     "safety_identifier": "use user",
     "structured_outputs": "use response_format",
-    "verbosity": _LEAVE_OUT,
-    "web_search_options": _LEAVE_OUT,
 }
 
 
-logger = logging.getLogger(__name__)
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-RETRY_AFTER = 1
-"""Seconds after which a client whose request found the queue full may try again."""
-
-
-_ROUTING = {404: "not_found", 405: "method_not_allowed"}
-_VALIDATION = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
-
-
 class ApiError(HTTPException):
-    """An error with its HTTP status.
-
-    Args:
-        status: HTTP status code.
-        message: for people.
-        param: the request's field that is to blame, if one is.
-        code: for programs, if there is something to tell beyond the status.
-        headers: of the answer, beside those that go with the status.
-    """
+    """An error with its HTTP status, OpenAI's ``param`` (the field at fault) and ``code`` (for programs)."""
 
     def __init__(
         self,
@@ -78,17 +57,17 @@ class ApiError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients expect it."""
-        clients_fault = self.status_code < 500 and self.status_code != 408
+        clients_fault = self.status_code < 500 and self.status_code != 408  # the server was too slow
         kind = "invalid_request_error" if clients_fault else "server_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The error as an answer of its own."""
+        """The error as an HTTP answer."""
         return Response(to_json(self.body()), self.status_code, self.headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of ``error``. What nobody foresaw is told to the log alone."""
+    """The answer to a client for ``error``. Details of unexpected errors go to the log only."""
     match error:
         case ApiError():
             return error
@@ -108,12 +87,12 @@ def as_api_error(error: Exception) -> ApiError:
         case MiniSGLError():
             return ApiError(500, str(error), code="generation_failed")
         case _:
-            logger.error("a request met an error that nobody foresaw", exc_info=error)
+            logger.error("unexpected error while answering a request", exc_info=error)
             return ApiError(500, "internal error; the server's log has it", code="internal_error")
 
 
 def to_json(value: object) -> bytes:
-    """Compact JSON in UTF-8. Half a surrogate pair, which only a model's name on a path can hold, becomes ``?``."""
+    """Compact JSON in UTF-8. Lone surrogates, which only a model's name in a path can have, become ``?``."""
     try:
         return _encode(value)
     except UnicodeEncodeError:
@@ -121,7 +100,6 @@ def to_json(value: object) -> bytes:
 
 
 def _malformed(error: RequestValidationError) -> ApiError:
-    """A body that is not what the endpoint takes: the first thing that is wrong with it."""
     first = error.errors()[0]
     kind = first["type"]
     field = field_name(first["loc"][1:])

@@ -1,4 +1,4 @@
-"""From updates of the engine to the JSON of each API."""
+"""Writing answers: from the engine's updates to the JSON of each API."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ from minisgl.server.tools import CallReader, ToolCall
 from minisgl.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-
-
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
 class Usage:
-    """Counts the tokens of a job.
-
-    Args:
-        prompt_lens: tokens of each prompt.
-        n: choices a prompt. The first one's cached tokens are the prompt's: the others find what the first computed.
-    """
+    """Counts the tokens of a job with ``n`` choices for each prompt."""
 
     def __init__(self, prompt_lens: Sequence[int], n: int) -> None:
         self.prompt_tokens = sum(prompt_lens)
@@ -39,11 +31,11 @@ class Usage:
     def add(self, update: Update) -> None:
         """Count an update."""
         self.completion_tokens += len(update.token_ids)
-        if update.choice % self._n == 0:
+        if update.choice % self._n == 0:  # the other choices find in the cache what the first one computed
             self.cached_tokens += update.cached_tokens if update.finish_reason else 0
 
     def body(self) -> Json:
-        """As the API shows it."""
+        """The counts in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -53,34 +45,27 @@ class Usage:
 
 
 class Format(ABC):
-    """Writes the answer to one request."""
+    """Writes the answer to one request, as one body or as the chunks of a stream."""
 
     @abstractmethod
     def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
-        """A body with one finished update a choice, in the order of the choices."""
+        """The body, from one finished update for each choice, in order."""
 
-    @abstractmethod
     def opening(self, num_choices: int) -> list[Json]:
-        """Chunks that come before the first token."""
+        """Chunks before the first token."""
+        return []
 
     @abstractmethod
     def chunk(self, update: Update) -> Json | None:
-        """An update as a chunk, or None if it has nothing that a client could see."""
+        """An update as a chunk; None if it has nothing to show."""
 
-    @abstractmethod
     def closing(self, usage: Usage) -> list[Json]:
-        """Chunks that come after the last token."""
+        """Chunks after the last token."""
+        return []
 
 
 class OpenAIFormat(Format):
-    """What OpenAI's two formats share.
-
-    Args:
-        model: the model's name.
-        tokenizer: turns the ids of log-probabilities into text.
-        logprobs: whether they were asked for.
-        show_usage: whether a last chunk counts the tokens; all others have a ``usage`` of null then.
-    """
+    """What chat and completions share. With ``show_usage``, a last chunk counts the tokens."""
 
     whole_object: str
     chunk_object: str
@@ -93,12 +78,10 @@ class OpenAIFormat(Format):
         self._null_usage: Json = {"usage": None} if show_usage else {}
 
     def whole(self, updates: Sequence[Update], usage: Usage) -> Json:
-        """See `Format`, as for all that follow."""
         choices = [self._choice(update) for update in updates]
         return {"object": self.whole_object, **self._identity, "choices": choices, "usage": usage.body()}
 
     def closing(self, usage: Usage) -> list[Json]:
-        """A chunk without a choice, if the usage is wanted."""
         if not self._null_usage:
             return []
         return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": usage.body()}]
@@ -114,12 +97,7 @@ class OpenAIFormat(Format):
 
 
 class ChatFormat(OpenAIFormat):
-    """Answers of an assistant, who may call tools.
-
-    Args:
-        model, tokenizer, logprobs, show_usage: see `OpenAIFormat`.
-        make_reader: makes what finds the calls in one choice's text; None where there can be none.
-    """
+    """Answers of ``/v1/chat/completions``. ``make_reader`` is None if the request can have no tool calls."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -135,11 +113,9 @@ class ChatFormat(OpenAIFormat):
     ) -> None:
         super().__init__(model, tokenizer, logprobs, show_usage)
         self._readers = None if make_reader is None else defaultdict[int, CallReader](make_reader)
-        self._calls: Counter[int] = Counter()
-        """Calls so far, by choice."""
+        self._calls: Counter[int] = Counter()  # calls so far, by choice
 
     def opening(self, num_choices: int) -> list[Json]:
-        """One chunk a choice that says whose turn it is."""
         delta = {"role": "assistant", "content": ""}
         return [
             self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
@@ -147,14 +123,13 @@ class ChatFormat(OpenAIFormat):
         ]
 
     def chunk(self, update: Update) -> Json | None:
-        """Text and calls that are certain by now."""
         text, calls = self._read(update)
         delta: Json = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = calls
         if not delta and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
             return None
-        return self._chunk({"delta": delta, **self._rest(update)})
+        return self._chunk({"delta": delta, **self._common_fields(update)})
 
     def _choice(self, update: Update) -> Json:
         text, calls = self._read(update)
@@ -162,7 +137,7 @@ class ChatFormat(OpenAIFormat):
         if calls:
             without_index = [{name: value for name, value in call.items() if name != "index"} for call in calls]
             message |= {"content": text or None, "tool_calls": without_index}
-        return {"message": message, **self._rest(update)}
+        return {"message": message, **self._common_fields(update)}
 
     def _read(self, update: Update) -> tuple[str, list[Json]]:
         """The text of an update without the calls in it, and the calls."""
@@ -181,7 +156,7 @@ class ChatFormat(OpenAIFormat):
         function = {"name": call.name, "arguments": call.arguments}
         return {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
-    def _rest(self, update: Update) -> Json:
+    def _common_fields(self, update: Update) -> Json:
         logprobs = {"content": [self._position(entry) for entry in update.logprobs]} if self._wants_logprobs else None
         reason = update.finish_reason
         if reason == "stop" and self._calls[update.choice]:
@@ -194,33 +169,21 @@ class ChatFormat(OpenAIFormat):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         text = self._text(token_id)
-        # A token that is a part of a character has no text, and its bytes are not known here.
-        octets = None if "\ufffd" in text else list(text.encode())
+        octets = None if "\ufffd" in text else list(text.encode())  # part of a character: its bytes are not known here
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": octets}
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that comes back before its continuation.
-
-    Args:
-        text: of the prompt.
-        token_ids: of the prompt; empty if no log-probabilities were asked for.
-        logprobs: of all tokens but the first, which nothing comes before.
-    """
+    """A prompt that comes back before its continuation."""
 
     text: str
-    token_ids: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
+    token_ids: Sequence[int] = ()  # empty without log-probabilities
+    logprobs: Sequence[TokenLogprobs] = ()  # of all tokens but the first
 
 
 class CompletionFormat(OpenAIFormat):
-    """Continuations of text.
-
-    Args:
-        model, tokenizer, logprobs, show_usage: see `OpenAIFormat`.
-        echoes: what comes before the text of each choice; empty for nothing.
-    """
+    """Answers of ``/v1/completions``. ``echoes`` has what comes before the text of each choice, or is empty."""
 
     whole_object = chunk_object = "text_completion"
     id_prefix = "cmpl"
@@ -230,18 +193,15 @@ class CompletionFormat(OpenAIFormat):
     ) -> None:
         super().__init__(model, tokenizer, logprobs, show_usage)
         self._echoes = echoes
-        self._offsets: Counter[int] = Counter()
-        """Characters so far, by choice."""
+        self._offsets: Counter[int] = Counter()  # characters so far, by choice
 
     def opening(self, num_choices: int) -> list[Json]:
-        """The echoes."""
         return [
             self._chunk(self._body(index, echo.text, self._echoed(index), None))
             for index, echo in enumerate(self._echoes)
         ]
 
     def chunk(self, update: Update) -> Json | None:
-        """New text."""
         if not update.text and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
             return None
         return self._chunk(self._body(update.choice, update.text, self._logprobs(update), update.finish_reason))
@@ -285,13 +245,7 @@ class CompletionFormat(OpenAIFormat):
 
 
 class GenerateFormat(Format):
-    """Text, token ids and counts of each choice.
-
-    Args:
-        prompt_lens: tokens of each prompt.
-        n: choices a prompt.
-        several: whether the answer is a list.
-    """
+    """Answers of ``/generate``: text, token ids and counts of each choice, as a list if there are ``several``."""
 
     def __init__(self, prompt_lens: Sequence[int], n: int, several: bool) -> None:
         self._id = uuid.uuid4().hex
@@ -301,26 +255,16 @@ class GenerateFormat(Format):
         self._so_far: dict[int, Update] = {}
 
     def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
-        """See `Format`, as for all that follow."""
         bodies = [self._body(update) for update in updates]
         return bodies if self._several else bodies[0]
 
-    def opening(self, num_choices: int) -> list[Json]:
-        """None."""
-        return []
-
     def chunk(self, update: Update) -> Json | None:
-        """The choice so far."""
         so_far = self._so_far.setdefault(update.choice, update)
         if so_far is not update:
             so_far.merge(update)
         if not update.text and not update.finish_reason:
             return None
         return {**self._body(so_far), "index": update.choice}
-
-    def closing(self, usage: Usage) -> list[Json]:
-        """None: every chunk counts its tokens."""
-        return []
 
     def _body(self, update: Update) -> Json:
         reason: Json | None = None if update.finish_reason is None else {"type": update.finish_reason}

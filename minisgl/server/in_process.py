@@ -1,4 +1,4 @@
-"""The engine in a thread of the API process, for notebooks and laptops: the same stations, without sockets between."""
+"""The engine in a thread of the API process, for notebooks and laptops: the same stages, without sockets."""
 
 from __future__ import annotations
 
@@ -15,29 +15,20 @@ from minisgl.errors import EngineDead, QueueFull
 from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
 from minisgl.server.detokenizer_worker import DetokenizerStage
 from minisgl.server.messages import Abort, Rejected, Reply, StatsRequest, Stop, Submit
-from minisgl.server.scheduler_worker import EngineStage, Views
+from minisgl.server.scheduler_worker import IDLE_SECONDS, EngineStage, Views
 from minisgl.server.sockets import JOBS
 from minisgl.server.tokenizer_worker import TokenizerStage
 
 logger = logging.getLogger(__name__)
 
-
 T = TypeVar("T")
-
-
-PATIENCE = 0.5
-"""Seconds for which an idle engine sleeps at most."""
-STOP_TIMEOUT = 30.0
-"""Seconds that `InProcessEngine.stop` waits for the step in flight."""
+STOP_TIMEOUT = 30.0  # seconds that `InProcessEngine.stop` waits for the step in flight
 
 
 class InProcessEngine(AsyncEngine):
-    """Runs one `EngineCore` in a thread of its own.
+    """Runs one `EngineCore` in a thread, which owns the core from `start` on.
 
-    Args:
-        core: the engine. It belongs to the thread from `start` on; only ``tokenizer.token_text``, which changes
-            nothing, is called from elsewhere.
-        views: answers to questions about it.
+    Only ``tokenizer.token_text``, which changes nothing, is called from elsewhere.
     """
 
     def __init__(self, core: EngineCore, views: Views | None = None) -> None:
@@ -55,21 +46,18 @@ class InProcessEngine(AsyncEngine):
         self._thread.start()
 
     async def stop(self) -> None:
-        """End what is in flight, and the thread after the step that it is in."""
+        """Fail all jobs in flight, and end the thread after its current step."""
         self._end(EngineDead(SHUTTING_DOWN))
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
 
     def _put(self, message: Submit) -> None:
         if self._inbox.qsize() >= JOBS:
-            raise QueueFull(f"{JOBS} requests wait for the engine to look at them; try again later")
+            raise QueueFull(f"{JOBS} requests wait to be tokenized; try again later")
         self._inbox.put(message)
 
-    def _withdraw(self, job: int) -> None:
-        self._inbox.put(Abort(job))
-
-    def _ask(self, number: int, topic: str) -> None:
-        self._inbox.put(StatsRequest(number, topic))
+    def _send_to_scheduler(self, message: Abort | StatsRequest) -> None:
+        self._inbox.put(message)
 
     # -- in the engine's thread --------------------------------------------------------------------------------
 
@@ -81,12 +69,12 @@ class InProcessEngine(AsyncEngine):
                     self._engine.take(Stop(stopped))
                 if replies:
                     self._send(replies)
-        except BaseException as error:  # whatever it was, those who wait must hear of it
+        except BaseException as error:  # of any kind: the waiting clients must get an answer
             logger.exception("the engine's thread died")
             self._to_loop(self._mark_dead, error)
 
     def _read_inbox(self) -> bool:
-        """Act on all messages, and sleep while there is nothing else to do. False when it is time to stop."""
+        """Handle all messages, and sleep while there is nothing else to do. False when it is time to stop."""
         while not self._inbox.empty() or not self._engine.has_work:
             message = self._next_message()
             if message is None:
@@ -102,10 +90,10 @@ class InProcessEngine(AsyncEngine):
         return True
 
     def _next_message(self) -> Submit | Abort | StatsRequest | None:
-        """Sleep until there is one, and look now and then whether the engine could still act on it."""
+        """Sleep until there is one, and check now and then that the engine is alive."""
         while True:
             try:
-                return self._inbox.get(timeout=PATIENCE)
+                return self._inbox.get(timeout=IDLE_SECONDS)
             except queue.Empty:
                 self._core.check()
 
@@ -113,7 +101,7 @@ class InProcessEngine(AsyncEngine):
         self._to_loop(self._deliver, replies)
 
     def _to_loop(self, call: Callable[[T], None], argument: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the event loop has closed
             self._loop.call_soon_threadsafe(call, argument)
 
     # -- in the event loop -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Bodies as JSON, read strictly: whatever two readers could understand differently is refused."""
+"""Request bodies as JSON, read strictly: anything that two JSON readers could understand differently is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from fastapi.routing import APIRoute
 
 from minisgl.server.errors import ApiError, field_name
 
-MAX_NESTING = 64
-"""Most objects and lists inside of each other. Enough for any schema of a tool; what reads them may be recursive."""
+MAX_NESTING = 64  # levels of objects and lists: enough for any tool's schema, safe for recursive readers
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it takes one, goes through `read_json`."""
+    """A route whose body, if it takes one, is read by `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, on a `_JsonRequest`."""
         handler, takes_body = super().get_route_handler(), self.body_field is not None
 
         async def strict(request: Request) -> Response:
@@ -37,7 +35,7 @@ class _JsonRequest(Request):
 
 
 def _check_content_type(given: str) -> None:
-    """A page in a browser may post a text or a form to any address, but JSON only to servers that allow it (CORS)."""
+    # Browsers let any page post text or forms to any address, but JSON only to servers that allow it (CORS).
     header = Message()
     header["content-type"] = given
     if header.get_content_type() != "application/json":
@@ -45,11 +43,10 @@ def _check_content_type(given: str) -> None:
 
 
 def read_json(body: bytes) -> Any:
-    """The value that ``body`` spells.
+    """Parse ``body``.
 
     Raises:
-        ApiError: 400; it is no UTF-8 or no JSON, names a key twice, is nested too deeply, or has a number or a text
-            that JSON or Unicode do not know.
+        ApiError: 400; it is no UTF-8 or no JSON, repeats a key, is nested too deeply, or has an invalid number or text.
     """
     try:
         value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
@@ -71,16 +68,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ApiError(400, f"the body names {_shown(twice)} twice in one object")
+        name = ascii(twice if len(twice) <= 80 else twice[:77] + "...")  # it may hold lone surrogates
+        raise ApiError(400, f"the body names {name} twice in one object")
     return result
 
 
 def _constant(word: str) -> NoReturn:
-    raise ApiError(400, f"the body is not valid JSON: {word} is no number of JSON's")
+    raise ApiError(400, f"the body is not valid JSON: {word} is not a JSON number")
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 20:  # 2 ** 64 has 20 digits, and no field goes further
+    if len(digits) > 20:  # 2 ** 64 has 20 digits, and no field takes more
         raise ApiError(400, f"the body has an integer of {len(digits)} digits; no field takes more than 64 bits")
     return int(digits)
 
@@ -121,7 +119,3 @@ def _check_unicode(text: str, path: tuple[str | int, ...]) -> None:
         field = field_name(path) or None
         message = f"must be valid Unicode, but has a lone surrogate at character {error.start}"
         raise ApiError(400, f"{field or 'the body'}: {message}", field) from error
-
-
-def _shown(name: str) -> str:
-    return ascii(name if len(name) <= 80 else name[:77] + "...")

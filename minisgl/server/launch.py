@@ -1,4 +1,4 @@
-"""The API process: a socket, an engine, and uvicorn between them."""
+"""Launching the server: a listening socket, an engine, and uvicorn between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from ipaddress import ip_address
 from types import FrameType
 
@@ -27,42 +27,35 @@ from minisgl.server.process_engine import ProcessEngine
 
 logger = logging.getLogger(__name__)
 
-
-LAST_WORDS_TIMEOUT = 5
-"""Seconds that clients have to read the end of their answers when the server stops."""
+CLOSE_TIMEOUT = 5  # seconds that clients have to read the end of their answers when the server stops
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains the engine before it stops, and stops when the engine dies.
+    """A uvicorn server that drains the engine before it stops, and stops when the engine dies.
 
-    The first SIGTERM or SIGINT begins to drain: no more requests are taken, and those in flight have ``drain_timeout``
-    seconds to finish. A second one stops at once.
-
-    Args:
-        engine: to serve.
-        config: how.
+    On the first SIGTERM or SIGINT it takes no more requests, and those in flight have ``drain_timeout`` seconds to
+    finish. A second signal stops it at once.
     """
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig | None = None) -> None:
         config = config or ServerConfig()
         app = create_app(engine, config)
-        # Every request leaves a line of the app's own, and whoever runs the server configures the logs.
+        # The app logs each request, and the caller configures the logs.
         super().__init__(
-            uvicorn.Config(app, timeout_graceful_shutdown=LAST_WORDS_TIMEOUT, access_log=False, log_config=None)
+            uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_TIMEOUT, access_log=False, log_config=None)
         )
         self.engine = engine
         self._drain_timeout = config.drain_timeout
         self._drained_by = math.inf
-        self._impatient: int | None = None
-        """The signal that has ended the draining."""
+        self._second_signal: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """0 after draining, 1 if the engine died, and as a shell says it after a second signal."""
-        return int(self.engine.died) if self._impatient is None else 128 + self._impatient
+        """0 after draining, 1 if the engine died, 128 + its number after a second signal, as shells have it."""
+        return int(self.engine.died) if self._second_signal is None else 128 + self._second_signal
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where."""
+        """Listen, and print where."""
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
@@ -70,12 +63,12 @@ class Server(uvicorn.Server):
             print(f"serving {self.engine.model} on http://{where}/v1", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
+        """Drain after the first signal, stop at the second."""
         if not self.engine.draining:
             self.engine.drain()
             self._drained_by = time.monotonic() + self._drain_timeout
         else:
-            self._impatient = sig
+            self._second_signal = sig
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -84,24 +77,21 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self.engine.died or drained
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all answers, then close the connections."""
+        """Fail the answers in flight, then close the connections."""
         await self.engine.stop()
         await super().shutdown(sockets)
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Load the model and serve it until a signal ends that.
-
-    Returns:
-        The exit code, see `Server.exit_code`.
+    """Load the model and serve it until a signal comes; returns `Server.exit_code`.
 
     Raises:
         ConfigError: the address cannot be used, or an option cannot work here.
         ModelLoadError: the checkpoint cannot be found or used.
         EngineDead: a process of the engine died while it was started, or took too long.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception leaves nothing behind
-        signal.signal(number, _leave)
+    for number in (signal.SIGTERM, signal.SIGINT):  # while the model is loaded: an exception cleans up
+        signal.signal(number, lambda *_: sys.exit(0))
     listener = bind(config.host, config.port)
     warn_if_public(listener, config)
     with _engine(engine_config, config) as engine:
@@ -121,21 +111,21 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
         return
     from minisgl.core import EngineCore
     from minisgl.server.in_process import InProcessEngine
-    from minisgl.server.scheduler_worker import recording, views_of
+    from minisgl.server.scheduler_worker import engine_views, record_trace
 
-    with EngineCore(engine_config) as core, nullcontext() if config.trace is None else recording(core, config.trace):
-        yield InProcessEngine(core, views_of(core))
+    with EngineCore(engine_config) as core, record_trace(core, config.trace):
+        yield InProcessEngine(core, engine_views(core))
 
 
 def warn_if_public(listener: socket.socket, config: ServerConfig) -> None:
     """Log a warning if other machines can use the server without a key."""
     address = listener.getsockname()[0]
     if config.api_key is None and not ip_address(address.partition("%")[0]).is_loopback:
-        logger.warning("whoever reaches %s can use this server, since it has no API key; see --api-key", address)
+        logger.warning("everyone who can reach %s can use this server: it has no API key; see --api-key", address)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for ``host`` and ``port`` that does not listen yet: clients are turned away until the model is loaded.
+    """Bind a socket without listening yet, so that clients are turned away until the model is loaded.
 
     Raises:
         ConfigError: the port is taken, or the address is not one of this machine.
@@ -152,7 +142,3 @@ def bind(host: str, port: int) -> socket.socket:
             raise ConfigError(f"port: {port} is taken on {host}; choose another one with --port") from error
         raise ConfigError(f"host: cannot listen on {host}:{port} ({error})") from error
     return listener
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)

@@ -15,17 +15,14 @@ from minisgl.errors import Failure, InvalidRequest, shown
 from minisgl.request import TokenLogprobs
 from minisgl.sampling_params import SamplingParams
 
+# -- API process → tokenizer → scheduler -----------------------------------------------------------------------
+
 
 class Conversation(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A prompt to be written in the model's chat template.
-
-    Args:
-        messages: with ``role`` and ``content`` each.
-        tools: functions that the model may call; None is not to be told of any.
-    """
+    """A prompt to be written in the model's chat template: messages with ``role`` and ``content`` each, and tools."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None  # functions that the model may call
 
 
 class TokenIds(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -34,30 +31,22 @@ class TokenIds(msgspec.Struct, frozen=True, array_like=True, tag=True):
     data: bytes
 
 
-Prompt = str | TokenIds | Conversation
+JobPrompt = str | Sequence[int] | Conversation  # as the server's code passes it
+PackedPrompt = str | TokenIds | Conversation  # the same in a message
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Generate.
+    """Generate. Completion i of prompt p is the job's choice ``p * n + i``."""
 
-    Args:
-        job: names the job in all that follows; never reused.
-        prompts: text, token ids or a conversation each.
-        params: the fields of `SamplingParams` that are not at their defaults, for all prompts. Completion i of prompt p
-            is the job's choice ``p * n + i``.
-        streaming: whether updates are wanted while the generation runs, or a single one at its end.
-        user: on whose behalf; the empty string where the client does not say.
-    """
-
-    job: int
-    prompts: list[Prompt]
-    params: dict[str, Any]
-    streaming: bool
-    user: str = ""
+    job: int  # names the job in all later messages; never reused
+    prompts: list[PackedPrompt]
+    params: dict[str, Any]  # the fields of `SamplingParams` that are not at their defaults, for all prompts
+    streaming: bool  # send updates while the generation runs, or a single one at its end
+    user: str = ""  # empty where the client does not say
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The same, with token ids for all prompts: int32 each."""
+    """A `Submit` with token ids for all prompts: the bytes of an int32 array each."""
 
     job: int
     prompts: list[bytes]
@@ -67,55 +56,36 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget a job that was accepted: nobody waits for it any more. It may have ended meanwhile."""
+    """End an accepted job early, because its client has left. The job may have ended meanwhile."""
 
     job: int
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Requests whose text has ended with a stop string. They may have ended meanwhile."""
+    """End requests whose text has reached a stop string. They may have ended meanwhile."""
 
     uids: list[int]
 
 
 class StatsRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ask for the scheduler's state. The answer is a `StatsReply` of the same number.
+    """Ask about the engine's state. The answer is a `StatsReply` with the same number."""
 
-    Args:
-        number: never reused.
-        topic: what to tell beside the number of states that each process holds.
-    """
-
-    number: int
-    topic: str = ""
+    number: int  # never reused
+    topic: str = ""  # what to report beside the number of jobs and choices that each process keeps
 
 
 ToScheduler = Tokenized | Abort | Stop | StatsRequest
 
 
-def submit(
-    job: int,
-    prompts: Sequence[str | Sequence[int] | Conversation],
-    params: SamplingParams,
-    streaming: bool,
-    user: str,
-) -> Submit:
-    """A job as a message.
-
-    Raises:
-        InvalidRequest: a token id has more than 32 bits.
-    """
+def submit(job: int, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str) -> Submit:
+    """Make the message for a job. Raises `InvalidRequest` if a token id has more than 32 bits."""
     packed = [prompt if isinstance(prompt, (str, Conversation)) else TokenIds(pack(prompt)) for prompt in prompts]
     given = {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
     return Submit(job, packed, given, streaming, user)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as the bytes of an int32 array.
-
-    Raises:
-        InvalidRequest: an id has more than 32 bits.
-    """
+    """Token ids as the bytes of an int32 array. Raises `InvalidRequest` if an id has more than 32 bits."""
     try:
         return array("i", token_ids).tobytes()
     except OverflowError:
@@ -124,7 +94,7 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 
 def encode(message: Submit) -> bytes:
-    """A job for a socket.
+    """Encode a job for a socket.
 
     Raises:
         InvalidRequest: a text is no valid Unicode, or a number has more than 64 bits; names the field.
@@ -147,33 +117,79 @@ def _check_encodable(field: str, value: object) -> None:
         raise InvalidRequest(field, "has a number of more than 64 bits") from error
 
 
+# -- scheduler → detokenizer -----------------------------------------------------------------------------------
+
+
+class RequestAccepted(msgspec.Struct, frozen=True, array_like=True):
+    """All requests of a job are in the scheduler's queue."""
+
+    job: int
+    uids: list[int]  # the engine's number of each choice, in order
+    prompt_lens: list[int]  # tokens of each prompt
+    streaming: bool
+    stop: list[str]  # strings that end the text
+    min_tokens: int  # tokens that must come before a stop string counts
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A request has left the queue: sent with its first token, or with its end."""
+
+    uid: int
+    cached_tokens: int  # prompt tokens that the prefix cache had
+    queue_time: float  # seconds of waiting
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One new token of a request whose tokens are sent step by step."""
+
+    uid: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request, with its tokens unless they were sent step by step."""
+
+    uid: int
+    reason: str  # a `FinishReason`
+    error: str | None = None  # what went wrong if the reason is "error"
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+
+
+class Progress(msgspec.Struct, array_like=True):
+    """Everything that one step brought, in the order in which it must be handled."""
+
+    accepted: list[RequestAccepted] = []
+    rejected: list[Rejected] = []
+    started: list[Started] = []
+    tokens: list[Token] = []
+    finished: list[Finished] = []
+    stats: list[StatsReply] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.accepted or self.rejected or self.started or self.tokens or self.finished or self.stats)
+
+
+# -- to the API process ----------------------------------------------------------------------------------------
+
+
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The whole job is in the engine's queue; ``prompt_lens`` has the tokens of each prompt."""
+    """The whole job is in the engine's queue; ``prompt_lens`` has the number of tokens of each prompt."""
 
     job: int
     prompt_lens: list[int]
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nothing of the job is in the engine. No further news of it will come."""
+    """Nothing of the job is in the engine, and no other message about it follows."""
 
     job: int
     failure: Failure
 
 
 class Update(msgspec.Struct, array_like=True, tag=True):
-    """What is new about one choice of a job.
-
-    Args:
-        job, choice: which.
-        text: new text.
-        token_ids: new tokens.
-        logprobs: of the new tokens, if they were asked for.
-        finish_reason: set in a choice's last update.
-        error: what went wrong if the reason is ``"error"``.
-        cached_tokens: prompt tokens that the prefix cache had; known in the last update.
-        queue_time: seconds from the arrival in the queue to the first step; known in the last update.
-    """
+    """New text and tokens of one choice of a job. The last update has a ``finish_reason`` and the two numbers."""
 
     job: int
     choice: int
@@ -181,9 +197,9 @@ class Update(msgspec.Struct, array_like=True, tag=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     finish_reason: str | None = None
-    error: str | None = None
-    cached_tokens: int = 0
-    queue_time: float = 0.0
+    error: str | None = None  # what went wrong if the reason is "error"
+    cached_tokens: int = 0  # prompt tokens that the prefix cache had
+    queue_time: float = 0.0  # seconds from the arrival in the queue to the first step
 
     def merge(self, later: Update) -> None:
         """Append a later update of the same choice."""
@@ -197,115 +213,26 @@ class Update(msgspec.Struct, array_like=True, tag=True):
 
 
 class StatsReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a `StatsRequest`, which passes every process that holds states.
-
-    Args:
-        number: of the request.
-        content: what there is to tell on its topic, encoded as the topic has it.
-        states: jobs and choices that are being kept, by process.
-    """
+    """The answer to a `StatsRequest`. It passes through every process that keeps jobs or choices."""
 
     number: int
-    content: bytes
-    states: dict[str, int]
+    content: bytes  # encoded as the topic has it
+    states: dict[str, int]  # jobs and choices that each process keeps, by its name
 
 
 Reply = Accepted | Rejected | Update | StatsReply
 
-
-class RequestAccepted(msgspec.Struct, frozen=True, array_like=True):
-    """A job whose requests are all in the scheduler's queue.
-
-    Args:
-        job: its number.
-        uids: the engine's numbers of its choices, in their order.
-        prompt_lens: tokens of each prompt.
-        streaming: whether updates are wanted before the end.
-        stop: strings that end the text.
-        min_tokens: how many tokens come before a stop string counts.
-    """
-
-    job: int
-    uids: list[int]
-    prompt_lens: list[int]
-    streaming: bool
-    stop: list[str]
-    min_tokens: int
-
-
-class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request that has left the queue: told with its first token, or with its end.
-
-    Args:
-        uid: its number.
-        cached_tokens: prompt tokens that the prefix cache had.
-        queue_time: seconds that it has waited.
-    """
-
-    uid: int
-    cached_tokens: int
-    queue_time: float
-
-
-class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One new token of a request that is followed step by step."""
-
-    uid: int
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """A request that has ended. Nothing more of it will come.
-
-    Args:
-        uid: its number.
-        reason: a `FinishReason`.
-        error: what went wrong if the reason is ``"error"``.
-        token_ids: its tokens, if they have not been sent step by step.
-        logprobs: of these tokens, if they were asked for.
-    """
-
-    uid: int
-    reason: str
-    error: str | None = None
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-
-
-class Progress(msgspec.Struct, array_like=True):
-    """Everything that one step brought, in the order in which it must be told."""
-
-    accepted: list[RequestAccepted] = []
-    rejected: list[Rejected] = []
-    started: list[Started] = []
-    tokens: list[Token] = []
-    finished: list[Finished] = []
-    stats: list[StatsReply] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.accepted or self.rejected or self.started or self.tokens or self.finished or self.stats)
-
-
-STATS = "stats"
-"""The topic under which an engine is asked for its `EngineStats`."""
+STATS = "stats"  # the topic whose answer is an `EngineStats`
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is, between two steps.
-
-    Args:
-        waiting, running: requests in the queue, and in the running table.
-        pages: KV pages in all.
-        free_pages: KV pages that hold nothing.
-        cached_pages: KV pages that hold what no running request uses, for those that will have the same prefix.
-    """
+    """How busy the engine is, between two steps: requests, and pages of the KV cache."""
 
     waiting: int
     running: int
     pages: int
     free_pages: int
-    cached_pages: int
+    cached_pages: int  # kept for later requests with the same prefix; no running request uses them
 
     @property
     def used_pages(self) -> int:
@@ -313,35 +240,24 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         return self.pages - self.free_pages - self.cached_pages
 
 
+# -- options of the processes ----------------------------------------------------------------------------------
+
+
 class TokenizerOptions(ChildOptions, frozen=True, kw_only=True):
-    """What a tokenizer is told.
+    """Options of a tokenizer process."""
 
-    Args:
-        model: directory of the checkpoint.
-        limit: most tokens of a request, as far as it can be told before the engine is there.
-    """
-
-    model: str
-    limit: int | None
+    model: str  # directory of the checkpoint
+    limit: int | None  # most tokens of a request, as far as it is known before the engine has started
 
 
 class DetokenizerOptions(ChildOptions, frozen=True, kw_only=True):
-    """What the detokenizer is told.
+    """Options of the detokenizer process."""
 
-    Args:
-        model: directory of the checkpoint.
-    """
-
-    model: str
+    model: str  # directory of the checkpoint
 
 
 class SchedulerOptions(ChildOptions, frozen=True, kw_only=True):
-    """What the scheduler is told.
-
-    Args:
-        engine: all options of the engine.
-        trace: file for a record of the engine's last steps, if one is wanted.
-    """
+    """Options of the scheduler process, which runs the engine."""
 
     engine: EngineConfig
-    trace: str | None = None
+    trace: str | None = None  # file for a trace of the engine's last steps

@@ -1,4 +1,4 @@
-"""What an operator watches: health, metrics, and a record of each request."""
+"""Monitoring: health checks, Prometheus metrics, and a record of each HTTP request."""
 
 from __future__ import annotations
 
@@ -18,50 +18,31 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import ApiError
 from minisgl.server.formats import Usage
-from minisgl.server.messages import EngineStats, Update
-from minisgl.server.openapi import ASKS, READS, errors
-from minisgl.server.replies import HealthReply
+from minisgl.server.messages import Update
+from minisgl.server.openapi import ASKS, READS, HealthReply, error_responses
 
 _KEY = "minisgl.record"
 
 
 @dataclass(slots=True)
-class RequestRecord:
-    """One request, from its arrival to the last byte of its answer. Times are seconds of ``time.perf_counter``.
+class HttpRecord:
+    """One HTTP request, from its arrival to the last byte of its answer. Times are seconds of ``time.perf_counter``."""
 
-    Args:
-        request_id: the client's own, or one made up for it; sent back as ``x-request-id``.
-        arrived: when its head had been read.
-        endpoint: the route's path, as the program writes it, so that there are few; ``"other"`` where none fits.
-        status: of the answer; 499 if the client left before there was one.
-        code: of the error, if the answer tells one.
-        streamed: whether tokens are sent as they come.
-        usage: its tokens, once the engine has accepted it.
-        choices: generations that the engine has accepted.
-        finish_reasons: of the choices that have ended.
-        queue_time: longest time that one of its choices waited for its first step, in seconds.
-        first_token: when the first token arrived, if streamed.
-    """
-
-    request_id: str
+    request_id: str  # sent back as x-request-id
     arrived: float = field(default_factory=time.perf_counter)
-    endpoint: str = "other"
-    status: int = 499
-    code: str | None = None
+    endpoint: str = "other"  # the route's path with its placeholders, so that there are few
+    status: int = 499  # stays 499 if the client left before the answer
+    code: str | None = None  # of the error, if any
     streamed: bool = False
-    usage: Usage | None = None
+    usage: Usage | None = None  # set once the engine has accepted it
     choices: int = 0
-    finish_reasons: list[str] = field(default_factory=list)
-    queue_time: float = 0.0
-    first_token: float | None = None
+    finish_reasons: list[str] = field(default_factory=list)  # of the choices that have ended
+    queue_time: float = 0.0  # longest of its choices, in seconds
+    first_token: float | None = None  # when it arrived, if streamed
     _last_piece: dict[int, float] = field(default_factory=dict)
 
     def note(self, update: Update) -> float | None:
-        """Take an update that goes to the client.
-
-        Returns:
-            For all but the first piece of a stream's choice, the seconds since the piece before.
-        """
+        """Record an update for the client; returns the seconds since the piece before of this choice, if streamed."""
         if update.finish_reason is not None:
             self.finish_reasons.append(update.finish_reason)
             self.queue_time = max(self.queue_time, update.queue_time)
@@ -80,31 +61,26 @@ class RequestRecord:
         return self.choices - len(self.finish_reasons)
 
     def attach(self, scope: Scope) -> None:
-        """Let `record_of` find it."""
+        """Store the record where `record_of` finds it."""
         scope[_KEY] = self
 
 
-def record_of(request: Request) -> RequestRecord:
+def record_of(request: Request) -> HttpRecord:
     """The record of a request."""
-    record: RequestRecord = request.scope[_KEY]
+    record: HttpRecord = request.scope[_KEY]
     return record
 
 
+# Upper ends of the histograms' buckets: 1 ms to 100 s, each 2 to 2.5 times the one before
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-"""Upper ends of the histograms' buckets: 1 ms to 100 s, each 2 to 2.5 times the one before."""
-STATS_TIMEOUT = 2.0
-"""Seconds that a scrape waits for the engine, which answers between two steps."""
-STATS_AGE = 0.25
-"""Seconds for which an answer of the engine stands, however often it is asked for."""
+STATS_TIMEOUT = 2.0  # seconds that a scrape waits for the engine, which answers between two steps
+STATS_AGE = 0.25  # seconds for which the engine's last answer is used again
 
 
-class Metrics:
-    """Counts requests, and asks the engine about its inside when it is scraped.
+class ServerMetrics:
+    """Prometheus metrics: counts requests, and asks the engine for its state when scraped.
 
-    Labels take few values: routes of this program, HTTP statuses, finish reasons, states of a page.
-
-    Args:
-        engine: to ask.
+    Labels have few values: routes, HTTP statuses, finish reasons, states of a page.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -143,7 +119,7 @@ class Metrics:
         """Count the time between two pieces of one choice, in seconds."""
         self._gap.observe(gap)
 
-    def observe(self, record: RequestRecord) -> None:
+    def observe(self, record: HttpRecord) -> None:
         """Count a request that has ended."""
         self._requests.labels(record.endpoint, str(record.status)).inc()
         if record.usage is None:
@@ -160,7 +136,7 @@ class Metrics:
             self._ttft.observe(record.first_token - record.arrived)
 
     async def text(self) -> bytes:
-        """Everything, with what the engine says now, or said a moment ago."""
+        """All metrics in the format of Prometheus; the engine's are at most `STATS_AGE` old."""
         async with self._lock:
             if time.perf_counter() - self._asked > STATS_AGE:
                 await self._ask()
@@ -172,10 +148,7 @@ class Metrics:
         except (TimeoutError, EngineDead):
             self._up.set(0)
             return
-        self._show(stats)
         self._asked = time.perf_counter()
-
-    def _show(self, stats: EngineStats) -> None:
         self._up.set(1)
         self._waiting.set(stats.waiting)
         self._running.set(stats.running)
@@ -184,28 +157,21 @@ class Metrics:
             self._pages.labels(state).set(pages)
 
 
-_PROMPT = [0]
-"""Any token will do."""
+_PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def watching_routes(engine: AsyncEngine, metrics: Metrics, health_timeout: float) -> APIRouter:
-    """Health and metrics.
-
-    Args:
-        engine: to watch.
-        metrics: to show.
-        health_timeout: seconds that the engine has for one token.
-    """
+def monitoring_routes(engine: AsyncEngine, metrics: ServerMetrics, health_timeout: float) -> APIRouter:
+    """``/health``, ``/health/generate`` (which may take ``health_timeout`` seconds) and ``/metrics``."""
     router = APIRouter()
 
-    @router.get("/health", response_model=HealthReply, responses=errors(503))
+    @router.get("/health", response_model=HealthReply, responses=error_responses(503))
     async def health() -> Any:
         """Whether requests are taken."""
         if engine.error is not None:
             raise engine.error
         return {"status": "ok"}
 
-    @router.get("/health/generate", response_model=HealthReply, responses=errors(*ASKS, 500))
+    @router.get("/health/generate", response_model=HealthReply, responses=error_responses(*ASKS, 500))
     async def health_generate() -> Any:
         """Whether requests are answered: generates one token."""
         try:
@@ -215,7 +181,7 @@ def watching_routes(engine: AsyncEngine, metrics: Metrics, health_timeout: float
             raise ApiError(503, message, code="engine_slow") from error
         return {"status": "ok"}
 
-    @router.get("/metrics", response_class=Response, responses={**_PLAIN_TEXT, **errors(*READS)})
+    @router.get("/metrics", response_class=Response, responses={**_PLAIN_TEXT, **error_responses(*READS)})
     async def show_metrics() -> Response:
         """Counters, gauges and histograms in the format of Prometheus."""
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -223,11 +189,8 @@ def watching_routes(engine: AsyncEngine, metrics: Metrics, health_timeout: float
     return router
 
 
-_PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-
 async def _generate_one(engine: AsyncEngine) -> None:
-    answer = await engine.submit([_PROMPT], SamplingParams(max_tokens=1, temperature=0.0), streaming=False)
+    answer = await engine.submit([[0]], SamplingParams(max_tokens=1, temperature=0.0), streaming=False)
     try:
         async for _ in answer.updates():
             pass

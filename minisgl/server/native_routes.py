@@ -1,4 +1,4 @@
-"""``/generate``, ``/tokenize`` and ``/detokenize``."""
+"""``/generate`` as SGLang has it, ``/tokenize`` and ``/detokenize``: their bodies and routes."""
 
 from __future__ import annotations
 
@@ -15,52 +15,58 @@ from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.chat_request import ChatMessage
 from minisgl.server.formats import GenerateFormat
 from minisgl.server.json_body import JsonRoute
-from minisgl.server.messages import Conversation
+from minisgl.server.messages import Conversation, JobPrompt
 from minisgl.server.openai_routes import TextService, check_model
-from minisgl.server.openapi import GENERATES, TAKES_BODY, errors, streams
-from minisgl.server.replies import DetokenizeReply, GenerateReply, TokenizeReply
+from minisgl.server.openapi import (
+    GENERATES,
+    TAKES_BODY,
+    DetokenizeReply,
+    GenerateReply,
+    TokenizeReply,
+    error_responses,
+    stream_responses,
+)
 from minisgl.server.requests import (
     ApiObject,
-    Count,
     EngineRequest,
     IdLists,
     Ids,
-    Least,
-    Prompt,
+    MaxTokens,
+    MinTokens,
     SamplingFields,
     Seed,
     Texts,
+    documented,
     is_ids,
-    only,
-    shown,
+    only_default,
 )
-from minisgl.server.streaming import Generator
+from minisgl.server.streaming import GenerateHandler
 
-_OWN_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_CLIENT_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class GenerateParams(SamplingFields):
     """``sampling_params`` of ``POST /generate``, by SGLang's names; a ``top_k`` of −1 keeps all tokens."""
 
-    top_k: Annotated[StrictInt, shown(minimum=-1, maximum=2**31 - 1)] | None = None
-    max_new_tokens: Count = 128
-    min_new_tokens: Least = 0
+    top_k: Annotated[StrictInt, documented(minimum=-1, maximum=2**31 - 1)] | None = None
+    max_new_tokens: MaxTokens = 128
+    min_new_tokens: MinTokens = 0
     sampling_seed: Seed | None = None
     json_schema: StrictStr | None = None
     regex: StrictStr | None = None
-    skip_special_tokens: Annotated[bool, only(True)] = True
-    spaces_between_special_tokens: Annotated[bool, only(True)] = True
+    skip_special_tokens: Annotated[bool, only_default(True)] = True
+    spaces_between_special_tokens: Annotated[bool, only_default(True)] = True
 
     @field_validator("top_k")
     @classmethod
     def _all_tokens(cls, top_k: int | None) -> int | None:
         return 0 if top_k == -1 else top_k
 
-    def in_engine_words(self) -> SamplingParams:
-        """The same for the engine. Raises `InvalidRequest`."""
+    def to_engine_params(self) -> SamplingParams:
+        """The same by the engine's names. Raises `InvalidRequest`."""
         form = self.model_dump(include={"json_schema", "regex"}, exclude_none=True)
         lengths = {"max_tokens": self.max_new_tokens, "min_tokens": self.min_new_tokens}
-        return SamplingParams(**{**self.passed_on(), **form, **lengths, "seed": self.sampling_seed})
+        return SamplingParams(**{**self.given_fields(), **form, **lengths, "seed": self.sampling_seed})
 
 
 def _texts(value: Any) -> Any:
@@ -98,21 +104,21 @@ class GenerateRequest(ApiObject):
         return self.sampling_params.n > 1 or not (isinstance(self._given, str) or is_ids(self._given))
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """Whichever was given, as a list."""
+    def prompts(self) -> Sequence[JobPrompt]:
+        """``text`` or ``input_ids`` as a list."""
         given = self._given
         return [given] if isinstance(given, str) or is_ids(given) else given
 
     def engine_request(self) -> EngineRequest:
-        """See `minisgl.server.requests.Generates`."""
-        return EngineRequest(self.prompts, self.sampling_params.in_engine_words(), self.stream)
+        """The request for the engine. Raises `InvalidRequest`."""
+        return EngineRequest(self.prompts, self.sampling_params.to_engine_params(), self.stream)
 
-    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Parameters are in an object of their own, some under other names."""
+    def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
+        """The same error with SGLang's name of the field."""
         if error.field in ("text", "input_ids"):
             return error
         prompt = "text" if self.input_ids is None else "input_ids"
-        name = prompt if error.field == "prompt" else f"sampling_params.{_OWN_NAMES.get(error.field, error.field)}"
+        name = prompt if error.field == "prompt" else f"sampling_params.{_CLIENT_NAMES.get(error.field, error.field)}"
         return type(error)(name, error.message)
 
 
@@ -122,12 +128,12 @@ class TokenizeRequest(ApiObject):
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: Annotated[bool, only(True)] = True
-    add_generation_prompt: Annotated[bool, only(True)] = True
+    add_special_tokens: Annotated[bool, only_default(True)] = True
+    add_generation_prompt: Annotated[bool, only_default(True)] = True
 
     @property
     def text(self) -> str | Conversation:
-        """Whichever was given. Raises `InvalidRequest`."""
+        """``prompt`` or ``messages``. Raises `InvalidRequest` unless one of them is given."""
         if (self.prompt is None) is (self.messages is None):
             raise InvalidRequest("prompt", "give either prompt or messages")
         if self.messages is None:
@@ -139,39 +145,32 @@ class DetokenizeRequest(ApiObject):
     """Body of ``POST /detokenize``; special tokens have no text."""
 
     model: StrictStr | None = None
-    tokens: list[Annotated[StrictInt, shown(minimum=0)]]
-    skip_special_tokens: Annotated[bool, only(True)] = True
+    tokens: list[Annotated[StrictInt, documented(minimum=0)]]
+    skip_special_tokens: Annotated[bool, only_default(True)] = True
 
 
-def native_routes(engine: AsyncEngine, generator: Generator, texts: TextService) -> APIRouter:
-    """Generate, tokenize and detokenize.
-
-    Args:
-        engine: has the model.
-        generator: answers.
-        texts: tokenizes.
-    """
+def native_routes(engine: AsyncEngine, handler: GenerateHandler, texts: TextService) -> APIRouter:
+    """``/generate``, ``/tokenize`` and ``/detokenize``."""
     router = APIRouter(route_class=JsonRoute)
+    replies = stream_responses(GenerateReply | list[GenerateReply])
 
-    @router.post(
-        "/generate", responses={**streams(GenerateReply | list[GenerateReply]), **errors(*set(GENERATES) - {404})}
-    )
+    @router.post("/generate", responses={**replies, **error_responses(*set(GENERATES) - {404})})
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue texts or token ids."""
 
         async def generate_format(prompt_lens: Sequence[int]) -> GenerateFormat:
             return GenerateFormat(prompt_lens, body.sampling_params.n, body.several)
 
-        return await generator.answer(body, request, generate_format)
+        return await handler.answer(body, request, generate_format)
 
-    @router.post("/tokenize", response_model=TokenizeReply, responses=errors(*TAKES_BODY))
+    @router.post("/tokenize", response_model=TokenizeReply, responses=error_responses(*TAKES_BODY))
     async def tokenize(body: TokenizeRequest) -> Any:
         """Token ids of a text or a conversation."""
         check_model(engine, body.model)
         tokens = await texts.tokenize(body.text)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_seq_len}
 
-    @router.post("/detokenize", response_model=DetokenizeReply, responses=errors(*TAKES_BODY))
+    @router.post("/detokenize", response_model=DetokenizeReply, responses=error_responses(*TAKES_BODY))
     async def detokenize(body: DetokenizeRequest) -> Any:
         """Text of token ids."""
         check_model(engine, body.model)

@@ -1,4 +1,4 @@
-"""Text to token ids and back for the endpoints that want nothing else, beside the engine and not in its way."""
+"""OpenAI's endpoints: chat completions, completions with their echoes, and models."""
 
 from __future__ import annotations
 
@@ -22,39 +22,126 @@ from minisgl.server.errors import ApiError
 from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo
 from minisgl.server.json_body import JsonRoute
 from minisgl.server.messages import Conversation
-from minisgl.server.openapi import GENERATES, READS, errors, streams
-from minisgl.server.replies import ChatReply, CompletionReply, ModelList, ModelReply
+from minisgl.server.openapi import (
+    GENERATES,
+    READS,
+    ChatReply,
+    CompletionReply,
+    ModelList,
+    ModelReply,
+    error_responses,
+    stream_responses,
+)
 from minisgl.server.requests import CompletionRequest
-from minisgl.server.streaming import Generator
+from minisgl.server.streaming import GenerateHandler
 from minisgl.server.tools import ToolSyntax
 from minisgl.tokenizer import Tokenizer
 
+SCORES_AT_ONCE = 64  # beginnings of an echoed prompt that are in the engine's queue together
+_FORCING_BIAS = 100.0
+
+
+def openai_routes(
+    engine: AsyncEngine, handler: GenerateHandler, texts: TextService, syntax: ToolSyntax | None
+) -> APIRouter:
+    """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``. Without ``syntax``, no tools can be called."""
+    router = APIRouter(prefix="/v1", route_class=JsonRoute)
+    created = int(time.time())
+
+    @router.post("/chat/completions", responses={**stream_responses(ChatReply), **error_responses(*GENERATES)})
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Continue a conversation."""
+        check_model(engine, body.model)
+        make_reader = body.reader_maker(syntax)
+
+        async def chat_format(prompt_lens: Sequence[int]) -> ChatFormat:
+            return ChatFormat(engine.model, engine.tokenizer, body.logprobs, body.shows_usage, make_reader)
+
+        return await handler.answer(body, request, chat_format)
+
+    @router.post("/completions", responses={**stream_responses(CompletionReply), **error_responses(*GENERATES)})
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a text."""
+        check_model(engine, body.model)
+
+        async def completion_format(prompt_lens: Sequence[int]) -> CompletionFormat:
+            echoes = [await _echo(engine, texts, prompt, body.logprobs) for prompt in body.prompts if body.echo]
+            each_choice = [each for each in echoes for _ in range(body.n)]
+            wants_logprobs = body.logprobs is not None
+            return CompletionFormat(engine.model, engine.tokenizer, wants_logprobs, body.shows_usage, each_choice)
+
+        return await handler.answer(body, request, completion_format)
+
+    def described() -> dict[str, Any]:
+        model = {"id": engine.model, "object": "model", "created": created, "owned_by": "minisgl"}
+        return {**model, "max_model_len": engine.max_seq_len}
+
+    @router.get("/models", response_model=ModelList, responses=error_responses(*READS))
+    async def models() -> Any:
+        """List the one model."""
+        return {"object": "list", "data": [described()]}
+
+    @router.get("/models/{model:path}", response_model=ModelReply, responses=error_responses(*READS, 404))
+    async def one_model(model: str) -> Any:
+        """Describe the one model."""
+        check_model(engine, model)
+        return described()
+
+    return router
+
+
+def check_model(engine: AsyncEngine, model: str | None) -> None:
+    """Raise `ApiError` if the client wants another model. A name is compared, never opened."""
+    if model is not None and model != engine.model:
+        message = f"the model {model!r} does not exist; this server has {engine.model!r}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
+async def _echo(engine: AsyncEngine, texts: TextService, prompt: str | list[int], num_logprobs: int | None) -> Echo:
+    """The prompt, with the log-probabilities of its tokens unless ``num_logprobs`` is None."""
+    text = prompt if isinstance(prompt, str) else await texts.detokenize(prompt)
+    if num_logprobs is None:
+        return Echo(text)
+    token_ids = await texts.tokenize(prompt) if isinstance(prompt, str) else prompt
+    logprobs: list[TokenLogprobs] = []
+    for start in range(1, len(token_ids), SCORES_AT_ONCE):
+        lengths = range(start, min(start + SCORES_AT_ONCE, len(token_ids)))
+        scores = (_score(engine, token_ids[:length], token_ids[length], num_logprobs) for length in lengths)
+        logprobs += await asyncio.gather(*scores)
+    return Echo(text, token_ids, logprobs)
+
+
+async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_logprobs: int) -> TokenLogprobs:
+    """The log-probability of ``token_id`` after ``before``, and of the likeliest tokens there.
+
+    A logit bias makes the engine choose ``token_id``; its log-probabilities are those without the bias.
+    """
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, logit_bias={token_id: _FORCING_BIAS}, logprobs=num_logprobs, ignore_eos=True
+    )
+    answer = await engine.submit([before], params, streaming=False)
+    try:
+        (update,) = [update async for update in answer.updates()]
+    finally:
+        answer.abort()
+    (entry,) = update.logprobs
+    # A token that does not win in spite of the bias is as good as impossible.
+    return entry if entry.token_id == token_id else TokenLogprobs(token_id, LEAST_LOGPROB, entry.top)
+
 
 class TextService:
-    """A tokenizer of its own in a thread of its own: tokenizers change while they work, so none is shared.
-
-    Args:
-        path: directory of the checkpoint. It is read when the first text comes.
-    """
+    """Tokenizes and detokenizes in a thread, with a tokenizer that no other thread uses: they are not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-text")
 
     async def tokenize(self, prompt: str | Conversation) -> list[int]:
-        """Token ids, with those that the tokenizer or the template adds.
-
-        Raises:
-            InvalidRequest: the prompt is malformed, or the template rejects it.
-        """
+        """Token ids, with those that the tokenizer or the template adds. Raises `InvalidRequest`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, prompt)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text, special tokens left out.
-
-        Raises:
-            InvalidRequest: an id is outside of the vocabulary.
-        """
+        """Text without special tokens. Raises `InvalidRequest` if an id is outside of the vocabulary."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode, token_ids)
 
     @cached_property
@@ -69,112 +156,3 @@ class TextService:
     def _decode(self, token_ids: Sequence[int]) -> str:
         check_token_ids("tokens", token_ids, self._tokenizer.vocab_size, limit=len(token_ids))
         return self._tokenizer.decode(token_ids)
-
-
-AT_ONCE = 64
-"""Beginnings of a prompt that are in the engine's queue together."""
-
-
-_FORCE = 100.0
-
-
-async def echo(engine: AsyncEngine, texts: TextService, prompt: str | list[int], num_logprobs: int | None) -> Echo:
-    """What a prompt looks like when it comes back.
-
-    Args:
-        engine: has the model.
-        texts: has the tokenizer.
-        prompt: text or token ids.
-        num_logprobs: likeliest tokens to report at every position; None is no log-probabilities.
-
-    Raises:
-        InvalidRequest, QueueFull, EngineDead, GenerationFailed: from the engine.
-    """
-    text = prompt if isinstance(prompt, str) else await texts.detokenize(prompt)
-    if num_logprobs is None:
-        return Echo(text)
-    token_ids = await texts.tokenize(prompt) if isinstance(prompt, str) else prompt
-    logprobs: list[TokenLogprobs] = []
-    for start in range(1, len(token_ids), AT_ONCE):
-        lengths = range(start, min(start + AT_ONCE, len(token_ids)))
-        scores = (_score(engine, token_ids[:length], token_ids[length], num_logprobs) for length in lengths)
-        logprobs += await asyncio.gather(*scores)
-    return Echo(text, token_ids, logprobs)
-
-
-async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_logprobs: int) -> TokenLogprobs:
-    """The log-probability of ``token_id`` after ``before``, and of the likeliest tokens there."""
-    params = SamplingParams(
-        max_tokens=1, temperature=0.0, logit_bias={token_id: _FORCE}, logprobs=num_logprobs, ignore_eos=True
-    )
-    answer = await engine.submit([before], params, streaming=False)
-    try:
-        (update,) = [update async for update in answer.updates()]
-    finally:
-        answer.abort()
-    (entry,) = update.logprobs
-    # Where even the bias has not lifted it to the top, the token is as good as impossible.
-    return entry if entry.token_id == token_id else TokenLogprobs(token_id, LEAST_LOGPROB, entry.top)
-
-
-def openai_routes(
-    engine: AsyncEngine, generator: Generator, texts: TextService, syntax: ToolSyntax | None
-) -> APIRouter:
-    """Chat, completions and models.
-
-    Args:
-        engine: has the model.
-        generator: answers.
-        texts: tokenizes prompts that are echoed.
-        syntax: how the model calls tools; None if it cannot.
-    """
-    router = APIRouter(prefix="/v1", route_class=JsonRoute)
-    created = int(time.time())
-
-    @router.post("/chat/completions", responses={**streams(ChatReply), **errors(*GENERATES)})
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Continue a conversation."""
-        check_model(engine, body.model)
-        make_reader = body.reader_maker(syntax)
-
-        async def chat_format(prompt_lens: Sequence[int]) -> ChatFormat:
-            return ChatFormat(engine.model, engine.tokenizer, body.logprobs, body.shows_usage, make_reader)
-
-        return await generator.answer(body, request, chat_format)
-
-    @router.post("/completions", responses={**streams(CompletionReply), **errors(*GENERATES)})
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a text."""
-        check_model(engine, body.model)
-
-        async def completion_format(prompt_lens: Sequence[int]) -> CompletionFormat:
-            echoes = [await echo(engine, texts, prompt, body.logprobs) for prompt in body.prompts if body.echo]
-            each_choice = [each for each in echoes for _ in range(body.n)]
-            wants_logprobs = body.logprobs is not None
-            return CompletionFormat(engine.model, engine.tokenizer, wants_logprobs, body.shows_usage, each_choice)
-
-        return await generator.answer(body, request, completion_format)
-
-    def described() -> dict[str, Any]:
-        model = {"id": engine.model, "object": "model", "created": created, "owned_by": "minisgl"}
-        return {**model, "max_model_len": engine.max_seq_len}
-
-    @router.get("/models", response_model=ModelList, responses=errors(*READS))
-    async def models() -> Any:
-        """List the one model."""
-        return {"object": "list", "data": [described()]}
-
-    @router.get("/models/{model:path}", response_model=ModelReply, responses=errors(*READS, 404))
-    async def one_model(model: str) -> Any:
-        """Describe the one model."""
-        check_model(engine, model)
-        return described()
-
-    return router
-
-
-def check_model(engine: AsyncEngine, model: str | None) -> None:
-    """Raise `ApiError` if the client wants another model. A name is compared, never opened."""
-    if model is not None and model != engine.model:
-        message = f"the model {model!r} does not exist; this server has {engine.model!r}"
-        raise ApiError(404, message, "model", "model_not_found")

@@ -1,13 +1,15 @@
-"""``/openapi.json``: the endpoints, with every status that each can answer with."""
+"""``/openapi.json``: the endpoints, the schemas of their answers, and every status that each can answer with.
+
+Answers are written by hand, for speed; tests compare them with these schemas.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-
-from minisgl.server.replies import ErrorReply
+from pydantic import BaseModel, ConfigDict
 
 _MEANINGS = {
     400: "The request is malformed, or asks for what this model or server cannot do; param names the field.",
@@ -19,38 +21,27 @@ _MEANINGS = {
     500: "The engine could not finish the request.",
     503: "The queue is full, and Retry-After says when to come again; or the engine is dead or shutting down.",
 }
-
-
+# Error statuses of an endpoint that only reads, one that asks the engine, one that takes a body, one that generates
 READS = (401,)
-"""Statuses of errors, beside 200, that an endpoint without a body can answer with."""
 ASKS = (401, 503)
-"""Of one that has to ask the engine."""
 TAKES_BODY = (400, 401, 404, 413, 415, 503)
-"""Of one that takes a body."""
 GENERATES = (*TAKES_BODY, 408, 500)
-"""Of one that generates."""
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's ``responses`` for statuses of errors."""
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's ``responses`` for error statuses."""
     return {status: {"model": ErrorReply, "description": _MEANINGS[status]} for status in sorted(set(statuses))}
 
 
-def streams(reply: Any) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's ``responses`` for an answer that is ``reply``, or a stream of chunks if the client wants one."""
+def stream_responses(reply: Any) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's ``responses`` for an answer of type ``reply``, or a stream of chunks if the client wants one."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     text = "The answer; of a stream, each event is a chunk, and the last is [DONE] or an error."
     return {200: {"model": reply, "description": text, "content": {"text/event-stream": {"itemSchema": event}}}}
 
 
-def describe(app: FastAPI, model: str, with_key: bool) -> None:
-    """Let ``app.openapi`` tell what this server takes: its own model, the key if there is one.
-
-    Args:
-        app: with all its routes.
-        model: its name.
-        with_key: whether requests need a key.
-    """
+def describe_api(app: FastAPI, model: str, with_key: bool) -> None:
+    """Make ``app.openapi`` name this server's model, and its API key if it needs one. Call it after adding routes."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -81,3 +72,191 @@ def _document(app: FastAPI, model: str, with_key: bool) -> dict[str, Any]:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
+
+
+ApiFinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+
+class ApiReply(BaseModel):
+    """An object that has these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorBody(ApiReply):
+    """What went wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(ApiReply):
+    """The body of every answer that is an error."""
+
+    error: ErrorBody
+
+
+class CachedTokens(ApiReply):
+    """Tokens of the prompt that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class UsageReply(ApiReply):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class LikelyToken(ApiReply):
+    """A token and its log-probability; ``bytes`` is null where it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenReply(LikelyToken):
+    """A token of the answer, and those that were likeliest in its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(ApiReply):
+    """Log-probabilities of a choice."""
+
+    content: list[TokenReply]
+
+
+class FunctionReply(ApiReply):
+    """A function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReply(ApiReply):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionReply
+
+
+class MessageReply(ApiReply):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[ToolCallReply] = []
+
+
+class ChatChoice(ApiReply):
+    """One answer."""
+
+    index: int
+    message: MessageReply
+    logprobs: ChatLogprobs | None
+    finish_reason: ApiFinishReason
+
+
+class Generated(ApiReply):
+    """What OpenAI's two answers share."""
+
+    id: str
+    created: int
+    model: str
+    usage: UsageReply
+
+
+class ChatReply(Generated):
+    """Answer of ``/v1/chat/completions``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionLogprobs(ApiReply):
+    """Log-probabilities of a choice; null for the first token of a prompt that is echoed."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ApiReply):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: ApiFinishReason
+
+
+class CompletionReply(Generated):
+    """Answer of ``/v1/completions``."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ModelReply(ApiReply):
+    """The model; ``max_model_len`` is the most tokens of a prompt and its continuation."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(ApiReply):
+    """Answer of ``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+class MetaInfo(ApiReply):
+    """Counts of a choice; ``finish_reason`` is null while it is generated."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class GenerateReply(ApiReply):
+    """Answer of ``/generate`` for one choice."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class TokenizeReply(ApiReply):
+    """Answer of ``/tokenize``."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeReply(ApiReply):
+    """Answer of ``/detokenize``: the text, by vLLM's name and by SGLang's."""
+
+    prompt: str
+    text: str
+
+
+class HealthReply(ApiReply):
+    """Answer of ``/health``."""
+
+    status: Literal["ok"]

@@ -1,4 +1,4 @@
-"""The engine in processes of its own, seen from the API process."""
+"""The engine in separate processes, as the API process sees it: starts them, talks to them, notices when one dies."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ from minisgl.server.messages import (
 from minisgl.server.sockets import JOBS, STEPS, UNBOUNDED, Receiver, Sender, address
 from minisgl.tokenizer import Tokenizer
 
-_LONGEST_PATH = 107
-"""Bytes that the path of a Unix socket may have."""
+_LONGEST_PATH = 107  # bytes that the path of a Unix socket may have
 
 
 @dataclass(eq=False)
 class TokenizerLink:
-    """A tokenizer, the way to it, and the jobs that have been sent to it and not been heard of since."""
+    """A tokenizer process, the socket to it, and the jobs that it has not passed on yet."""
 
     child: ChildProcess
     sender: Sender
@@ -54,17 +53,10 @@ class TokenizerLink:
 
 
 class Topology:
-    """Starts the processes, and is the API process's end of the sockets. Nobody else can reach these: they lie in a new
-    directory with a random name that only its owner may enter.
+    """Starts the processes, and is the API process's end of the sockets.
 
-    Args:
-        config: of the engine.
-        server: how many tokenizers there are, and what the processes record and log.
-        model: directory of the checkpoint.
-        limit: most tokens of a request, as far as it can be told before the engine is there.
-
-    Raises:
-        ConfigError: the directory for temporary files has a name that is too long for sockets.
+    The sockets are files in a new directory that only its owner may enter. ``model`` is the checkpoint's directory,
+    ``limit`` the most tokens of a request, if known. Raises `ConfigError` if the directory's path is too long.
     """
 
     def __init__(self, config: EngineConfig, server: ServerConfig, model: Path, limit: int | None) -> None:
@@ -73,64 +65,58 @@ class Topology:
         self._model = str(model)
         self._limit = limit
         self._started = 0
-        self._log_format = server.log_format
+        self._common: dict[str, Any] = {"directory": str(self.directory), "log_format": server.log_format}
         self._hang_timeout = config.hang_timeout
         self._stopping = threading.Lock()
-        self.inbox = Receiver[list[Reply]](self._context, self._address("api"), list[Reply], STEPS)
+        self.inbox = Receiver[list[Reply]](self._context, address(self.directory, "api"), list[Reply], STEPS)
         self.to_scheduler = self._sender("scheduler", UNBOUNDED)
-        common: dict[str, Any] = {"directory": str(self.directory), "log_format": server.log_format}
         self.scheduler = ChildProcess(
             "minisgl.server.scheduler_worker",
-            SchedulerOptions(name="scheduler", engine=config, trace=server.trace, **common),
+            SchedulerOptions(name="scheduler", engine=config, trace=server.trace, **self._common),
             hang_timeout=config.hang_timeout,
             turn_timeout=max(config.distributed_timeout, config.hang_timeout or 0.0),
         )
         self.detokenizer = ChildProcess(
             "minisgl.server.detokenizer_worker",
-            DetokenizerOptions(name="detokenizer", model=self._model, sweeps=True, **common),
+            DetokenizerOptions(name="detokenizer", model=self._model, sweeps=True, **self._common),
             hang_timeout=config.hang_timeout,
         )
         self.tokenizers = [self._start_tokenizer() for _ in range(server.tokenizer_workers)]
 
     @property
     def children(self) -> list[ChildProcess]:
-        """All processes."""
         return [self.scheduler, self.detokenizer, *(link.child for link in self.tokenizers)]
 
     def wait_until_ready(self, timeout: float) -> int:
-        """Wait for all processes; returns the engine's ``max_seq_len``. Raises as `wait_until_ready` does."""
+        """Wait for all processes; returns the engine's ``max_seq_len``. Raises `EngineDead` and the model's errors."""
         wait_until_ready(self.children, timeout)
         return int(self.scheduler.ready.result().info["max_seq_len"])
 
     def submit(self, job: int, frame: bytes) -> None:
-        """Send an encoded job to the tokenizer that has least to do.
-
-        Raises:
-            QueueFull: even that one has too much.
-        """
+        """Send an encoded job to the tokenizer with the fewest waiting jobs. Raises `QueueFull` if it has too many."""
         link = min(self.tokenizers, key=lambda link: len(link.waiting))
         if not link.sender.offer(frame):
             raise QueueFull(f"{len(link.waiting)} requests wait for a tokenizer; try again later")
         link.waiting.add(job)
 
     def settle(self, job: int) -> None:
-        """Take the news that a job has passed its tokenizer."""
+        """A job has left its tokenizer."""
         for link in self.tokenizers:
             link.waiting.discard(job)
 
     def replace(self, dead: TokenizerLink) -> TokenizerLink:
-        """Start a new tokenizer in place of a dead one. What had been sent to that one is lost."""
+        """Start a new tokenizer in place of a dead one, whose jobs are lost."""
         dead.sender.close()
         link = self._start_tokenizer()
         self.tokenizers[self.tokenizers.index(dead)] = link
         return link
 
     def disconnect(self) -> None:
-        """Close the sockets, in the thread that has used them."""
+        """Close the sockets. Call it in the thread that uses them."""
         self._context.destroy(linger=0)
 
     def stop(self) -> None:
-        """End all processes, and leave no file behind. From any thread; who comes second waits for the first."""
+        """End all processes, and remove the sockets' directory. From any thread; a second call waits for the first."""
         with self._stopping:
             end(self.children)
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -138,21 +124,12 @@ class Topology:
     def _start_tokenizer(self) -> TokenizerLink:
         name = f"tokenizer-{self._started}"
         self._started += 1
-        options = TokenizerOptions(
-            name=name,
-            directory=str(self.directory),
-            log_format=self._log_format,
-            model=self._model,
-            limit=self._limit,
-        )
+        options = TokenizerOptions(name=name, model=self._model, limit=self._limit, **self._common)
         child = ChildProcess("minisgl.server.tokenizer_worker", options, hang_timeout=self._hang_timeout)
         return TokenizerLink(child, self._sender(name, JOBS))
 
     def _sender(self, name: str, bound: int) -> Sender:
-        return Sender(self._context, self._address(name), bound)
-
-    def _address(self, name: str) -> str:
-        return address(self.directory, name)
+        return Sender(self._context, address(self.directory, name), bound)
 
 
 def _make_directory() -> Path:
@@ -167,11 +144,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessEngine(AsyncEngine):
-    """Starts the engine's processes, and notices when one is lost: its requests hear of it, whatever happens next.
-
-    Args:
-        config: of the engine.
-        server: what to do about processes that are slow to start, or die.
+    """Runs the engine in processes. When one dies, its requests fail at once, and it is restarted if so configured.
 
     Raises:
         ConfigError, ModelLoadError: the engine cannot be started like this.
@@ -196,12 +169,12 @@ class ProcessEngine(AsyncEngine):
         self._repairs: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Listen to the processes."""
+        """Start to receive from the processes, and to watch them."""
         self._loop = asyncio.get_running_loop()
         self._attach(self._topology)
 
     async def stop(self) -> None:
-        """End what is in flight, and all processes."""
+        """Fail all jobs in flight, and end all processes."""
         self._stopping = True
         self._end(EngineDead(SHUTTING_DOWN))
         await _cancel(*self._repairs)
@@ -212,11 +185,8 @@ class ProcessEngine(AsyncEngine):
     def _put(self, message: Submit) -> None:
         self._topology.submit(message.job, encode(message))
 
-    def _withdraw(self, job: int) -> None:
-        self._topology.to_scheduler.send(Abort(job))
-
-    def _ask(self, number: int, topic: str) -> None:
-        self._topology.to_scheduler.send(StatsRequest(number, topic))
+    def _send_to_scheduler(self, message: Abort | StatsRequest) -> None:
+        self._topology.to_scheduler.send(message)  # never blocks: the socket is unbounded
 
     # -- from the processes ------------------------------------------------------------------------------------
 
@@ -226,7 +196,6 @@ class ProcessEngine(AsyncEngine):
             self._watch(topology, child)
 
     async def _detach(self) -> None:
-        """Leave the processes, and end them."""
         await _cancel(self._reader)
         self._topology.disconnect()
         await asyncio.to_thread(self._topology.stop)
@@ -236,9 +205,9 @@ class ProcessEngine(AsyncEngine):
         try:
             while True:
                 self._deliver(topology.inbox.decode(await inbox.recv()))
-        except Exception as error:  # whatever it was, those who wait must hear of it
-            logger.exception("cannot read what the processes say")
-            self._mark_dead(EngineDead(f"the server cannot read what the engine says: {error}"))
+        except Exception as error:  # of any kind: the waiting clients must get an answer
+            logger.exception("cannot read the processes' messages")
+            self._mark_dead(EngineDead(f"the server cannot read the engine's messages: {error}"))
         finally:
             inbox.close()
 
@@ -268,7 +237,7 @@ class ProcessEngine(AsyncEngine):
             self._mark_dead(error)
 
     def _mark_dead(self, error: EngineDead) -> None:
-        """The processes cannot go on: fail all requests, and start anew or give up."""
+        """Fail all requests, and restart the processes or give up."""
         self._end(error)
         if self._server.restart:
             self._restarting = True
@@ -282,7 +251,7 @@ class ProcessEngine(AsyncEngine):
         task.add_done_callback(self._repairs.discard)
 
     async def _replace(self, topology: Topology, dead: TokenizerLink, error: EngineDead) -> None:
-        """Start another tokenizer. The jobs that the dead one had are lost, those beyond it go on."""
+        """Start another tokenizer. The dead one's jobs are lost; those that it had passed on go on."""
         self._fail(sorted(dead.waiting), error)
         child = topology.replace(dead).child
         self._watch(topology, child)
@@ -293,7 +262,7 @@ class ProcessEngine(AsyncEngine):
                 self._mark_dead(EngineDead(f"a tokenizer could not be restarted: {failure}"))
 
     async def _restart(self) -> None:
-        """End what is left of the processes, and start all anew."""
+        """End the remaining processes, and start all of them again."""
         await self._detach()
         try:
             self._topology = self._launch()
@@ -305,12 +274,14 @@ class ProcessEngine(AsyncEngine):
             return
         self._attach(self._topology)
         self._restarting = False
-        self._reopen()
+        self.error = None
+        if self.draining:
+            self.drain()
         logger.info("the engine has been restarted")
 
 
 def _longest(config: EngineConfig, path: Path) -> int | None:
-    """Most tokens of a request as far as the files tell: the engine is not there yet."""
+    """Most tokens of a request, as far as the checkpoint's files say: the engine has not started yet."""
     if config.max_seq_len is not None:
         return config.max_seq_len
     try:

@@ -1,4 +1,7 @@
-"""What clients send: sampling fields, and the body of a completion."""
+"""Request bodies: the fields that generating endpoints share, and the body of ``/v1/completions``.
+
+Pydantic checks types and unknown fields; `SamplingParams` checks values, and has the better error messages.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,15 @@ from pydantic import (
 
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
-from minisgl.server.messages import Conversation
+from minisgl.server.messages import JobPrompt
 
-_PASSED_ON = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
-"""Sampling parameters that have the same name and meaning in the API, so they are checked in one place only."""
-
-
-Prompt = str | Sequence[int] | Conversation
-"""Text, token ids, or what is to be written in the model's chat template."""
+# Sampling parameters with the same name and meaning in the API
+_SAME_NAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
+_MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0  # seconds
 
 
-_MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0
-
-
-def _show_nulls(schema: dict[str, Any]) -> None:
-    """Let a model's JSON schema tell that null is taken for every field that may be left out, unknown ones included."""
+def _document_nulls(schema: dict[str, Any]) -> None:
+    """State in a JSON schema that null is accepted for every optional field, and for unknown ones."""
     schema["additionalProperties"] = {"type": "null"}
     for name, field in schema.get("properties", {}).items():
         if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
@@ -46,10 +43,12 @@ def _show_nulls(schema: dict[str, Any]) -> None:
 
 
 class ApiObject(BaseModel):
-    """A JSON object of the API: known fields only, and null is the same as not given, in whatever field, since clients
-    send back messages with all the fields that their own models have."""
+    """A JSON object of the API: known fields only, and null is the same as leaving a field out.
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_show_nulls)
+    Clients send messages back with all the fields that their own models have, most of them null.
+    """
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_document_nulls)
 
     @model_validator(mode="before")
     @classmethod
@@ -60,12 +59,12 @@ class ApiObject(BaseModel):
 
 
 def as_list(value: Any) -> Any:
-    """One text is the same as a list of one."""
+    """Accept one text for a list of texts."""
     return [value] if isinstance(value, str) else value
 
 
-def only(value: bool | int) -> Any:
-    """A field that is taken with one value alone: its default, which changes nothing."""
+def only_default(value: bool | int) -> Any:
+    """Accept a field with its default ``value`` only."""
 
     def check(given: Any) -> Any:
         if type(given) is not type(value) or given != value:
@@ -75,150 +74,53 @@ def only(value: bool | int) -> Any:
     return PlainValidator(check, json_schema_input_type=Literal[value])
 
 
-def shown(**limits: Any) -> Any:
-    """Limits for ``/openapi.json`` alone: `SamplingParams` is what holds a field to them, and has the better errors."""
+def documented(**limits: Any) -> Any:
+    """Limits that are stated in ``/openapi.json`` and checked elsewhere."""
     return Field(json_schema_extra=limits)
 
 
-Count = Annotated[StrictInt, shown(minimum=1, maximum=2**31 - 1)]
-"""Of tokens that may be generated."""
-Least = Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)]
-"""Of tokens that must be."""
-Seed = Annotated[StrictInt, shown(minimum=0, maximum=2**63 - 1)]
-NumLogprobs = Annotated[StrictInt, shown(minimum=0, maximum=20)]
-_Share = Annotated[StrictFloat, shown(exclusiveMinimum=0, maximum=1)]
-_Penalty = Annotated[StrictFloat, shown(minimum=-2, maximum=2)]
-_Bias = Annotated[StrictFloat, shown(minimum=-100, maximum=100)]
-_Text = Annotated[StrictStr, shown(minLength=1)]
-_TokenId = Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)]
+MaxTokens = Annotated[StrictInt, documented(minimum=1, maximum=2**31 - 1)]
+MinTokens = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
+Seed = Annotated[StrictInt, documented(minimum=0, maximum=2**63 - 1)]
+NumLogprobs = Annotated[StrictInt, documented(minimum=0, maximum=20)]
+_TopP = Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=1)]
+_Penalty = Annotated[StrictFloat, documented(minimum=-2, maximum=2)]
+_Bias = Annotated[StrictFloat, documented(minimum=-100, maximum=100)]
+_Text = Annotated[StrictStr, documented(minLength=1)]
+_TokenId = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 
 
 class StreamOptions(ApiObject):
-    """What a stream has beside the text."""
+    """Options of a stream."""
 
     include_usage: StrictBool = False
 
 
 class SamplingFields(ApiObject):
-    """Fields that every generating endpoint has, under the same name and with the meaning of `SamplingParams`."""
+    """Fields of every generating endpoint, with the names and meanings of `SamplingParams`."""
 
-    temperature: Annotated[StrictFloat, shown(minimum=0, maximum=100)] | None = None
-    top_p: _Share | None = None
-    min_p: Annotated[StrictFloat, shown(minimum=0, maximum=1)] | None = None
-    top_k: Annotated[StrictInt, shown(minimum=0, maximum=2**31 - 1)] | None = None
-    n: Annotated[StrictInt, shown(minimum=1, maximum=128)] = 1
+    temperature: Annotated[StrictFloat, documented(minimum=0, maximum=100)] | None = None
+    top_p: _TopP | None = None
+    min_p: Annotated[StrictFloat, documented(minimum=0, maximum=1)] | None = None
+    top_k: Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)] | None = None
+    n: Annotated[StrictInt, documented(minimum=1, maximum=128)] = 1
     stop: Annotated[list[_Text] | None, BeforeValidator(as_list, json_schema_input_type=_Text | list[_Text])] = None
     stop_token_ids: list[_TokenId] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[StrictFloat, shown(exclusiveMinimum=0, maximum=10)] | None = None
+    repetition_penalty: Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=10)] | None = None
     ignore_eos: StrictBool = False
 
-    def passed_on(self) -> dict[str, Any]:
-        """Those that were given, for `SamplingParams`."""
-        return self.model_dump(include=_PASSED_ON, exclude_unset=True)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """What a body asks of the engine.
-
-    Args:
-        prompts: what to continue.
-        params: how.
-        streaming: whether the answer is wanted while it is generated.
-        user: that the scheduler is told of; empty for nobody in particular.
-        time_limit: seconds after which the client wants an error rather than the answer.
-    """
-
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    streaming: bool
-    user: str = ""
-    time_limit: float | None = None
-
-
-class Generates(Protocol):
-    """A body that asks for generations, whatever its fields are called."""
-
-    def engine_request(self) -> EngineRequest:
-        """The same for the engine. Raises `InvalidRequest`, naming a field by the engine's name or by its own."""
-
-    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
-        """The error, naming the field as the client knows it."""
-
-
-class GenerationRequest(SamplingFields, ABC):
-    """The fields that OpenAI's two endpoints share. Meaning, limits and defaults are those of `SamplingParams`.
-
-    ``timeout`` is this server's own; ``store`` and ``service_tier`` are taken at their defaults only.
-    """
-
-    model: StrictStr
-    seed: Seed | None = None
-    logit_bias: Annotated[dict[str, _Bias], shown(propertyNames={"pattern": "^[0-9]{1,9}$"})] | None = None
-    min_tokens: Least | None = None
-    stream: StrictBool = False
-    stream_options: StreamOptions | None = None
-    user: StrictStr | None = None
-    timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
-    store: Annotated[bool, only(False)] = False
-    service_tier: Literal["auto", "default"] = "auto"
-
-    @property
-    @abstractmethod
-    def prompts(self) -> Sequence[Prompt]:
-        """What to continue. Raises `InvalidRequest`."""
-
-    @property
-    @abstractmethod
-    def num_logprobs(self) -> int | None:
-        """``logprobs`` of `SamplingParams`."""
-
-    @property
-    @abstractmethod
-    def limit(self) -> int | None:
-        """``max_tokens`` of `SamplingParams`."""
-
-    @property
-    def shows_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def engine_request(self) -> EngineRequest:
-        """See `Generates`."""
-        return EngineRequest(self.prompts, self.engine_params(), self.stream, self.user or "", self.timeout)
-
-    def engine_params(self) -> SamplingParams:
-        """What was given, and nothing else."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "is only allowed with stream: true")
-        given = {**self.passed_on(), **self.constraint()}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
-        return SamplingParams(**given, max_tokens=self.limit, logprobs=self.num_logprobs)
-
-    def in_own_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Most fields have the engine's names."""
-        return error
-
-    @abstractmethod
-    def constraint(self) -> dict[str, str]:
-        """The fields of `SamplingParams` that hold the output to a form."""
-
-
-def _token_id(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InvalidRequest("logit_bias", f"must map token ids to numbers, got the token id {text!r}") from error
+    def given_fields(self) -> dict[str, Any]:
+        """The fields that were given, as arguments of `SamplingParams`."""
+        return self.model_dump(include=_SAME_NAME, exclude_unset=True)
 
 
 _ANY_OBJECT = {"type": "object"}
 
 
 class JsonSchema(ApiObject):
-    """A schema and its name. It holds strictly, whatever ``strict`` says; name and description are for people."""
+    """A schema and its name. It is always strict; ``strict``, name and description change nothing."""
 
     name: StrictStr
     description: StrictStr | None = None
@@ -227,18 +129,14 @@ class JsonSchema(ApiObject):
 
 
 class ResponseFormat(ApiObject):
-    """``text``, ``json_object``, ``json_schema``, or this server's own ``regex``."""
+    """``text``, ``json_object``, ``json_schema``, or the extension ``regex``."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
     regex: StrictStr | None = None
 
     def constraint(self) -> dict[str, str]:
-        """The fields of `SamplingParams` that say the same.
-
-        Raises:
-            InvalidRequest: a field is missing, or belongs to another type.
-        """
+        """The fields of `SamplingParams` with the same meaning. Raises `InvalidRequest`."""
         for name in ("json_schema", "regex"):
             if (getattr(self, name) is None) is (self.type == name):
                 only = "is required with" if self.type == name else "is only allowed with"
@@ -251,8 +149,90 @@ class ResponseFormat(ApiObject):
         return {"json_schema": json.dumps(schema)}
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A body's request in the engine's terms."""
+
+    prompts: Sequence[JobPrompt]
+    params: SamplingParams
+    streaming: bool
+    user: str = ""  # for the scheduler; empty where the client does not say
+    time_limit: float | None = None  # seconds after which the client gets an error instead
+
+
+class GenerationBody(Protocol):
+    """A body of any endpoint that generates."""
+
+    def engine_request(self) -> EngineRequest:
+        """The request for the engine. Raises `InvalidRequest`."""
+
+    def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
+        """The same error with the client's name of the field instead of the engine's."""
+
+
+class OpenAIRequest(SamplingFields, ABC):
+    """The fields that OpenAI's two endpoints share. Meaning, limits and defaults are those of `SamplingParams`.
+
+    ``timeout`` is an extension; ``store`` and ``service_tier`` are accepted at their defaults only.
+    """
+
+    model: StrictStr
+    seed: Seed | None = None
+    logit_bias: Annotated[dict[str, _Bias], documented(propertyNames={"pattern": "^[0-9]{1,9}$"})] | None = None
+    min_tokens: MinTokens | None = None
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = None
+    response_format: ResponseFormat | None = None
+    timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
+    store: Annotated[bool, only_default(False)] = False
+    service_tier: Literal["auto", "default"] = "auto"
+
+    @property
+    @abstractmethod
+    def prompts(self) -> Sequence[JobPrompt]:
+        """The prompts for the engine. Raises `InvalidRequest`."""
+
+    @abstractmethod
+    def own_params(self) -> dict[str, Any]:
+        """``max_tokens`` and ``logprobs`` of `SamplingParams`. Raises `InvalidRequest`."""
+
+    def constraint(self) -> dict[str, str]:
+        """The fields of `SamplingParams` that constrain the output's form. Raises `InvalidRequest`."""
+        return {} if self.response_format is None else self.response_format.constraint()
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether a stream ends with a chunk that counts tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def engine_request(self) -> EngineRequest:
+        """The request for the engine. Raises `InvalidRequest`."""
+        return EngineRequest(self.prompts, self.to_engine_params(), self.stream, self.user or "", self.timeout)
+
+    def to_engine_params(self) -> SamplingParams:
+        """The same by the engine's names. Raises `InvalidRequest`."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "is only allowed with stream: true")
+        given = {**self.given_fields(), **self.constraint()}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        return SamplingParams(**given, **self.own_params())
+
+    def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
+        """The error itself: the fields have the engine's names."""
+        return error
+
+
+def _token_id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise InvalidRequest("logit_bias", f"must map token ids to numbers, got the token id {text!r}") from error
+
+
 def is_ids(value: Any) -> bool:
-    """Whether ``value`` is a list of token ids, as far as can be told without a vocabulary."""
+    """Whether ``value`` is a list of token ids; none is checked against a vocabulary."""
     return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 
@@ -264,43 +244,25 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be a text, a list of token ids, or a list of texts or of lists of token ids, none empty")
 
 
-Ids = Annotated[list[Annotated[int, shown(minimum=0)]], shown(minItems=1)]
-Texts = Annotated[list[str], shown(minItems=1)]
-IdLists = Annotated[list[Ids], shown(minItems=1)]
+Ids = Annotated[list[Annotated[int, documented(minimum=0)]], documented(minItems=1)]
+Texts = Annotated[list[str], documented(minItems=1)]
+IdLists = Annotated[list[Ids], documented(minItems=1)]
 
 
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists),
-]
-"""One prompt or several, as a list."""
+class CompletionRequest(OpenAIRequest):
+    """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` must be 1."""
 
-
-class CompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` is taken at its default."""
-
-    prompt: Prompts
-    max_tokens: Count = 16
+    prompt: Annotated[
+        list[str | list[int]], PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists)
+    ]
+    max_tokens: MaxTokens = 16
     logprobs: NumLogprobs | None = None
     echo: StrictBool = False
-    best_of: Annotated[int, only(1)] = 1
-    response_format: ResponseFormat | None = None
+    best_of: Annotated[int, only_default(1)] = 1
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """As given."""
         return self.prompt
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """The count itself."""
-        return self.logprobs
-
-    @property
-    def limit(self) -> int | None:
-        """As given, 16 by default."""
-        return self.max_tokens
-
-    def constraint(self) -> dict[str, str]:
-        """Of ``response_format``."""
-        return {} if self.response_format is None else self.response_format.constraint()
+    def own_params(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -42,44 +40,29 @@ from minisgl.server.sockets import JOBS, STEPS, Receiver, Sender, address
 
 logger = logging.getLogger(__name__)
 
-
-Views = Mapping[str, Callable[[], bytes]]
-"""What can be asked about an engine, by topic; called between two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    job: int
-    followed: bool
-    """Whether its tokens are sent step by step: they are read as they come, or may contain a stop string."""
+Views = Mapping[str, Callable[[], bytes]]  # the answer to each topic of a `StatsRequest`; called between two steps
+IDLE_SECONDS = 0.5  # longest sleep of an idle engine
 
 
 class EngineStage:
-    """Runs an `EngineCore`, which belongs to it. Keeps one state for each unfinished job and choice.
-
-    Args:
-        core: the engine.
-        views: answers to questions about it.
-    """
+    """Runs an `EngineCore`: jobs in, `Progress` out. Keeps one state for each unfinished job and choice."""
 
     def __init__(self, core: EngineCore, views: Views | None = None) -> None:
         self._core = core
         self._views = views or {}
-        self._jobs: dict[int, set[int]] = {}
-        """Unfinished requests of each job."""
-        self._choices: dict[int, _Choice] = {}
-        """By the requests' numbers."""
-        self._unstarted: set[int] = set()
-        """Those of them that have not been reported as started, which is when they leave the queue."""
+        self._jobs: dict[int, set[int]] = {}  # unfinished requests of each job
+        self._job_of: dict[int, int] = {}  # by uid
+        self._step_by_step: set[int] = set()  # uids whose tokens are sent as they come: streamed, or with stop strings
+        self._unstarted: set[int] = set()  # uids that have not been reported to have left the queue
         self._progress = Progress()
 
     @property
     def has_work(self) -> bool:
         """Whether another step has something to do or to report."""
-        return self._core.has_work or bool(self._choices) or bool(self._progress)
+        return self._core.has_work or bool(self._job_of) or bool(self._progress)
 
     def take(self, message: ToScheduler) -> None:
-        """Act on a message. What there is to report about it comes with the next step."""
+        """Handle a message. Its outcome is reported by the next `step`."""
         match message:
             case Tokenized():
                 self._submit(message)
@@ -91,12 +74,12 @@ class EngineStage:
                 self._answer(message)
 
     def step(self) -> Progress:
-        """Run one step, if there is one to run, and report what is new since the last."""
+        """Run one step, if there is work, and report what is new since the last."""
         output = self._core.step()
         progress, self._progress = self._progress, Progress()
         progress.started = self._started(output)
         progress.tokens = self._tokens(output)
-        progress.finished = [self._forget(request) for request in output.finished if request.uid in self._choices]
+        progress.finished = [self._forget(request) for request in output.finished if request.uid in self._job_of]
         return progress
 
     def _submit(self, job: Tokenized) -> None:
@@ -104,8 +87,12 @@ class EngineStage:
         requests: list[Request] = []
         try:
             params = SamplingParams(**job.params)
+            processor = self._core.input_processor
             for prompt in job.prompts:
-                requests += self._requests(prompt, params, job)
+                token_ids = memoryview(prompt).cast("i")
+                choices = processor.process(token_ids, params, job.streaming, job.user)
+                processor.check_fits(choices[0])
+                requests += choices
             for request in requests:
                 self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
@@ -116,17 +103,13 @@ class EngineStage:
             return
         uids = [request.uid for request in requests]
         self._jobs[job.job] = set(uids)
-        self._choices |= dict.fromkeys(uids, _Choice(job.job, job.streaming or bool(params.stop)))
+        self._job_of |= dict.fromkeys(uids, job.job)
+        if job.streaming or params.stop:
+            self._step_by_step.update(uids)
         self._unstarted.update(uids)
         prompt_lens = [request.prompt_len for request in requests[:: params.n]]
         accepted = RequestAccepted(job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens)
         self._progress.accepted.append(accepted)
-
-    def _requests(self, prompt: bytes, params: SamplingParams, job: Tokenized) -> list[Request]:
-        processor = self._core.input_processor
-        requests = processor.process(memoryview(prompt).cast("i"), params, job.streaming, job.user)
-        processor.check_fits(requests[0])
-        return requests
 
     def _end(self, uids: Iterable[int], reason: FinishReason) -> None:
         for uid in list(uids):
@@ -135,7 +118,7 @@ class EngineStage:
     def _answer(self, request: StatsRequest) -> None:
         view = self._views.get(request.topic)
         content = b"" if view is None else view()
-        states = {"scheduler": len(self._jobs) + len(self._choices)}
+        states = {"scheduler": len(self._jobs) + len(self._job_of)}
         self._progress.stats.append(StatsReply(request.number, content, states))
 
     def _started(self, output: StepOutput) -> list[Started]:
@@ -150,48 +133,25 @@ class EngineStage:
         return [
             Token(event.request.uid, event.token_id, event.logprobs)
             for event in output.events
-            if (choice := self._choices.get(event.request.uid)) is not None and choice.followed
+            if event.request.uid in self._step_by_step
         ]
 
     def _forget(self, request: Request) -> Finished:
-        choice = self._choices.pop(request.uid)
-        unfinished = self._jobs[choice.job]
-        unfinished.remove(request.uid)
-        if not unfinished:
-            del self._jobs[choice.job]
+        uid = request.uid
+        job = self._job_of.pop(uid)
+        self._jobs[job].remove(uid)
+        if not self._jobs[job]:
+            del self._jobs[job]
         assert request.finish_reason is not None
         reason = request.finish_reason.value
-        if choice.followed:
-            return Finished(request.uid, reason, request.error)
-        return Finished(request.uid, reason, request.error, request.output, request.logprobs)
+        if uid in self._step_by_step:
+            self._step_by_step.remove(uid)
+            return Finished(uid, reason, request.error)
+        return Finished(uid, reason, request.error, request.output, request.logprobs)
 
 
-MAX_EVENTS = 50_000
-"""Events that are kept; a step has about six. Enough for some minutes of decoding, and for a file of some megabytes."""
-
-
-@contextmanager
-def recording(core: EngineCore, path: str) -> Iterator[None]:
-    """Record the engine's steps inside the ``with`` block, and write the last ones in Chrome's trace format.
-
-    Enter it before the engine's thread starts, and leave it after that has ended.
-
-    Raises:
-        ConfigError: the file cannot be written. This is found out at the beginning.
-    """
-    try:
-        Path(path).touch()
-    except OSError as error:
-        raise ConfigError(f"trace: cannot write {path} ({error.strerror}); choose another file") from error
-    with core.trace(limit=MAX_EVENTS) as trace:
-        try:
-            yield
-        finally:
-            trace.export(path)
-
-
-def views_of(core: EngineCore) -> Views:
-    """All views of an engine, to be called between two steps. From now on a `LiveView` follows its steps."""
+def engine_views(core: EngineCore) -> Views:
+    """All views of an engine, to be called between two steps. From now on a `LiveView` observes its steps."""
     live = LiveView(core)
     return {
         STATS: lambda: msgspec.msgpack.encode(_stats(core)),
@@ -206,8 +166,30 @@ def _stats(core: EngineCore) -> EngineStats:
     return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached)
 
 
-PATIENCE = 0.5
-"""Seconds for which an idle engine sleeps at most."""
+MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minutes of decoding, some megabytes
+
+
+@contextmanager
+def record_trace(core: EngineCore, path: str | None) -> Iterator[None]:
+    """Record the engine's steps inside the ``with`` block, and write the last ones in Chrome's trace format.
+
+    Without a path, do nothing. Enter it before the engine's thread starts, and leave it after that has ended.
+
+    Raises:
+        ConfigError: the file cannot be written; found out on entry.
+    """
+    if path is None:
+        yield
+        return
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise ConfigError(f"trace: cannot write {path} ({error.strerror}); choose another file") from error
+    with core.trace(limit=MAX_EVENTS) as trace:
+        try:
+            yield
+        finally:
+            trace.export(path)
 
 
 def main() -> None:
@@ -216,12 +198,11 @@ def main() -> None:
         context, directory = zmq.Context(), Path(options.directory)
         inbox = Receiver[ToScheduler](context, address(directory, options.name), ToScheduler, JOBS)
         detokenizer = Sender(context, address(directory, "detokenizer"), STEPS)
-        recorded = nullcontext if options.trace is None else partial(recording, path=options.trace)
-        with EngineCore(options.engine) as core, recorded(core):
-            stage = EngineStage(core, views_of(core))
+        with EngineCore(options.engine) as core, record_trace(core, options.trace):
+            stage = EngineStage(core, engine_views(core))
             report(Ready({"max_seq_len": core.max_seq_len}))
             while True:
-                for message in inbox.receive_all(0.0 if stage.has_work else PATIENCE):
+                for message in inbox.receive_all(0.0 if stage.has_work else IDLE_SECONDS):
                     stage.take(message)
                 if not stage.has_work:
                     core.check()

@@ -1,14 +1,14 @@
 """Sockets that carry typed messages one way: ZeroMQ's PUSH and PULL over files that only their owner can reach.
 
-Nothing is dropped without a word and nobody waits in a circle:
+No message is dropped silently, and the processes cannot deadlock:
 
-- A socket holds a bounded number of messages (its high-water mark). At the bound, the sender *blocks*, tokenizer →
-  scheduler → detokenizer → API process, so that a slow process slows down those before it; or the sender is *refused*,
-  API process → tokenizer, so that the event loop never waits: the client hears 503.
-- The API process always reads. So the chain of processes that may block ends at one that does not, and each gets on.
-- Against the chain, to the scheduler, go stops from the detokenizer, and aborts and questions from the API process. If
-  these senders blocked, the circle would be closed. They never do: their sockets have no bound of their own, and need
-  none: a request is stopped and a job aborted at most once, and whoever asks waits for one answer at a time.
+- A socket holds a bounded number of messages (its high-water mark). At the bound, the sender *blocks* (tokenizer →
+  scheduler → detokenizer → API process), so that a slow process slows down those before it; or the sender is *refused*
+  (API process → tokenizer), so that the event loop never waits and the client gets a 503.
+- The API process always reads. So the chain of processes that may block ends at one that never does.
+- Stops from the detokenizer, and aborts and stats requests from the API process, go against the chain, to the
+  scheduler. If they could block, the circle would be closed. Their sockets are unbounded, which is safe: a request is
+  stopped and a job aborted at most once, and a stats request waits for the answer to the one before.
 """
 
 from __future__ import annotations
@@ -23,30 +23,19 @@ import zmq
 from minisgl.child_process import BEAT_INTERVAL, beat
 
 M = TypeVar("M")
-
-
-STEPS = 64
-"""High-water mark, in messages, of sockets that carry one message a step."""
-JOBS = 1024
-"""High-water mark of sockets that carry one message a job."""
+STEPS = 64  # high-water mark, in messages, of sockets that carry one message a step
+JOBS = 1024  # high-water mark of sockets that carry one message a job
 UNBOUNDED = 0
-_NAP = int(1000 * BEAT_INTERVAL)
-"""Milliseconds of a wait, after which a child sends a heartbeat and waits again."""
+_POLL_MS = int(1000 * BEAT_INTERVAL)  # longest wait; then a child sends a heartbeat and waits again
 
 
 def address(directory: Path, name: str) -> str:
-    """Where the process ``name`` receives, for all that share ``directory``."""
+    """Where the process ``name`` receives messages from processes that share ``directory``."""
     return f"ipc://{directory / name}"
 
 
 class Sender:
-    """The sending end. Whoever receives may come later: until then, messages wait here.
-
-    Args:
-        context: the process's.
-        where: see `address`.
-        bound: most messages that wait, or `UNBOUNDED`.
-    """
+    """The sending end. Up to ``bound`` messages wait here; the receiver may be started later."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, bound: int) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -59,10 +48,10 @@ class Sender:
         frame = msgspec.msgpack.encode(message)
         while not self.offer(frame):
             beat()
-            self._socket.poll(_NAP, zmq.POLLOUT)
+            self._socket.poll(_POLL_MS, zmq.POLLOUT)
 
     def offer(self, frame: bytes) -> bool:
-        """Send an encoded message unless the bound is reached. Never blocks; returns whether it was sent."""
+        """Send an encoded message unless the bound is reached, without blocking; returns whether it was sent."""
         try:
             self._socket.send(frame, zmq.DONTWAIT)
         except zmq.Again:
@@ -70,19 +59,12 @@ class Sender:
         return True
 
     def close(self) -> None:
-        """Drop what has not left yet."""
+        """Close, and drop unsent messages."""
         self._socket.close()
 
 
 class Receiver(Generic[M]):
-    """The receiving end.
-
-    Args:
-        context: the process's.
-        where: see `address`.
-        kind: type of the messages, or a union of types.
-        bound: most messages that wait on this side.
-    """
+    """The receiving end: decodes messages of type ``kind``, which may be a union. Up to ``bound`` wait on this side."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], where: str, kind: type[M] | UnionType, bound: int
@@ -94,21 +76,21 @@ class Receiver(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
     def decode(self, frame: bytes) -> M:
-        """The message in ``frame``."""
+        """Decode one message."""
         return cast(M, self._decoder.decode(frame))
 
     def receive(self) -> M:
         """The next message; blocks until there is one."""
         beat()
-        while not self.socket.poll(_NAP):
+        while not self.socket.poll(_POLL_MS):
             beat()
         return self.decode(self.socket.recv())
 
-    def receive_all(self, patience: float) -> list[M]:
-        """All messages that have come; if there are none, waits up to ``patience`` seconds for the first."""
+    def receive_all(self, timeout: float) -> list[M]:
+        """All messages that have come; if there are none, wait up to ``timeout`` seconds for the first."""
         beat()
         messages: list[M] = []
-        self.socket.poll(int(patience * 1000))
+        self.socket.poll(int(timeout * 1000))
         while True:
             try:
                 messages.append(self.decode(self.socket.recv(zmq.DONTWAIT)))
@@ -116,5 +98,5 @@ class Receiver(Generic[M]):
                 return messages
 
     def close(self) -> None:
-        """Drop what has not been read, and remove the file."""
+        """Close, drop unread messages, and remove the file."""
         self.socket.close()

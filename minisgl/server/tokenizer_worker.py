@@ -9,7 +9,16 @@ import zmq
 
 from minisgl.child_process import Ready, child_process
 from minisgl.errors import Failure, MiniSGLError
-from minisgl.server.messages import Conversation, Prompt, Rejected, Submit, TokenIds, Tokenized, TokenizerOptions, pack
+from minisgl.server.messages import (
+    Conversation,
+    PackedPrompt,
+    Rejected,
+    Submit,
+    TokenIds,
+    Tokenized,
+    TokenizerOptions,
+    pack,
+)
 from minisgl.server.sockets import JOBS, Receiver, Sender, address
 from minisgl.tokenizer import Tokenizer
 
@@ -17,12 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerStage:
-    """Tokenizes jobs, one after the other. Keeps nothing between them.
+    """Tokenizes jobs one after the other, and keeps nothing between them.
 
-    Args:
-        tokenizer: the model's.
-        limit: most tokens of a request, or None where nobody knows. Texts that cannot have so few are refused before
-            they are tokenized.
+    ``limit`` is the most tokens of a request, if known: longer texts are refused before they are tokenized.
     """
 
     def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
@@ -30,7 +36,7 @@ class TokenizerStage:
         self._limit = limit
 
     def tokenize(self, job: Submit) -> Tokenized | Rejected:
-        """The job with tokens for its texts. What is wrong with these, or with the template, ends this job alone."""
+        """Tokenize a job's texts. An error in them, or in the chat template, ends this job alone."""
         try:
             prompts = [self._token_ids(prompt) for prompt in job.prompts]
         except Exception as error:
@@ -39,7 +45,7 @@ class TokenizerStage:
             return Rejected(job.job, Failure.of(error))
         return Tokenized(job.job, prompts, job.params, job.streaming, job.user)
 
-    def _token_ids(self, prompt: Prompt) -> bytes:
+    def _token_ids(self, prompt: PackedPrompt) -> bytes:
         if isinstance(prompt, TokenIds):
             return prompt.data
         if isinstance(prompt, Conversation):

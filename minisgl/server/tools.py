@@ -1,4 +1,4 @@
-"""Tools: how a request offers and forces them, and how calls are read out of a model's text."""
+"""Tool calls: how a request offers and forces them, and how calls are parsed from a model's text."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from pydantic import PlainValidator, StrictBool, StrictStr, StringConstraints, V
 from minisgl.errors import InvalidRequest
 from minisgl.server.requests import ApiObject
 
-_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
-
-
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-
-
-FunctionName = Annotated[StrictStr, StringConstraints(pattern=_NAME)]
+FunctionName = Annotated[StrictStr, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(ApiObject):
-    """What a model is told of a function. ``parameters`` is a JSON schema; none means no parameters."""
+    """A function's description for the model. ``parameters`` is a JSON schema; none means no parameters."""
 
     name: FunctionName
     description: StrictStr | None = None
@@ -37,7 +32,7 @@ class Tool(ApiObject):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it; ``strict`` is nothing to tell the model."""
+        """The tool as chat templates expect it, without ``strict``."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": self.type, "function": function}
 
@@ -72,11 +67,7 @@ ToolChoice = Annotated[
 
 
 def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[Tool]:
-    """The functions among which the model may choose.
-
-    Raises:
-        InvalidRequest: the choice needs functions that are not there, or one is there twice.
-    """
+    """The functions that the model may call. Raises `InvalidRequest` for a wrong choice or repeated names."""
     if tools is None:
         if choice not in (None, "none"):
             raise InvalidRequest("tool_choice", "is only allowed with tools")
@@ -96,25 +87,17 @@ def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[
 
 def forced_call(tools: list[Tool]) -> dict[str, str]:
     """The fields of `SamplingParams` that make the answer a call of one of ``tools``."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": _moved(
-                    tool.function.parameters or _NO_PARAMETERS, f"#/anyOf/{index}/properties/arguments"
-                ),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for index, tool in enumerate(tools)
-    ]
+    calls = []
+    for index, tool in enumerate(tools):
+        parameters = _moved(tool.function.parameters or _NO_PARAMETERS, f"#/anyOf/{index}/properties/arguments")
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        fixed = {"required": ["name", "arguments"], "additionalProperties": False}
+        calls.append({"type": "object", "properties": properties, **fixed})
     return {"json_schema": json.dumps({"anyOf": calls})}
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at ``place`` of another one: references to its own parts start there."""
+    """Adapt a schema to its new ``place`` within another one: its local references start there."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
@@ -131,7 +114,7 @@ _BLANK = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call: which function, and its arguments as JSON text."""
+    """A parsed call; ``arguments`` is JSON text."""
 
     name: str
     arguments: str
@@ -139,23 +122,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a family of models writes a call: a JSON object with the function's name and arguments.
+    """How a family of models writes a call: a JSON object with the function's name and arguments."""
 
-    Args:
-        openings: what may come before the object, the empty string included.
-        first_keys: with what the object begins, without spaces.
-        closing: what follows the object.
-        arguments: the object's key of the arguments.
-        separators: characters that may come before a call and mean nothing.
-        anywhere: whether a call may follow other text, or only begin the answer.
-    """
-
-    openings: tuple[str, ...]
-    first_keys: tuple[str, ...]
-    closing: str
-    arguments: str
-    separators: str = _BLANK
-    anywhere: bool = False
+    openings: tuple[str, ...]  # may come before the object, the empty string included
+    first_keys: tuple[str, ...]  # the object begins with one of these, without spaces
+    closing: str  # follows the object
+    arguments: str  # the object's key of the arguments
+    separators: str = _BLANK  # characters that may come before a call and mean nothing
+    anywhere: bool = False  # a call may follow other text, instead of only beginning the answer
 
     def begins(self, text: str) -> bool | None:
         """Whether a call begins with ``text``; None if more of it must be seen."""
@@ -172,12 +146,12 @@ TOOL_PARSERS: Mapping[str, ToolSyntax] = {
         ("", "<|python_tag|>"), ('{"name":', '{"type":"function"'), "", "parameters", separators=_BLANK + ";"
     ),
 }
+# A call that ``tool_choice`` demands has the form of our JSON schema, not the model's own
 FORCED = ToolSyntax(("",), ('{"name":',), "", "arguments")
-"""The form that a JSON schema gives to a call which ``tool_choice`` demands, whatever the model was trained on."""
 
 
 def syntax_for(parser: str, template: str | None) -> ToolSyntax | None:
-    """The syntax of the option ``--tool-parser``, or what the chat template tells; None if tools cannot be used."""
+    """The syntax by the option ``--tool-parser`` or by the chat template; None if the model cannot call tools."""
     if template is None or "tools" not in template or parser == "none":
         return None
     if parser != "auto":
@@ -192,12 +166,8 @@ def syntax_for(parser: str, template: str | None) -> ToolSyntax | None:
 class CallReader:
     """Separates one answer into text and calls, while it arrives in pieces of any size.
 
-    Only what may be the beginning of a call is held back. A call leaves whole, because only then is it certain that it
-    is one: valid JSON that names one of the request's functions. What turns out to be none leaves as text, unchanged.
-
-    Args:
-        syntax: of the model.
-        names: of the functions that can be called.
+    Text is held back only while it may be the beginning of a call. A call is returned whole, once it is known to be
+    valid JSON that names one of the request's functions; text that turns out to be no call is returned unchanged.
     """
 
     def __init__(self, syntax: ToolSyntax, names: Container[str]) -> None:
@@ -209,7 +179,7 @@ class CallReader:
         self._called = False
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """Take more of the answer; returns what is certain now, in order."""
+        """Add text of the answer; returns the text and calls that are certain now, in order."""
         self._held += text
         pieces: list[str | ToolCall] = []
         while self._held:
@@ -220,12 +190,12 @@ class CallReader:
         return pieces
 
     def finish(self) -> list[str | ToolCall]:
-        """The rest, when the answer has ended."""
+        """The remaining text and calls, when the answer has ended."""
         pieces: list[str | ToolCall] = []
         while self._held.strip(self._syntax.separators):
             self._decide(pieces, complete=True)
             self._send(pieces, self._find())
-        if not self._called:  # else it is the end of the line after the last call
+        if not self._called:  # otherwise it is the line end after the last call
             self._send(pieces, len(self._held))
         return pieces
 
@@ -241,7 +211,7 @@ class CallReader:
         return len(held[:start].rstrip(syntax.separators))
 
     def _decide(self, pieces: list[str | ToolCall], complete: bool) -> bool:
-        """Take a call, or the proof that there is none, off the front of the held text. False if neither is certain."""
+        """Move a call, or text that cannot begin one, from the held text to ``pieces``. False if neither is certain."""
         if not self._object.begun:
             begins = self._syntax.begins(self._held)
             if begins is None and not complete:
@@ -268,7 +238,7 @@ class CallReader:
         return True
 
     def _reject(self, pieces: list[str | ToolCall]) -> bool:
-        """What is held begins no call; another one may begin after its first character."""
+        """The held text begins no call; another one may begin after its first character."""
         blanks = len(self._held) - len(self._held.lstrip(self._syntax.separators))
         self._send(pieces, blanks + 1)
         self._object = _ObjectEnd()
@@ -292,7 +262,7 @@ class CallReader:
 
 
 class _ObjectEnd:
-    """Looks for the end of a JSON object in a text that grows; reads every character once."""
+    """Finds the end of a JSON object in a growing text; reads every character once."""
 
     def __init__(self) -> None:
         self.start = -1
@@ -307,11 +277,10 @@ class _ObjectEnd:
         return self.start >= 0
 
     def begin(self, start: int) -> None:
-        """The object begins at ``start``."""
         self.start = self._read = start
 
     def find(self, text: str) -> int | None:
-        """Index after the object's last brace, or None if it has not come yet."""
+        """Index after the object's last brace, or None if it has not arrived."""
         while self._end is None and self._read < len(text):
             self._step(text[self._read])
             self._read += 1
@@ -332,10 +301,10 @@ class _ObjectEnd:
 
 
 def _overlap(text: str, opening: str) -> int:
-    """Length of the longest end of ``text`` with which ``opening`` begins."""
+    """Length of the longest end of ``text`` that ``opening`` begins with."""
     lengths = range(min(len(text), len(opening) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(opening[:length])), 0)
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON's")
+    raise ValueError(f"{word} is not a JSON number")

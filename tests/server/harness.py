@@ -21,7 +21,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.in_process import InProcessEngine
 from minisgl.server.launch import Server, bind
 from minisgl.server.process_engine import ProcessEngine
-from minisgl.server.scheduler_worker import views_of
+from minisgl.server.scheduler_worker import engine_views
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import TEMPLATE, byte_level, save
 
@@ -146,7 +146,7 @@ class RunningServer(ServerThread):
     def __init__(self, checkpoint: Path, config: ServerConfig | None = None, **options: Any) -> None:
         self.core = GatedCore(EngineConfig(model=str(checkpoint), **{**TINY, **options}))
         self.gate = self.core.gate
-        super().__init__(InProcessEngine(self.core, views_of(self.core)), config or ServerConfig())
+        super().__init__(InProcessEngine(self.core, engine_views(self.core)), config or ServerConfig())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

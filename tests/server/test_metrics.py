@@ -135,7 +135,7 @@ def test_every_request_leaves_one_line_without_its_text(
         assert "quick" not in TextFormatter("api").format(record)
 
 
-def test_an_error_that_nobody_foresaw_is_for_the_log_alone(
+def test_an_unexpected_error_is_for_the_log_alone(
     watched: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def submit(*args: object) -> None:

@@ -17,7 +17,7 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.chat_request import ChatRequest
 from minisgl.server.native_routes import GenerateRequest
-from minisgl.server.replies import ChatReply, CompletionReply, ErrorReply, GenerateReply, ModelList
+from minisgl.server.openapi import ChatReply, CompletionReply, ErrorReply, GenerateReply, ModelList
 from minisgl.server.requests import CompletionRequest
 from tests.server.harness import MESSAGES, RunningServer, chat_checkpoint
 from tests.server.templates import QWEN

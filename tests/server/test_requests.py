@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.chat_request import ChatRequest
-from minisgl.server.requests import CompletionRequest, GenerationRequest
+from minisgl.server.requests import CompletionRequest, OpenAIRequest
 from tests.server.harness import RunningServer
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -37,43 +37,45 @@ SAMPLING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_every_sampling_field_is_passed_on(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
-    given = kind(**body, **SAMPLING, logit_bias={"7": -3}).engine_params()
+def test_every_sampling_field_is_passed_on(kind: type[OpenAIRequest], body: dict[str, Any]) -> None:
+    given = kind(**body, **SAMPLING, logit_bias={"7": -3}).to_engine_params()
     assert given == SamplingParams(**SAMPLING, logit_bias={7: -3.0})
 
 
 def test_defaults_are_those_of_the_api() -> None:
-    assert ChatRequest(**CHAT).engine_params() == SamplingParams(max_tokens=None)
-    assert CompletionRequest(**COMPLETION).engine_params() == SamplingParams(max_tokens=16)
+    assert ChatRequest(**CHAT).to_engine_params() == SamplingParams(max_tokens=None)
+    assert CompletionRequest(**COMPLETION).to_engine_params() == SamplingParams(max_tokens=16)
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_null_is_the_same_as_not_given(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+def test_null_is_the_same_as_not_given(kind: type[OpenAIRequest], body: dict[str, Any]) -> None:
     nulls = dict.fromkeys([*SAMPLING, "stream", "stream_options", "user", "logprobs", "tools"])
     assert kind(**body, **nulls) == kind(**body)
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
 @pytest.mark.parametrize("field", ["suffix", "functions", "chat_template", "prediction", "temprature", "priority"])
-def test_unknown_fields_are_refused(kind: type[GenerationRequest], body: dict[str, Any], field: str) -> None:
+def test_unknown_fields_are_refused(kind: type[OpenAIRequest], body: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         kind(**body, **{field: 1})
     assert caught.value.errors()[0]["loc"] == (field,)
 
 
 def test_logprobs_of_the_two_endpoints() -> None:
-    assert CompletionRequest(**COMPLETION, logprobs=4).engine_params().logprobs == 4
-    assert ChatRequest(**CHAT, logprobs=True).engine_params().logprobs == 0
-    assert ChatRequest(**CHAT, logprobs=True, top_logprobs=4).engine_params().logprobs == 4
-    assert ChatRequest(**CHAT, logprobs=False).engine_params().logprobs is None
+    assert CompletionRequest(**COMPLETION, logprobs=4).to_engine_params().logprobs == 4
+    assert ChatRequest(**CHAT, logprobs=True).to_engine_params().logprobs == 0
+    assert ChatRequest(**CHAT, logprobs=True, top_logprobs=4).to_engine_params().logprobs == 4
+    assert ChatRequest(**CHAT, logprobs=False).to_engine_params().logprobs is None
     with pytest.raises(InvalidRequest, match="top_logprobs"):
-        ChatRequest(**CHAT, top_logprobs=4).engine_params()
+        ChatRequest(**CHAT, top_logprobs=4).to_engine_params()
 
 
 def test_only_one_name_for_the_length() -> None:
-    assert ChatRequest(**CHAT, max_completion_tokens=9).engine_params().max_tokens == 9
+    assert ChatRequest(**CHAT, max_completion_tokens=9).to_engine_params().max_tokens == 9
     with pytest.raises(InvalidRequest, match="max_completion_tokens"):
-        ChatRequest(**CHAT, max_completion_tokens=9, max_tokens=9).engine_params()
+        ChatRequest(**CHAT, max_completion_tokens=9, max_tokens=9).to_engine_params()
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        ChatRequest(**CHAT, max_completion_tokens=0).to_engine_params()  # not the same as no limit
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -137,9 +139,9 @@ def test_parts_must_fit_the_type(form: dict[str, Any], field: str) -> None:
 
 def test_errors_of_the_sampler_are_told_in_the_clients_words() -> None:
     body = ChatRequest(model="m", messages=[{"role": "user", "content": "hi"}])
-    assert body.in_own_words(InvalidRequest("json_schema", "is bad")).field == "response_format"
+    assert body.with_client_field(InvalidRequest("json_schema", "is bad")).field == "response_format"
     forced = body.model_copy(update={"tool_choice": "required"})
-    assert forced.in_own_words(InvalidRequest("json_schema", "is bad")).field == "tool_choice"
+    assert forced.with_client_field(InvalidRequest("json_schema", "is bad")).field == "tool_choice"
 
 
 @pytest.mark.parametrize("stream", [False, True])

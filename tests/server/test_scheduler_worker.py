@@ -12,7 +12,7 @@ import pytest
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
-from minisgl.server import scheduler_worker as recording
+from minisgl.server import scheduler_worker
 from minisgl.server.messages import (
     Abort,
     Finished,
@@ -176,11 +176,11 @@ def test_one_token_too_many_is_never_sent(llm: LLM) -> None:
 def test_the_last_steps_are_written_when_it_is_over(
     reference: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MAX_EVENTS", 40)
+    monkeypatch.setattr(scheduler_worker, "MAX_EVENTS", 40)
     file = tmp_path / "trace.json"
 
     def serve() -> None:
-        with recording.recording(reference.core, str(file)):
+        with scheduler_worker.record_trace(reference.core, str(file)):
             reference.generate([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True))
             raise SystemExit(0)  # the way in which signals end a server
 
@@ -195,6 +195,6 @@ def test_the_last_steps_are_written_when_it_is_over(
 def test_a_file_that_cannot_be_written_is_found_out_at_once(reference: LLM, tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"^trace: cannot write"),
-        recording.recording(reference.core, str(tmp_path / "nowhere" / "trace.json")),
+        scheduler_worker.record_trace(reference.core, str(tmp_path / "nowhere" / "trace.json")),
     ):
         pass

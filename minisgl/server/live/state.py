@@ -1,6 +1,6 @@
-"""The answer to the live page's question: the engine's state. Plain data of bounded size.
+"""The engine's state as the live page shows it, plain data of bounded size, and the feed that fetches it.
 
-Times are seconds of the engine's ``time.perf_counter``, to be compared with each other alone.
+Times are seconds of the engine's ``time.perf_counter``: compare them with each other only.
 """
 
 from __future__ import annotations
@@ -12,178 +12,108 @@ import msgspec
 
 from minisgl.errors import MiniSGLError
 
-LIVE = "live"
-"""What the engine is asked for."""
-
-
+LIVE = "live"  # the topic of a `StatsRequest` whose answer is a `LiveState`
 MOST_NODES = 200
 MOST_RUNNING = 64
 MOST_WAITING = 32
 MOST_FINISHED = 24
 MOST_CELLS = 4096
 MOST_SLICES = 32
-HEAD = 24
-"""Tokens that a node of the tree shows, and a request."""
+HEAD = 24  # tokens shown of a tree node, and of a request
 MOST_NODE_PAGES = 64
 
 
 class LiveNode(msgspec.Struct):
-    """A node of the radix tree, or a chain of blocks that the block hashes hold.
+    """A node of the radix tree, or a chain of blocks in the block-hash cache."""
 
-    Args:
-        uid: names the node; the root is 0 and is not sent.
-        parent: uid of the node above it.
-        tokens: on the edge that leads to it.
-        num_pages: that hold them.
-        pages: the first `MOST_NODE_PAGES` of these.
-        locks: of running requests, on prefixes that run through it; a node with none can be evicted.
-        last_used: logical time of the last match or insert through it. Of hashed blocks, no time is known: 0.
-        head: its first tokens.
-        text: what they spell. Filled in where there is a tokenizer: the engine has none.
-    """
-
-    uid: int
-    parent: int
-    tokens: int
+    uid: int  # the root is 0 and is not sent
+    parent: int  # uid of the node above it
+    tokens: int  # on the edge that leads to it
     num_pages: int
-    pages: list[int]
-    locks: int
-    last_used: int
-    head: list[int]
-    text: str = ""
+    pages: list[int]  # the first `MOST_NODE_PAGES`
+    locks: int  # running requests whose prefix runs through it; a node without any can be evicted
+    last_used: int  # logical time of the last match or insert; 0 for hashed blocks, which have none
+    head: list[int]  # its first tokens
+    text: str = ""  # the same as text; filled in by the API process, because the engine has no tokenizer
 
 
 class LiveRequest(msgspec.Struct):
-    """A request that runs, waits, or has just finished.
-
-    Args:
-        uid: the engine's number of it.
-        user: as its client called itself.
-        state: value of its `RequestState`.
-        prompt: tokens of its prompt.
-        cached: of these, how many the prefix cache had when it was admitted.
-        computed: tokens whose KV is there, or is being computed.
-        generated: new tokens that are known.
-        room: most new tokens that it may have.
-        pages: in its row of the page table.
-        shared: of these, how many another running request reads as well.
-        node: the last node of the tree that it reads; 0 is none.
-        preemptions: how often it lost its pages.
-        arrived, admitted, first_token, finished: when; 0 is not yet.
-        reason: why it finished; empty while it has not.
-        tail: its last tokens, generated ones if there are any.
-        text: what they spell.
-    """
+    """A request that runs, waits, or has just finished."""
 
     uid: int
     user: str
-    state: str
-    prompt: int
-    cached: int
-    computed: int
+    state: str  # value of its `RequestState`
+    prompt: int  # tokens of its prompt
+    cached: int  # of these, found in the prefix cache at admission
+    computed: int  # tokens whose KV is there, or is being computed
     generated: int
-    room: int
-    pages: int
-    shared: int
-    node: int
+    room: int  # most new tokens that it may have
+    pages: int  # in its row of the page table
+    shared: int  # of these, read by another running request as well
+    node: int  # the last tree node that it reads; 0 is none
     preemptions: int
-    arrived: float
+    arrived: float  # these four: 0 until it has happened
     admitted: float
     first_token: float
     finished: float
-    reason: str
-    tail: list[int]
+    reason: str  # why it finished; empty until then
+    tail: list[int]  # its last tokens, generated ones if there are any
     text: str = ""
 
 
 class PageRun(msgspec.Struct, frozen=True):
-    """Neighbouring cells of the page map that are alike.
-
-    Args:
-        count: how many.
-        use: ``free``, ``private`` or ``cached``.
-        number: uid of the request that has them to itself, or how many running requests read them.
-    """
+    """Neighbouring cells of the page map that are alike."""
 
     count: int
-    use: str
-    number: int
+    use: str  # "free", "private" or "cached"
+    number: int  # private: uid of the request; cached: number of running requests that read the pages
 
 
 class LiveSlice(msgspec.Struct):
-    """A step; or several in one, where they are shorter than the eye is quick.
+    """One step, or several short ones put together."""
 
-    Args:
-        number: of its first step, counted since somebody began to watch.
-        start, end: from the launch, or the end of the step before, to the arrival of the tokens.
-        steps: how many.
-        prefill, decode: tokens fed.
-        rows: (uid, prefill tokens, decode tokens) of at most `MOST_RUNNING` requests.
-        preempted: uids of those that lost their pages to make room for it.
-    """
-
-    number: int
-    start: float
-    end: float
+    number: int  # of its first step, counted since the page was opened
+    start: float  # launch, or end of the step before
+    end: float  # arrival of the tokens
     steps: int
-    prefill: int
+    prefill: int  # tokens fed
     decode: int
-    rows: list[tuple[int, int, int]]
-    preempted: list[int]
+    rows: list[tuple[int, int, int]]  # (uid, prefill tokens, decode tokens) of at most `MOST_RUNNING` requests
+    preempted: list[int]  # uids of requests that lost their pages to make room for it
 
 
 class LiveState(msgspec.Struct):
-    """The engine between two steps.
+    """The engine between two steps."""
 
-    Args:
-        started: when this engine was; another engine has another one.
-        time: now.
-        cache: name of the prefix cache; ``nodes`` is empty for one whose insides are unknown here.
-        page_size: tokens a page.
-        num_pages: of the pool.
-        free, cached, evictable: of these.
-        stride: a cell of the map stands for the first one of so many pages; 1 unless there are more than `MOST_CELLS`.
-        cells: the map.
-        clock: logical time of the prefix cache's last use.
-        nodes: at most `MOST_NODES`, the most recently used ones, parents before children.
-        num_nodes: how many there are, as far as they were looked at.
-        requests: running ones in order of arrival, then waiting ones, then finished ones; the first of each.
-        num_running, num_waiting: how many there are.
-        slices: the last `MOST_SLICES`; the last one may still grow.
-        cost: seconds of processor time that the engine's thread took to make this.
-    """
-
-    started: float
+    started: float  # tells engines apart: a restarted one has another time
     time: float
-    cache: str
+    cache: str  # name of the prefix cache; ``nodes`` is empty for kinds that are unknown here
     page_size: int
     num_pages: int
     free: int
     cached: int
     evictable: int
-    stride: int
+    stride: int  # pages for each cell of the map; more than 1 only above `MOST_CELLS` pages
     cells: list[PageRun]
-    clock: int
-    nodes: list[LiveNode]
+    clock: int  # logical time of the prefix cache's last use
+    nodes: list[LiveNode]  # at most `MOST_NODES`, the most recently used ones, parents before children
     num_nodes: int
-    requests: list[LiveRequest]
+    requests: list[LiveRequest]  # running ones by arrival, then waiting ones, then finished ones
     num_running: int
     num_waiting: int
-    slices: list[LiveSlice]
-    cost: float
+    slices: list[LiveSlice]  # the last `MOST_SLICES`; the last one may still grow
+    cost: float  # processor seconds of the engine's thread to make this
 
 
-PERIOD = 0.1
-"""Seconds between two looks at the engine, or more."""
-SHARE = 0.05
-"""Most of its time that the engine spends on being looked at."""
+PERIOD = 0.1  # least seconds between two looks at the engine
+SHARE = 0.05  # largest share of its time that the engine spends on answering them
 
 
 class LiveFeed:
-    """Hands on the newest state. Belongs to one event loop.
+    """Fetches states while at least one watcher wants them, and gives each watcher the newest. One event loop only.
 
     Args:
-        ask: gets a state from the engine; a `MiniSGLError` that it raises goes to all who watch.
+        ask: gets a state from the engine; a `MiniSGLError` that it raises goes to all watchers.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[LiveState]]) -> None:
@@ -195,11 +125,7 @@ class LiveFeed:
         self._news = asyncio.Event()
 
     async def states(self) -> AsyncGenerator[LiveState, None]:
-        """States as they come. Whoever is slow misses some, and then gets the newest.
-
-        Raises:
-            EngineDead: the engine died, or is shutting down.
-        """
+        """Yield states as they come; a slow watcher skips to the newest. Raises `EngineDead`."""
         seen = None
         self._enter()
         try:
@@ -229,13 +155,13 @@ class LiveFeed:
         try:
             while True:
                 self._state = await self._ask()
-                self._tell()
+                self._notify()
                 await asyncio.sleep(max(PERIOD, self._state.cost / SHARE))
         except MiniSGLError as error:
             self._error = error
-            self._asking = self._state = None  # whoever comes next begins anew: the engine may have been restarted
-            self._tell()
+            self._asking = self._state = None  # the next watcher begins anew: the engine may have been restarted
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Prefix caches as a tree of `LiveNode`, whatever they are inside."""
+"""Looking at a running engine: its pages, prefix cache, requests and last steps as a `LiveState`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,17 @@ from minisgl.server.live.state import (
 )
 from minisgl.table import RunningTable
 
-MOST_VISITED = 4000
-"""Nodes or blocks that are looked at. A larger tree is shown in part: a look must not hold up the engine."""
+MOST_VISITED = 4000  # nodes or blocks; a larger tree is shown in part, so that a look does not delay the engine
 
 
 def nodes_of(cache: PrefixCache) -> tuple[list[LiveNode], int]:
-    """What a prefix cache holds, and how many nodes that are in all.
+    """At most `MOST_NODES` nodes of a prefix cache, each after its parent, and the number of nodes visited.
 
-    Returns:
-        At most `MOST_NODES`, the most recently used ones where the cache knows, each after its parent; and their number
-        before this cut. Nothing for a cache of a kind that is unknown here.
+    Where the cache knows, they are the most recently used ones. None for a cache of an unknown kind.
     """
     if isinstance(cache, RadixCache):
         visited = list(islice(cache.nodes(), MOST_VISITED))
-        # Who uses a node uses its parents, and of equals the first come first: no node is without its parent.
+        # A parent is used whenever its child is, and precedes it among equals: no node is without its parent.
         latest = heapq.nlargest(MOST_NODES, visited, key=lambda node: node.last_access)
         return [_node(node) for node in latest], len(visited)
     if isinstance(cache, BlockHashCache):
@@ -72,10 +69,9 @@ def _node(node: Node) -> LiveNode:
 
 
 def _chains(blocks: list[Block]) -> tuple[list[list[Block]], dict[Block, list[Block]]]:
-    """Blocks as runs: one goes on as long as each block has one successor, and as many references as that.
+    """Put blocks into chains: one goes on while each block has one successor with the same number of references.
 
-    Returns:
-        The chains, each after the one that it continues; and every block's.
+    Returns the chains, each after the one that it continues, and the chain of every block.
     """
     successors = Counter(block.parent for block in blocks)
     chain_of: dict[Block, list[Block]] = {}
@@ -93,7 +89,7 @@ def _chains(blocks: list[Block]) -> tuple[list[list[Block]], dict[Block, list[Bl
 
 
 def _chain_nodes(blocks: list[Block], page_size: int) -> list[LiveNode]:
-    """Chains of blocks as nodes. A chain is named by its first page, counted from 1, because 0 is the root's."""
+    """Chains of blocks as nodes. A chain's uid is its first page + 1, because 0 is the root."""
     chains, chain_of = _chains(blocks)
     nodes = []
     for chain in chains:
@@ -114,38 +110,29 @@ def _chain_nodes(blocks: list[Block], page_size: int) -> list[LiveNode]:
     return nodes
 
 
-ATTENTION_SPAN = 2.0
-"""Seconds after a look at the engine for which its steps are recorded."""
-SHORTEST_SLICE = 0.02
-"""Seconds up to which steps are put together: fifty a second are more than anybody sees."""
+RECORDED_AFTER_LOOK = 2.0  # seconds after a look at the engine for which its steps are recorded
+SHORTEST_SLICE = 0.02  # seconds; shorter steps are put together: more than fifty a second cannot be seen
 
 
 class StepWatch:
-    """A `StepObserver` that records steps while the live page is open, and ignores them otherwise.
-
-    Args:
-        table: the running requests, to which a batch's slots refer.
-    """
+    """A `StepObserver` that records steps while the live page is open."""
 
     def __init__(self, table: RunningTable) -> None:
         self.slices: deque[LiveSlice] = deque(maxlen=MOST_SLICES)
         self._table = table
         self._watched_until = 0.0
         self._steps = 0
-        self._launched: dict[int, LiveSlice] = {}
-        """Steps whose tokens have not arrived, by the identity of their batches."""
+        self._launched: dict[int, LiveSlice] = {}  # steps whose tokens have not arrived, by id of the batch
         self._last_end = 0.0
-        self._previous: list[tuple[Request, int]] = []
-        """Requests of the step before, and how often each had been preempted by then."""
-        self._seen: dict[int, Request] = {}
-        """Requests of recent steps by uid."""
+        self._previous: list[tuple[Request, int]] = []  # requests of the step before, with their preemptions so far
+        self._seen: dict[int, Request] = {}  # requests of recent steps by uid
 
     def look(self) -> None:
-        """Begin to record, or go on."""
-        self._watched_until = time.perf_counter() + ATTENTION_SPAN
+        """Record steps for the next `RECORDED_AFTER_LOOK` seconds."""
+        self._watched_until = time.perf_counter() + RECORDED_AFTER_LOOK
 
     def finished(self) -> list[Request]:
-        """The last `MOST_FINISHED` of the requests that ended while somebody watched, the last one last."""
+        """The last `MOST_FINISHED` requests that ended while steps were recorded, the last one last."""
         done = [request for request in self._seen.values() if request.state is RequestState.FINISHED]
         done.sort(key=lambda request: request.times.finished)
         for request in done[:-MOST_FINISHED]:
@@ -153,19 +140,19 @@ class StepWatch:
         return done[-MOST_FINISHED:]
 
     def begin(self, phase: StepPhase, batch: Batch | None) -> None:
-        """Note a step that is launched. One that fails before its tokens are waited for is no slice."""
+        """Note a launched step. One that fails before its tokens are waited for becomes no slice."""
         if phase == "launch" and batch is not None and time.perf_counter() <= self._watched_until:
             self._launched[id(batch)] = self._note(batch)
         elif phase == "fail":
             self._launched.pop(id(batch), None)
 
     def end(self, phase: StepPhase, batch: Batch | None) -> None:
-        """Record a step whose tokens have arrived, or that has failed instead."""
+        """Record a step whose tokens have arrived, or whose wait has failed."""
         if phase == "wait" and (step := self._launched.pop(id(batch), None)) is not None:
             self._record(step)
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """Nothing: `finished` looks at the requests of recent steps."""
+        """Do nothing: `finished` looks at the requests of recent steps."""
 
     def _note(self, batch: Batch) -> LiveSlice:
         requests = [self._table.request(slot) for slot in batch.slots.tolist()]
@@ -201,7 +188,7 @@ class StepWatch:
 
 
 def _joined(a: LiveSlice, b: LiveSlice) -> LiveSlice:
-    """Two slices as one. A new object: the old one may be on its way to a watcher."""
+    """Two slices as one new object, because a watcher may still hold the old one."""
     rows = {uid: (prefill, decode) for uid, prefill, decode in a.rows}
     for uid, prefill, decode in b.rows:
         before = rows.get(uid, (0, 0))
@@ -218,20 +205,13 @@ def _joined(a: LiveSlice, b: LiveSlice) -> LiveSlice:
     )
 
 
-LONGEST_USER = 64
-"""Characters of a client's name that are shown. Half a surrogate pair in it becomes a question mark."""
-
-
+LONGEST_USER = 64  # characters of a client's name that are shown
 _FREE, _CACHED, _PRIVATE = range(3)
 _USES = ("free", "cached", "private")
 
 
 class LiveView:
-    """Looks at an engine and changes nothing. A `StepWatch` follows its steps.
-
-    Args:
-        core: the engine. Its steps run in the thread that calls `look`.
-    """
+    """Looks at an engine without changing it; a `StepWatch` observes its steps. Call it in the engine's thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -240,7 +220,7 @@ class LiveView:
         core.loop.observers.append(self._steps)
 
     def look(self) -> LiveState:
-        """The state now. Steps are recorded from the first look on, until none has come for a while."""
+        """The state now."""
         before = time.thread_time()
         self._steps.look()
         scheduler = self._core.scheduler
@@ -265,7 +245,7 @@ class LiveView:
             clock=max((node.last_used for node in nodes), default=0),
             nodes=nodes,
             num_nodes=num_nodes,
-            requests=running + [_idle(request) for request in others],
+            requests=running + [_live_request(request) for request in others],
             num_running=len(slots),
             num_waiting=len(scheduler.waiting),
             slices=list(self._steps.slices),
@@ -278,28 +258,21 @@ class LiveView:
         table = self._core.scheduler.table
         known = int(table.known_len[slot])
         row = self._core.scheduler.memory.row(slot)
-        return _described(
-            table.request(slot),
-            computed=int(table.kv_len[slot]),
-            generated=known - int(table.prompt_len[slot]),
-            pages=len(row),
-            shared=int((pages.readers[row] > 1).sum()),
-            node=pages.last_node(row),
-            tail=table.tokens[slot, max(known - HEAD, 0) : known].tolist(),
-        )
+        live = _live_request(table.request(slot))
+        live.computed = int(table.kv_len[slot])
+        live.generated = known - int(table.prompt_len[slot])
+        live.pages = len(row)
+        live.shared = int((pages.readers[row] > 1).sum())
+        live.node = pages.last_node(row)
+        live.tail = table.tokens[slot, max(known - HEAD, 0) : known].tolist()
+        return live
 
 
 class _Pages:
-    """What every page is for: its use, its number in a `PageRun`, and its node in the tree.
-
-    Args:
-        memory: whose pages.
-        nodes: of its prefix cache. Their first pages must tell where they are.
-    """
+    """Every page's use, its number in a `PageRun`, and its node in the tree: arrays of [num_pages]."""
 
     def __init__(self, memory: KVMemory, nodes: list[LiveNode]) -> None:
-        self.readers: Int32Array = np.zeros(memory.num_pages, dtype=np.int32)
-        """[num_pages] int32 running requests that have the page in their rows."""
+        self.readers: Int32Array = np.zeros(memory.num_pages, dtype=np.int32)  # running requests with it in their rows
         owner = np.zeros(memory.num_pages, dtype=np.int64)
         for slot in memory.table.slots.tolist():
             row = memory.row(slot)
@@ -313,13 +286,13 @@ class _Pages:
             self._node[node.pages] = node.uid
 
     def last_node(self, row: Int32Array) -> int:
-        """The last node that a request's row leads through; 0 is none."""
+        """The last node that a request's row runs through; 0 is none."""
         nodes = self._node[row]
         found = np.flatnonzero(nodes)
         return int(nodes[found[-1]]) if len(found) else 0
 
     def runs(self, stride: int) -> list[PageRun]:
-        """Every ``stride``-th page, neighbours that are alike put together."""
+        """Every ``stride``-th page, equal neighbours put together."""
         use, number = self._use[::stride], self._number[::stride]
         first = np.flatnonzero((np.diff(use, prepend=-1) != 0) | (np.diff(number, prepend=0) != 0))
         counts = np.diff(first, append=len(use)).tolist()
@@ -327,33 +300,26 @@ class _Pages:
         return [PageRun(count, _USES[kind], value) for count, kind, value in columns]
 
 
-def _idle(request: Request) -> LiveRequest:
-    """A request that has no row: it waits, or has finished."""
-    tokens = request.output[-HEAD:] or request.prompt[-HEAD:].tolist()
-    return _described(request, 0, len(request.output), 0, 0, 0, tokens)
-
-
-def _described(
-    request: Request, computed: int, generated: int, pages: int, shared: int, node: int, tail: list[int]
-) -> LiveRequest:
+def _live_request(request: Request) -> LiveRequest:
+    """A request without a row in the page table: it waits, or has finished."""
     times = request.times
     return LiveRequest(
         uid=request.uid,
-        user=request.user[:LONGEST_USER].encode(errors="replace").decode(),
+        user=request.user[:LONGEST_USER].encode(errors="replace").decode(),  # lone surrogates become question marks
         state=request.state.value,
         prompt=request.prompt_len,
         cached=request.cached_tokens,
-        computed=computed,
-        generated=generated,
+        computed=0,
+        generated=len(request.output),
         room=request.max_len - request.prompt_len,
-        pages=pages,
-        shared=shared,
-        node=node,
+        pages=0,
+        shared=0,
+        node=0,
         preemptions=request.preemptions,
         arrived=times.arrived,
         admitted=times.admitted,
         first_token=times.first_token,
         finished=times.finished,
         reason="" if request.finish_reason is None else request.finish_reason.value,
-        tail=tail,
+        tail=request.output[-HEAD:] or request.prompt[-HEAD:].tolist(),
     )

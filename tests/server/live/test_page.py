@@ -16,8 +16,8 @@ from starlette.types import Message
 
 from minisgl.errors import EngineDead
 from minisgl.server.config import ServerConfig
-from minisgl.server.live import state as feed
-from minisgl.server.live.page import LiveStream, Spelled
+from minisgl.server.live import state as live_state
+from minisgl.server.live.page import LiveStream, StateEncoder
 from minisgl.server.live.state import LiveFeed, LiveState
 from minisgl.tokenizer import Tokenizer
 from tests.server.harness import RunningServer, in_background, wait_until
@@ -42,7 +42,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "PERIOD", 0.001)
+    monkeypatch.setattr(live_state, "PERIOD", 0.001)
 
 
 def run(test: Coroutine[object, object, None]) -> None:
@@ -120,7 +120,7 @@ def test_an_expensive_look_is_taken_less_often(monkeypatch: pytest.MonkeyPatch) 
             await anext(states)
 
     run(test())
-    assert set(pauses) == {0.5 / feed.SHARE}
+    assert set(pauses) == {0.5 / live_state.SHARE}
 
 
 def test_an_error_reaches_all_who_wait_and_whoever_comes_later_asks_again() -> None:
@@ -260,7 +260,7 @@ class Nothing(Tokenizer):
 
 
 def test_a_model_without_a_tokenizer_shows_its_tokens() -> None:
-    assert Spelled(Nothing())._text((5, 6)) == "5 6"
+    assert StateEncoder(Nothing())._text((5, 6)) == "5 6"
 
 
 def test_a_client_that_reads_nothing_and_leaves_is_forgotten_at_once() -> None:
@@ -280,7 +280,7 @@ def test_a_client_that_reads_nothing_and_leaves_is_forgotten_at_once() -> None:
             await leaving.wait()
             return {"type": "http.disconnect"}
 
-        stream = LiveStream(feed.states(), Spelled(Nothing()))
+        stream = LiveStream(feed.states(), StateEncoder(Nothing()))
         answering = asyncio.ensure_future(stream({"type": "http"}, receive, send))
         await sending.wait()
         assert feed._watchers == 1

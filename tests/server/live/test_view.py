@@ -16,7 +16,7 @@ from minisgl.llm import LLM
 from minisgl.outputs import Generation
 from minisgl.request import Int32Array
 from minisgl.sampling_params import SamplingParams
-from minisgl.server.live import view as steps
+from minisgl.server.live import view as live_view
 from minisgl.server.live.state import (
     HEAD,
     MOST_CELLS,
@@ -59,7 +59,7 @@ def test_nothing_is_recorded_while_nobody_watches(llm: LLM) -> None:
 
 
 def test_slices_hold_every_token_of_every_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "SHORTEST_SLICE", 0.0)
+    monkeypatch.setattr(live_view, "SHORTEST_SLICE", 0.0)
     watching = watch(llm)
     watching.look()
     outputs = llm.generate([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [9] * 11], PARAMS)
@@ -77,7 +77,7 @@ def test_slices_hold_every_token_of_every_request(llm: LLM, monkeypatch: pytest.
 
 
 def test_short_steps_are_put_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "SHORTEST_SLICE", 1000.0)
+    monkeypatch.setattr(live_view, "SHORTEST_SLICE", 1000.0)
     watching = watch(llm)
     watching.look()
     llm.generate([[1, 2, 3], [4, 5, 6]], PARAMS)
@@ -115,7 +115,7 @@ def test_a_failed_step_is_a_step(llm: LLM) -> None:
 
 
 def test_what_is_kept_is_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "SHORTEST_SLICE", 0.0)
+    monkeypatch.setattr(live_view, "SHORTEST_SLICE", 0.0)
     llm.loop.executor = Scripted([5])
     watching = watch(llm)
     watching.look()
