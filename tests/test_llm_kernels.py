@@ -82,7 +82,7 @@ def test_a_number_of_rows_has_its_decoder(
     path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], kinds: list[str]
 ) -> None:
     monkeypatch.setattr("minisgl.engine.build.block_weights", lambda model: None)
-    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphPool", lambda device: SimpleNamespace(capture=CpuGraph))
+    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphCapture", lambda device: SimpleNamespace(capture=CpuGraph))
     eager = engine(path).engine.runner
     monkeypatch.setattr(eager.attention, "capturable", True)
     with patch.object(ModelRunner, "device", torch.device("cuda")):

@@ -55,7 +55,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     Args:
         num_pages: KV pages, the same on all ranks.
-        page_bytes, model_bytes, runner_bytes: on this rank, as in `minisgl.engine.engine.Engine`.
+        page_bytes, model_bytes, graph_bytes: on this rank, as in `minisgl.engine.engine.Engine`.
         max_seq_len: longest sequence.
         attention: the attention backends, and why it is these.
     """
@@ -63,7 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_pages: int
     page_bytes: int
     model_bytes: int
-    runner_bytes: int
+    graph_bytes: int
     max_seq_len: int
     attention: AttentionChoice
 

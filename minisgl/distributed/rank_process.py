@@ -25,7 +25,7 @@ from minisgl.distributed.communicator import choose_communicator, peers_of
 from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
 from minisgl.distributed.messages import EngineInfo, RankOptions, Stepped, decode_batch, decode_report, encode_report
 from minisgl.engine.build import build_engine, rank_device
-from minisgl.engine.engine import Engine, PendingStep
+from minisgl.engine.engine import Engine, LaunchedStep
 from minisgl.registry import resolve
 
 _ARRIVAL = timedelta(minutes=10)
@@ -175,7 +175,7 @@ def info_of(engine: Engine) -> EngineInfo:
         num_pages=engine.num_pages,
         page_bytes=engine.page_bytes,
         model_bytes=engine.model_bytes,
-        runner_bytes=engine.runner_bytes,
+        graph_bytes=engine.graph_bytes,
         max_seq_len=engine.max_seq_len,
         attention=engine.attention_choice,
     )
@@ -199,7 +199,7 @@ class Rank:
         self._steps = steps
         self._options = options
         self._peers = peers_of(engine.communicator)
-        self._pending: deque[tuple[int, bytes, PendingStep]] = deque()
+        self._pending: deque[tuple[int, bytes, LaunchedStep]] = deque()
 
     def run(self) -> None:
         """Until the control plane ends."""
@@ -221,7 +221,7 @@ class Rank:
         if self._peers is not None:
             self._peers.check()
 
-    def _report(self, step: int, message: bytes, pending: PendingStep) -> None:
+    def _report(self, step: int, message: bytes, pending: LaunchedStep) -> None:
         result = pending.wait()
         self._check()
         digest = digest_of(message, result) if self._options.config.verify_ranks else 0

@@ -13,9 +13,8 @@ from minisgl.config import EngineConfig
 from minisgl.engine.cuda_graph import build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
 from minisgl.engine.memory import (
-    check_balance,
+    check_memory_balance,
     check_num_pages,
-    gather,
     longest_sequence,
     pages_that_fit,
     warm_up_kernels,
@@ -77,7 +76,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         gc.collect()
         torch.cuda.empty_cache()
     free_before = free_memory(device)
-    check_balance(free_before, communicator, device)
+    check_memory_balance(free_before, communicator, device)
 
     model = load_model(
         path,
@@ -115,23 +114,23 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         page_size=config.page_size,
         itemsize=kv_dtype.itemsize,
     )
-    num_pages, runner_bytes = config.num_pages, 0
+    num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
         trial = make_runner(num_pages=1)
-        runner_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
+        graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
         del trial
         num_pages = pages_that_fit(
             config,
             model,
             model_bytes=parameter_bytes(model),
-            runner_bytes=runner_bytes,
+            graph_bytes=graph_bytes,
             free_before=free_before,
             max_seq_len=max_seq_len,
             page_bytes=bytes_per_page,
             device=device,
             num_ranks=communicator.size,
         )
-    num_pages = min(gather(num_pages, communicator, device))
+    num_pages = min(all_gather_int(num_pages, communicator, device))
     check_num_pages(num_pages, config.page_size, bytes_per_page, device)
 
     eager = make_runner(num_pages)
@@ -139,7 +138,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)
     choice = attention_choice(config, eager.kv_cache)
-    return Engine(config, model_config, runner, choice, bytes_per_page, runner_bytes, communicator)
+    return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -78,7 +78,7 @@ class CapturedGraph(Protocol):
 
 
 GraphCapture = Callable[[Work], CapturedGraph]
-"""Runs some work at least once, and keeps it: `CudaGraphPool.capture` on a GPU, the class `CpuGraph` elsewhere."""
+"""Runs some work at least once, and keeps it: `CudaGraphCapture` on a GPU, the class `CpuGraph` elsewhere."""
 
 
 class CudaGraph:
@@ -93,7 +93,7 @@ class CudaGraph:
         self.graph.replay()
 
 
-class CudaGraphPool:
+class CudaGraphCapture:
     """Captures CUDA graphs in one memory pool, which they can share because no two of them ever run at the same time.
 
     Args:
@@ -372,7 +372,7 @@ def build_runner(config: EngineConfig, runner: ModelRunner, fusions: Collection[
 
         if SingleTokenDecoder.supports(runner.model):
             single_row = SingleTokenDecoder(runner.model, runner.kv_cache)
-    return CudaGraphRunner(runner, sizes, CudaGraphPool(runner.device).capture, has_triton(), single_row)
+    return CudaGraphRunner(runner, sizes, CudaGraphCapture(runner.device), has_triton(), single_row)
 
 
 def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
@@ -386,7 +386,7 @@ def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
     """
     if not sizes:
         return 0
-    trial = CudaGraphRunner(runner, (), CudaGraphPool(runner.device).capture, has_triton())
+    trial = CudaGraphRunner(runner, (), CudaGraphCapture(runner.device), has_triton())
     costs: list[int] = []
     torch.cuda.empty_cache()
     for size in sorted(sizes, reverse=True)[:2]:

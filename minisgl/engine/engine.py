@@ -22,7 +22,7 @@ from minisgl.models.config import ModelConfig
 
 
 @dataclass(slots=True)
-class PendingStep:
+class LaunchedStep:
     """A launched step whose results are on their way to the host."""
 
     sampling: HostSampling
@@ -54,7 +54,7 @@ class Engine:
         runner: computes steps, over all that they need.
         attention_choice: which attention backends the runner has, and why.
         page_bytes: bytes of a KV page over all layers.
-        runner_bytes: what the runner's CUDA graphs were found to need; 0 if that was not measured.
+        graph_bytes: what the runner's CUDA graphs were found to need; 0 if that was not measured.
         communicator: joins the ranks that share the model; each has an engine, and is told of every step.
     """
 
@@ -65,7 +65,7 @@ class Engine:
         runner: ModelRunner,
         attention_choice: AttentionChoice,
         page_bytes: int,
-        runner_bytes: int = 0,
+        graph_bytes: int = 0,
         communicator: Communicator = SINGLE_RANK,
     ) -> None:
         self.config = config
@@ -81,7 +81,7 @@ class Engine:
         self.model_bytes = parameter_bytes(runner.model)
         self.attention_choice = attention_choice
         self.page_bytes = page_bytes
-        self.runner_bytes = runner_bytes
+        self.graph_bytes = graph_bytes
         self.sampling = SamplingTable(config.max_running_requests)
         self.closed = False
         self.observers: list[StepObserver] = []
@@ -107,7 +107,7 @@ class Engine:
         """Nothing can end in this process without an exception."""
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step: the model, the sampler, and an asynchronous copy of the tokens back to the host.
 
         Raises:
@@ -128,14 +128,14 @@ class Engine:
                 observer.end("compute", batch)
             return self._send_back(sampling, sampled)
 
-    def _send_back(self, sampling: HostSampling, sampled: SampledTokens) -> PendingStep:
+    def _send_back(self, sampling: HostSampling, sampled: SampledTokens) -> LaunchedStep:
         if self.device.type != "cuda":  # a copy here as well: the next step may write its tokens to the same place
-            return PendingStep(sampling, sampled.tokens.clone(), sampled.logprobs, None)
+            return LaunchedStep(sampling, sampled.tokens.clone(), sampled.logprobs, None)
         tokens = _to_pinned(sampled.tokens)
         logprobs = None if sampled.logprobs is None else Logprobs(*map(_to_pinned, sampled.logprobs))
         arrived = torch.cuda.Event()
         arrived.record()
-        return PendingStep(sampling, tokens, logprobs, arrived)
+        return LaunchedStep(sampling, tokens, logprobs, arrived)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

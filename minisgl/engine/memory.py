@@ -38,7 +38,7 @@ def pages_that_fit(
     model: torch.nn.Module,
     *,
     model_bytes: int,
-    runner_bytes: int,
+    graph_bytes: int,
     free_before: int,
     max_seq_len: int,
     page_bytes: int,
@@ -51,7 +51,7 @@ def pages_that_fit(
         config: options.
         model: loaded, for the profile of formula B.
         model_bytes: size of its parameters.
-        runner_bytes: what CUDA graphs will allocate after this.
+        graph_bytes: what CUDA graphs will allocate after this.
         free_before: bytes that were free before the model was loaded, for formula A.
         max_seq_len: longest sequence in tokens.
         page_bytes: bytes of a page over all layers.
@@ -63,10 +63,10 @@ def pages_that_fit(
     if config.memory_formula == "peak":
         memory = profile_peak_memory(config, model, max_seq_len, device)
         total = total_memory(device) // sharing
-        used = total - free_memory(device) // sharing + runner_bytes
+        used = total - free_memory(device) // sharing + graph_bytes
         pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
     else:
-        pages = pages_from_free_memory(free_before // sharing, model_bytes + runner_bytes, ratio, page_bytes)
+        pages = pages_from_free_memory(free_before // sharing, model_bytes + graph_bytes, ratio, page_bytes)
     pages = min(pages, INT32_MAX // config.page_size - 1)
     if device.type == "cuda":
         return pages
@@ -193,14 +193,14 @@ def _run_largest_prefill(config: EngineConfig, model: torch.nn.Module, max_seq_l
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def gather(value: int, communicator: Communicator, device: torch.device) -> list[int]:
+def all_gather_int(value: int, communicator: Communicator, device: torch.device) -> list[int]:
     """Every rank's ``value``, in the order of the ranks."""
     numbers = torch.tensor([[value]], dtype=torch.int64, device=device)
     values: list[int] = communicator.all_gather(numbers)[0].tolist()
     return values
 
 
-def check_balance(free: int, communicator: Communicator, device: torch.device) -> None:
+def check_memory_balance(free: int, communicator: Communicator, device: torch.device) -> None:
     """Refuse to start where the ranks' free memory is far apart: the fullest device would decide for all of them.
 
     The numbers are gathered, although one minimum of (free, −free) over the ranks would give the least and the most as
@@ -216,7 +216,7 @@ def check_balance(free: int, communicator: Communicator, device: torch.device) -
     """
     if device.type != "cuda":
         return
-    by_rank = gather(free, communicator, device)
+    by_rank = all_gather_int(free, communicator, device)
     least, most = min(by_rank), max(by_rank)
     if most - least > _LARGEST_IMBALANCE:
         raise ConfigError(

@@ -175,5 +175,5 @@ class DefaultSampler:
 
 SAMPLERS: Table[Callable[[], Sampler]] = {
     "default": DefaultSampler,
-    "triton": "minisgl.engine.fused_sampler:FusedSampler",
+    "triton": "minisgl.engine.sampler:FusedSampler",
 }

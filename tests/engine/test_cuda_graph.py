@@ -190,7 +190,7 @@ CONFIG = EngineConfig(graph_batches=SIZES)
 def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM, bool], ModelRunner]:
     """What `build_runner` builds over an attention backend that can be captured, or cannot, as if there were CUDA."""
     pool = SimpleNamespace(capture=CpuGraph)
-    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphPool", lambda device: pool)
+    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphCapture", lambda device: pool)
 
     def build(llm: LLM, attention: bool) -> ModelRunner:
         monkeypatch.setattr(llm.engine.runner.attention, "capturable", attention)
