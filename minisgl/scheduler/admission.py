@@ -88,12 +88,12 @@ class Admitter:
         """
         tokens = request.tokens()
         prefix = self.memory.lock_prefix(tokens)
-        demand = self._demand(request, len(tokens), len(prefix.match.pages))
+        demand = self._demand(request, len(tokens), len(prefix.pages))
         if demand.now > demand.available or not self.policies.admission.can_admit(demand):
             self.memory.unlock_prefix(prefix)
             return None
         self.waiting.remove(request)
-        slot = self.table.admit(request, prefix.cached_len)
+        slot = self.table.admit(request, len(prefix.pages) * self.memory.page_size)
         self.memory.attach(slot, prefix)
         if request.times.admitted == 0.0:
             request.times.admitted = time.perf_counter()

@@ -6,8 +6,6 @@ A page is in exactly one of three states: *free* (in the pool), *private* (in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from minisgl.errors import InvariantError
@@ -16,14 +14,6 @@ from minisgl.kvcache.pool import PagePool, PageTable
 from minisgl.kvcache.prefix import Handle, InsertResult, MatchResult, PrefixCache
 from minisgl.request import Int32Array
 from minisgl.table import RunningTable
-
-
-@dataclass(frozen=True, slots=True)
-class LockedPrefix:
-    """A cached prefix locked by `KVMemory.lock_prefix`, to be passed to `attach` or `unlock_prefix`."""
-
-    match: MatchResult
-    cached_len: int
 
 
 class KVMemory:
@@ -61,26 +51,26 @@ class KVMemory:
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def lock_prefix(self, tokens: Int32Array) -> LockedPrefix:
+    def lock_prefix(self, tokens: Int32Array) -> MatchResult:
         """Lock the longest cached prefix of ``tokens`` without the last token, whose logits must be computed."""
-        match = self.cache.match(tokens[:-1])
-        self.cache.lock(match.handle)
-        return LockedPrefix(match, len(match.pages) * self.page_size)
+        prefix = self.cache.match(tokens[:-1])
+        self.cache.lock(prefix.handle)
+        return prefix
 
-    def unlock_prefix(self, prefix: LockedPrefix) -> None:
+    def unlock_prefix(self, prefix: MatchResult) -> None:
         """Undo `lock_prefix`."""
-        self.cache.unlock(prefix.match.handle)
+        self.cache.unlock(prefix.handle)
 
-    def attach(self, slot: int, prefix: LockedPrefix) -> None:
+    def attach(self, slot: int, prefix: MatchResult) -> None:
         """Fill the row of a newly admitted request: the locked pages, then new ones for the rest of its tokens.
 
         Pages of the rest that the store holds are copied into the new pages, and count as computed.
         """
-        shared = prefix.match.pages
+        shared = prefix.pages
         new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
-        self._handles[slot] = prefix.match.handle
+        self._handles[slot] = prefix.handle
         if self._offload is not None:
             tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
             restored = self._offload.restore(tokens, len(shared), new)
@@ -92,7 +82,10 @@ class KVMemory:
         """Take ``count`` pages, at most `available`; evict from the prefix cache if too few are free."""
         missing = count - self.pool.num_free
         if missing > 0:
-            self._reclaim(self.cache.evict(missing))
+            evicted = self.cache.evict(missing)
+            if self._offload is not None:
+                self._offload.save(evicted)
+            self._free_cached(evicted)
         return self.pool.alloc(count)
 
     def rows_to_grow(self, slots: Int32Array) -> Int32Array:
@@ -189,11 +182,6 @@ class KVMemory:
         if self._offload is not None:
             self._offload.forget(forgotten)
         self._free_cached(forgotten)
-
-    def _reclaim(self, evicted: Int32Array) -> None:
-        if self._offload is not None:
-            self._offload.save(evicted)
-        self._free_cached(evicted)
 
     def _free_cached(self, pages: Int32Array) -> None:
         self.is_cached[pages] = False

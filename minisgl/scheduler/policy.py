@@ -93,6 +93,8 @@ class StepPlan:
 
 
 class BatchPolicy(Protocol):
+    """Decides what each step is made of."""
+
     def plan(self, load: SchedulerLoad) -> StepPlan:
         """Plan the next step; with nothing to decode, the plan must prefill."""
         ...
@@ -146,6 +148,8 @@ class MemoryDemand:
 
 
 class AdmissionPolicy(Protocol):
+    """Decides which requests may start."""
+
     def can_admit(self, demand: MemoryDemand) -> bool:
         """Whether the request may start; must be True for one that fits an otherwise idle engine."""
         ...

@@ -18,7 +18,6 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MAX_BYPASS, Policies, SchedulerLoad
 from minisgl.table import RunningTable
 
-
 LOOKAHEAD = 8  # waiting requests that do not fit and are passed over in one step to find one that does
 
 
@@ -103,8 +102,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Compose the next step, or return None if nothing can run."""
         self._expire()
-        load = self._load()
-        plan = self.policies.batch.plan(load)
+        plan = self.policies.batch.plan(self._load())
         builder = BatchBuilder()
         if plan.decode:
             self._add_decodes(builder)
