@@ -13,6 +13,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.cuda_graph import build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
 from minisgl.engine.memory import (
+    all_gather_int,
     check_memory_balance,
     check_num_pages,
     longest_sequence,
@@ -68,7 +69,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
     max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
-    make_sampler = resolve("sampler", config.sampler, SAMPLERS)
+    sampler = resolve("sampler", config.sampler, SAMPLERS)()
     make_attention = select_backend(config.prefill_attention, config.decode_attention)
     fusions = select_fusions(config.fusions, device)
 
@@ -90,7 +91,6 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cpu":
         block_weights(model)
     fuse_layers(model, fusions)
-    sampler = make_sampler()
     kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
 
     def make_runner(num_pages: int) -> ModelRunner:
