@@ -1,4 +1,4 @@
-"""The engine: a model, its KV memory and a sampler, ready to run one `Batch` after another."""
+"""The engine of one rank: launches one `Batch` after another and brings the sampled tokens back to the host."""
 
 from __future__ import annotations
 
@@ -21,41 +21,11 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
 
 
-@dataclass(slots=True)
-class LaunchedStep:
-    """A launched step whose results are on their way to the host."""
-
-    sampling: HostSampling
-    tokens: torch.Tensor
-    logprobs: Logprobs[torch.Tensor] | None
-    arrived: torch.cuda.Event | None
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self.arrived is None or self.arrived.query()
-
-    def wait(self) -> StepResult:
-        """Block until the copies have arrived; on the CPU there is nothing to wait for."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens = self.tokens.numpy()
-        logprobs: Logprobs[npt.NDArray[Any]] | None = None
-        if self.logprobs is not None:
-            logprobs = Logprobs(*(part.numpy() for part in self.logprobs))
-        return StepResult(tokens, token_logprobs(self.sampling, tokens, logprobs))
-
-
 class Engine:
-    """Computes steps. Told what to do by a `Batch`, and nothing else. `minisgl.engine.build.build_engine` makes one.
+    """Computes the steps that it is told to, and nothing else. `minisgl.engine.build.build_engine` makes one.
 
-    Args:
-        config: options.
-        model_config: of the model.
-        runner: computes steps, over all that they need.
-        attention_choice: which attention backends the runner has, and why.
-        page_bytes: bytes of a KV page over all layers.
-        graph_bytes: what the runner's CUDA graphs were found to need; 0 if that was not measured.
-        communicator: joins the ranks that share the model; each has an engine, and is told of every step.
+    ``page_bytes`` counts a KV page over all layers. ``graph_bytes`` is what the CUDA graphs were measured to need, 0 if
+    not measured. ``communicator`` joins the ranks that share the model; each has an engine and is told of every step.
     """
 
     def __init__(
@@ -84,12 +54,10 @@ class Engine:
         self.graph_bytes = graph_bytes
         self.sampling = SamplingTable(config.max_running_requests)
         self.closed = False
-        self.observers: list[StepObserver] = []
-        """Are told when a step is sent to the device, and when all of it has been sent."""
+        self.observers: list[StepObserver] = []  # follow the phase "compute": sending a step to the device
 
     def close(self) -> None:
-        """Give the model's, the KV cache's and the graphs' memory back, so that another engine can be sized by it. May
-        be called twice. While this engine lives, one that is built beside it gets a tenth of the device."""
+        """Free the memory of the model, the KV cache and the graphs, so that another engine can use it; idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -100,11 +68,11 @@ class Engine:
 
     @property
     def local_engine(self) -> Engine:
-        """This engine, which is in the process of those who drive it."""
+        """This engine: no other process computes its steps."""
         return self
 
     def check(self) -> None:
-        """Nothing can end in this process without an exception."""
+        """Do nothing: in this process, every failure is an exception."""
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
@@ -138,6 +106,30 @@ class Engine:
         return LaunchedStep(sampling, tokens, logprobs, arrived)
 
 
+@dataclass(slots=True)
+class LaunchedStep:
+    """A launched step whose results are on their way to the host."""
+
+    sampling: HostSampling
+    tokens: torch.Tensor
+    logprobs: Logprobs[torch.Tensor] | None
+    arrived: torch.cuda.Event | None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.arrived is None or self.arrived.query()
+
+    def wait(self) -> StepResult:
+        """Block until the copies have arrived; on the CPU there is nothing to wait for."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.numpy()
+        logprobs: Logprobs[npt.NDArray[Any]] | None = None
+        if self.logprobs is not None:
+            logprobs = Logprobs(*(part.numpy() for part in self.logprobs))
+        return StepResult(tokens, token_logprobs(self.sampling, tokens, logprobs))
+
+
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
@@ -149,5 +141,5 @@ def parameter_bytes(model: torch.nn.Module) -> int:
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one, on which Triton launches and events are recorded wherever the tensors are."""
+    """Make a GPU the current device, where Triton launches and events are recorded whatever the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
