@@ -15,7 +15,7 @@ import torch
 from minisgl.attention.select import ATTENTION_BACKENDS
 from minisgl.batch import Batch
 from minisgl.engine.cuda_graph import CudaGraphRunner
-from minisgl.engine.engine import PendingStep
+from minisgl.engine.engine import LaunchedStep
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.llm import LLM
 from minisgl.models.config import ModelConfig
@@ -188,7 +188,7 @@ def test_a_steps_work_on_the_host_never_waits_for_the_device(tmp_path: Path, arc
     launch = llm.engine.launch
     launched = []
 
-    def watched(batch: Batch) -> PendingStep:
+    def watched(batch: Batch) -> LaunchedStep:
         launched.append(batch.num_rows)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -207,8 +207,8 @@ def test_graph_memory_is_part_of_the_budget(tmp_path: Path) -> None:
     free_before, _ = torch.cuda.mem_get_info()
     llm = LLM(path, device="cuda", memory_ratio=0.5)
     engine = llm.engine
-    assert engine.runner_bytes > 0
-    used = engine.num_pages * engine.page_bytes + engine.model_bytes + engine.runner_bytes
+    assert engine.graph_bytes > 0
+    used = engine.num_pages * engine.page_bytes + engine.model_bytes + engine.graph_bytes
     assert abs(used - 0.5 * free_before) < 0.02 * free_before
     free_after, _ = torch.cuda.mem_get_info()
     assert free_before - free_after < 0.53 * free_before

@@ -14,7 +14,7 @@ import torch
 
 from minisgl.batch import Batch
 from minisgl.engine.cuda_graph import CudaGraphRunner
-from minisgl.engine.engine import PendingStep
+from minisgl.engine.engine import LaunchedStep
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 from tests.structured import CAT, DATE, PERSON, SCHEMA
@@ -70,7 +70,7 @@ def test_masks_are_applied_without_waiting_for_the_device(path: Path) -> None:
     launch = llm.engine.launch
     masked = []
 
-    def watched(batch: Batch) -> PendingStep:
+    def watched(batch: Batch) -> LaunchedStep:
         masked.append(len(batch.mask_rows))
         torch.cuda.set_sync_debug_mode("error")
         try:

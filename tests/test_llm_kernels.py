@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -82,7 +81,7 @@ def test_a_number_of_rows_has_its_decoder(
     path: Path, monkeypatch: pytest.MonkeyPatch, fusions: tuple[str, ...], kinds: list[str]
 ) -> None:
     monkeypatch.setattr("minisgl.engine.build.prepack_weights", lambda model: None)
-    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphPool", lambda device: SimpleNamespace(capture=CpuGraph))
+    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphCapture", lambda device: CpuGraph)
     eager = engine(path).engine.runner
     monkeypatch.setattr(eager.attention, "capturable", True)
     with patch.object(ModelRunner, "device", torch.device("cuda")):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.errors import InvariantError
-from minisgl.kvcache.prefix import Insert, Match
+from minisgl.kvcache.prefix import InsertResult, MatchResult
 from minisgl.request import Int32Array
 
 
@@ -47,7 +47,7 @@ class PageTrie:
         """Pages that are in no locked prefix."""
         return sum(node.locks == 0 for node in self._nodes())
 
-    def match(self, tokens: Int32Array) -> Match:
+    def match(self, tokens: Int32Array) -> MatchResult:
         """See `PrefixCache.match`."""
         self._clock += 1
         node, count = self.root, 0
@@ -58,16 +58,16 @@ class PageTrie:
             self._row[count] = child.page
             child.last_access = self._clock
             node, count = child, count + 1
-        return Match(self._row[:count].copy(), node)
+        return MatchResult(self._row[:count].copy(), node)
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
         """See `PrefixCache.insert`."""
         self._clock += 1
         node = self.root
         for key, page in zip(self._keys(tokens), pages.tolist(), strict=True):
             node = self._child(node, key, page)
             node.last_access = self._clock
-        return Insert(np.array(pages, dtype=np.int32), node)
+        return InsertResult(np.array(pages, dtype=np.int32), node)
 
     def lock(self, handle: PageNode) -> None:
         """See `PrefixCache.lock`."""

@@ -10,6 +10,6 @@ class LFUWithAging:
         """See `minisgl.kvcache.prefix.EvictionPolicy`."""
         raise NotImplementedError("Assignment lfu_eviction: LFUWithAging.on_use")
 
-    def on_evict(self, rank: tuple[int, int]) -> None:
+    def on_evict(self, priority: tuple[int, int]) -> None:
         """See `minisgl.kvcache.prefix.EvictionPolicy`."""
         raise NotImplementedError("Assignment lfu_eviction: LFUWithAging.on_evict")

@@ -86,18 +86,18 @@ class TestAging:
     def test_against_a_simulation(self, prompts: Prompts) -> None:
         """The definition in the handout, with a search where the engine has a heap."""
         rng = np.random.default_rng(0)
-        ranks: dict[int, tuple[int, int]] = {}
+        priorities: dict[int, tuple[int, int]] = {}
         uses: dict[int, int] = {}
         age = 0
         for now in range(1500):
             prompt = int(rng.zipf(1.3)) % 200
             prompts.use(prompt)
             uses[prompt] = uses.get(prompt, 0) + 1
-            ranks[prompt] = (age + uses[prompt], now)
-            if len(ranks) > 40:
-                victim = min(ranks, key=lambda each: ranks[each])
+            priorities[prompt] = (age + uses[prompt], now)
+            if len(priorities) > 40:
+                victim = min(priorities, key=lambda each: priorities[each])
                 assert prompts.evict(1) == [victim]
-                age = ranks.pop(victim)[0]
+                age = priorities.pop(victim)[0]
                 del uses[victim]
 
 

@@ -17,6 +17,6 @@ class LFUWithAging:
         """Frequency above the age, and the time of the use to decide among equals."""
         return self.age + uses, now
 
-    def on_evict(self, rank: tuple[int, int]) -> None:
+    def on_evict(self, priority: tuple[int, int]) -> None:
         """The age is the highest frequency that was not enough."""
-        self.age = max(self.age, rank[0])
+        self.age = max(self.age, priority[0])

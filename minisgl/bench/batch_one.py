@@ -22,9 +22,9 @@ from minisgl.bench.offline import ALL_OFF
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import make_engine, model_dir
 from minisgl.context import AttentionBackend
-from minisgl.engine.cuda_graph import CpuGraph, CudaGraphPool, CudaGraphRunner, graph_sizes, measure_graph_memory
-from minisgl.engine.fused_sampler import FusedSampler
+from minisgl.engine.cuda_graph import CpuGraph, CudaGraphCapture, CudaGraphRunner, graph_sizes, measure_graph_memory
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.sampler import FusedSampler
 from minisgl.engine.sampling import HostSampling
 from minisgl.kernels.launch import without_pdl
 from minisgl.models.decoder import CausalLM
@@ -127,7 +127,7 @@ def _graph(
     runner: ModelRunner, fused: bool = False, decoder: Callable[[DeviceBatch], torch.Tensor] | None = None
 ) -> CudaGraphRunner:
     """A graph of one row; without CUDA one that calls the work again."""
-    capture = CudaGraphPool(runner.device).capture if runner.device.type == "cuda" else CpuGraph
+    capture = CudaGraphCapture(runner.device) if runner.device.type == "cuda" else CpuGraph
     return CudaGraphRunner(runner, (1,), capture, fused, decoder)
 
 

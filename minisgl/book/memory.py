@@ -245,8 +245,8 @@ def engine_memory(llm: LLM) -> Picture:
         "weights": engine.model_bytes,
         f"KV cache: {pages}, and the dummy page": cache.k.nbytes + cache.v.nbytes,
     }
-    if engine.runner_bytes:
-        parts["CUDA graphs and their buffers"] = engine.runner_bytes
+    if engine.graph_bytes:
+        parts["CUDA graphs and their buffers"] = engine.graph_bytes
     total = total_memory(device)
     # Memory that has not been written to yet may still count as free, so the parts can be more than what is in use.
     parts["all else in use: activations, tables, other programs"] = max(

@@ -41,7 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_pages: int
     page_bytes: int
     model_bytes: int
-    runner_bytes: int
+    graph_bytes: int
     max_seq_len: int
     attention: AttentionChoice
 

@@ -28,7 +28,7 @@ from minisgl.distributed.communicator import peer_all_reduce_of, select_communic
 from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
 from minisgl.distributed.messages import EngineInfo, RankOptions, StepReport, decode_batch, decode_report, encode_report
 from minisgl.engine.build import build_engine, rank_device
-from minisgl.engine.engine import Engine, PendingStep
+from minisgl.engine.engine import Engine, LaunchedStep
 from minisgl.registry import resolve
 
 
@@ -62,7 +62,7 @@ def _engine_info(engine: Engine) -> EngineInfo:
         num_pages=engine.num_pages,
         page_bytes=engine.page_bytes,
         model_bytes=engine.model_bytes,
-        runner_bytes=engine.runner_bytes,
+        graph_bytes=engine.graph_bytes,
         max_seq_len=engine.max_seq_len,
         attention=engine.attention_choice,
     )
@@ -79,7 +79,7 @@ class RankWorker:
         self._steps = steps
         self._options = options
         self._peers = peer_all_reduce_of(engine.communicator)
-        self._pending: deque[tuple[int, bytes, PendingStep]] = deque()
+        self._pending: deque[tuple[int, bytes, LaunchedStep]] = deque()
 
     def run(self) -> None:
         """Run steps until the control plane raises `EOFError`.
@@ -105,7 +105,7 @@ class RankWorker:
         if self._peers is not None:
             self._peers.check()
 
-    def _report(self, step: int, message: bytes, pending: PendingStep) -> None:
+    def _report(self, step: int, message: bytes, pending: LaunchedStep) -> None:
         result = pending.wait()
         self._check()
         digest = step_digest(message, result) if self._options.config.verify_ranks else 0

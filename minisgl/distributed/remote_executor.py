@@ -75,7 +75,7 @@ class RemoteExecutor:
             info = self._start(path, writers)
             self.close = weakref.finalize(self, stack.pop_all().close)
         self.num_pages = info.num_pages
-        self.page_bytes, self.model_bytes, self.runner_bytes = info.page_bytes, info.model_bytes, info.runner_bytes
+        self.page_bytes, self.model_bytes, self.graph_bytes = info.page_bytes, info.model_bytes, info.graph_bytes
         self.max_seq_len = info.max_seq_len
         self.attention_choice = info.attention
         self.local_engine: None = None

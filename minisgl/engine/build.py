@@ -1,4 +1,4 @@
-"""The composition root of one rank: an engine out of its parts, each built after those that it needs."""
+"""Build one rank's engine from its parts, each after the parts that it needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from minisgl.config import EngineConfig
 from minisgl.engine.cuda_graph import build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
 from minisgl.engine.memory import (
-    check_balance,
+    all_gather_int,
+    check_memory_balance,
     check_num_pages,
-    gather,
     longest_sequence,
     pages_that_fit,
     warm_up_kernels,
@@ -37,22 +37,16 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def build_engine(config: EngineConfig, path: Path, communicator: Communicator = SINGLE_RANK) -> Engine:
-    """Build what ``config`` describes, on this rank.
+    """Build the engine that ``config`` describes, on this rank, from the checkpoint in directory ``path``.
 
-    1. Device, dtypes and names of implementations, from the options and the checkpoint.
-    2. The memory that is free now, since formula A takes its share of that; ranks compare theirs.
+    1. Device, dtypes and implementations, from the options and the checkpoint.
+    2. Measure the memory that is free now, since formula A takes its share of that; ranks compare theirs.
     3. The model: built on the meta device, filled from the checkpoint, laid out for the CPU or fused.
-    4. The memory that CUDA graphs will need, by a trial over a KV cache of one page.
-    5. The number of KV pages, from all of these; of several ranks, the one with fewest pages decides.
-    6. KV tensors; token and page tables, whose padding points to the page after the last; the attention backend, which
-       reads the KV tensors.
+    4. Measure the memory that CUDA graphs will need, by a trial over a KV cache of one page.
+    5. The number of KV pages, from all of these; the rank with the fewest pages decides for all.
+    6. KV cache, device tables, and the attention backend, which reads the KV cache.
     7. The runner, which may capture all of these in CUDA graphs.
-    8. On CUDA, steps on the dummy page, in which kernels are compiled and chosen before the first request.
-
-    Args:
-        config: options.
-        path: directory of the checkpoint.
-        communicator: joins the ranks that share the model.
+    8. On CUDA, warm-up steps on the dummy page, so that kernels are compiled before the first request.
 
     Raises:
         ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
@@ -69,15 +63,15 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
     max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
-    make_sampler = resolve("sampler", config.sampler, SAMPLERS)
+    sampler = resolve("sampler", config.sampler, SAMPLERS)()
     make_attention = select_backend(config.prefill_attention, config.decode_attention)
     fusions = select_fusions(config.fusions, device)
 
-    if device.type == "cuda":  # an engine that is gone may linger in a cycle, its memory in PyTorch's cache
+    if device.type == "cuda":  # free closed engines in reference cycles, and PyTorch's cache
         gc.collect()
         torch.cuda.empty_cache()
     free_before = free_memory(device)
-    check_balance(free_before, communicator, device)
+    check_memory_balance(free_before, communicator, device)
 
     model = load_model(
         path,
@@ -91,7 +85,6 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cpu":
         prepack_weights(model)
     fuse_layers(model, fusions)
-    sampler = make_sampler()
     kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
 
     def make_runner(num_pages: int) -> ModelRunner:
@@ -115,23 +108,23 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         page_size=config.page_size,
         itemsize=kv_dtype.itemsize,
     )
-    num_pages, runner_bytes = config.num_pages, 0
+    num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
         trial = make_runner(num_pages=1)
-        runner_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
+        graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
         del trial
         num_pages = pages_that_fit(
             config,
             model,
             model_bytes=parameter_bytes(model),
-            runner_bytes=runner_bytes,
+            graph_bytes=graph_bytes,
             free_before=free_before,
             max_seq_len=max_seq_len,
             page_bytes=bytes_per_page,
             device=device,
             num_ranks=communicator.size,
         )
-    num_pages = min(gather(num_pages, communicator, device))
+    num_pages = min(all_gather_int(num_pages, communicator, device))
     check_num_pages(num_pages, config.page_size, bytes_per_page, device)
 
     eager = make_runner(num_pages)
@@ -139,14 +132,13 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)
     choice = attention_choice(config, eager.kv_cache)
-    return Engine(config, model_config, runner, choice, bytes_per_page, runner_bytes, communicator)
+    return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of a rank: of several, rank r has the GPU r.
+    """The device of a rank: with several GPU ranks, rank r has GPU r.
 
-    Raises:
-        ConfigError: there are fewer GPUs than ranks, or one GPU was named for several ranks.
+    Raises `ConfigError` for fewer GPUs than ranks, or if one GPU was named for several ranks.
     """
     device = resolve_device(config.device)
     if config.tensor_parallel_size == 1 or device.type == "cpu":
@@ -167,8 +159,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 def resolve_device(name: str) -> torch.device:
     """The device called ``name``; ``"auto"`` is CUDA where it is present, else the CPU.
 
-    Raises:
-        ConfigError: no such device here.
+    Raises `ConfigError` if there is no such device here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,20 +175,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype called ``name``; ``"auto"`` is the checkpoint's on CUDA and float32 on the CPU, which computes
-    half-width floats slowly or not at all."""
-    if name == "auto":
+    """The dtype called ``name``; ``"auto"`` is the checkpoint's on CUDA, and float32 on the CPU."""
+    if name == "auto":  # a CPU computes half-width floats slowly or not at all
         return checkpoint if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the KV memory called ``name``; ``"auto"`` is the model's.
-
-    Raises:
-        ConfigError: this GPU has no instructions for 8-bit floats.
-    """
+    """The dtype of the KV cache; ``"auto"`` is the model's. Raises `ConfigError` if this GPU has no 8-bit floats."""
     if name == "auto":
         return dtype
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FP8_CAPABILITY:

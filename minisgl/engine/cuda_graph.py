@@ -1,9 +1,9 @@
-"""A graph has one shape; a step is padded up to it."""
+"""Decode steps as CUDA graphs: the runner that replays them, the buffers they read, and how they are captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Protocol
 
@@ -20,136 +20,109 @@ from minisgl.kernels import has_triton
 from minisgl.kvcache.sizing import free_memory
 from minisgl.request import Int32Array
 
-_SMALL = (1, 2, 4, 8, 16, 24, 32)
-_STRIDE = 16
+_EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 
-def graph_sizes(largest: int) -> tuple[int, ...]:
-    """Numbers of rows to capture, ascending, so that every number up to ``largest`` has one that is not much larger.
+class CudaGraphRunner(ModelRunner):
+    """Replays decode steps, and launches every other step as a `ModelRunner` does.
 
-    Small steps are the ones whose time depends on each row: powers of two first, then multiples of eight. Above 32
-    rows padding up to 15 rows costs next to nothing, since the matrix kernels work in tiles of 64 rows and more.
-    """
-    sizes = {*_SMALL, *range(_SMALL[-1] + _STRIDE, largest, _STRIDE), largest}
-    return tuple(sorted(size for size in sizes if size <= largest))
-
-
-def pad_batch(batch: Batch, rows: int, dummy_slot: int) -> Batch:
-    """Add decode rows of one token to a decode step, on the dummy slot, whose page-table row is the dummy page.
-
-    They read and write the dummy page, which belongs to nobody, and sample a token that nobody reads.
-
-    Args:
-        batch: decode rows only.
-        rows: of the result, at least those of ``batch``.
-        dummy_slot: the extra row of the token and page tables.
-    """
-    missing = rows - batch.num_rows
-    if missing == 0:
-        return batch
-
-    def padded(values: Int32Array, value: int) -> Int32Array:
-        return np.concatenate([values, np.full(missing, value, dtype=np.int32)])
-
-    return replace(
-        batch,
-        slots=padded(batch.slots, dummy_slot),
-        cu_seqlens_q=np.arange(rows + 1, dtype=np.int32),
-        seq_lens=padded(batch.seq_lens, 1),
-        positions=padded(batch.positions, 0),
-        token_slots=padded(batch.token_slots, dummy_slot),
-        num_decode=rows,
-    )
-
-
-Work = Callable[[], tuple[torch.Tensor, ...]]
-"""Computes some tensors from others, whose addresses never change."""
-
-
-class CapturedGraph(Protocol):
-    """Captured work."""
-
-    outputs: tuple[torch.Tensor, ...]
-    """Where each replay leaves its results."""
-
-    def replay(self) -> None:
-        """Do the work again, with what its inputs hold now."""
-        ...
-
-
-GraphCapture = Callable[[Work], CapturedGraph]
-"""Runs some work at least once, and keeps it: `CudaGraphPool.capture` on a GPU, the class `CpuGraph` elsewhere."""
-
-
-class CudaGraph:
-    """A captured CUDA graph: the driver's list of kernels, with all of their arguments."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[torch.Tensor, ...]) -> None:
-        self.graph = graph
-        self.outputs = outputs
-
-    def replay(self) -> None:
-        """Launch all kernels at once."""
-        self.graph.replay()
-
-
-class CudaGraphPool:
-    """Captures CUDA graphs in one memory pool, which they can share because no two of them ever run at the same time.
-
-    Args:
-        device: where the work runs.
+    A graph has one shape, so a step is padded to the next of the captured ``sizes`` (numbers of rows). The model and
+    the attention backend of ``runner`` must be capturable. ``capture`` makes the graphs; ``fused`` is that of
+    `DecodeBuffers`; ``single_row`` computes the logits of steps with one row, None means the model.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sizes: Sequence[int],
+        capture: GraphCapture,
+        fused: bool = False,
+        single_row: Callable[[DeviceBatch], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(runner.model, runner.kv_cache, runner.attention, runner.state, runner.sampler)
+        self._capture = capture
+        self._fused = fused
+        self._single_row = single_row or runner.model
+        self.buffers: dict[int, DecodeBuffers] = {}  # by number of rows: what the graphs of that size read
+        # By number of rows, and the attention backend's name for the work of the step.
+        self.graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
+        for size in sorted(sizes, reverse=True):  # the largest first: smaller graphs find room in its memory
+            self.capture(size)
 
-    def capture(self, work: Work) -> CudaGraph:
-        """Run ``work`` once, then capture it. What runs on the current stream comes first.
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """Capture a step of ``size`` rows, once for each name that the attention backend has for such steps."""
+        buffers = DecodeBuffers(self.state, self.kv_cache.page_size, size, self._fused)
+        self.buffers[size] = buffers
+        longest = self.state.tokens.shape[1] - 1
+        for length in (longest, 1):  # all rows are the dummy slot: with the longest, they share all of their pages
+            padded, _ = buffers.fill(_dummy_step(buffers, length), HostSampling())
+            key = self.attention.plan(padded, buffers.inputs)
+            if (size, key) not in self.graphs:
+                self.graphs[size, key] = self._capture(lambda: self._compute(buffers))
 
-        At its first call work does more than at later ones: libraries allocate workspaces, Triton compiles, cuBLAS
-        chooses its kernels. None of that may be captured.
+    @torch.inference_mode()
+    def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
+        size = self.size_for(batch)
+        if size is None:
+            return super().run(batch, sampling)
+        buffers = self.buffers[size]
+        in_graph = self.sampler.capturable and sampling.needs_only_temperatures
+        padded, stages = buffers.fill(batch, sampling, _EMPTY if in_graph else sampling.pack())
+        key = self.attention.plan(padded, buffers.inputs)
+        graph = self.graphs.get((size, key))
+        if graph is None:
+            logits, *sampled = self._compute(buffers)
+        else:
+            graph.replay()
+            logits, *sampled = graph.outputs
+        if in_graph:
+            return SampledTokens(sampled[0][: batch.num_rows])
+        return self._sample(logits[: batch.num_rows], sampling.unpack(stages), buffers.inputs)
+
+    def size_for(self, batch: Batch) -> int | None:
+        """Rows of the smallest graph that holds the step; None if it has to run eagerly."""
+        if batch.num_decode < batch.num_rows:
+            return None
+        needed = max(batch.num_rows, len(batch.page_index))
+        return min((size for size in self.buffers if size >= needed), default=None)
+
+    def model_for(self, rows: int) -> Callable[[DeviceBatch], torch.Tensor]:
+        """The model, or its decoder for a single row, that computes the logits of a captured step of so many rows."""
+        return self._single_row if rows == 1 else self.model
+
+    def _compute(self, buffers: DecodeBuffers) -> Tensors:
+        """What is captured: the model, the sampler where it can be, and writing the tokens to the token table.
+
+        Returns [B, vocab] logits, and [B] tokens that were sampled with temperatures alone.
         """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            outputs = work()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return CudaGraph(graph, outputs)
+        with forward_context(ForwardContext(buffers.inputs, self.attention)):
+            logits = self.model_for(buffers.rows)(buffers.inputs)
+        if not self.sampler.capturable:
+            return (logits,)
+        tokens = self.sampler.sample(logits, buffers.sampling, None).tokens
+        buffers.append(tokens)
+        return logits, tokens
+
+    def _sample(self, logits: torch.Tensor, stages: DeviceSampling, inputs: DeviceBatch) -> SampledTokens:
+        """Sample with all stages; the tokens replace those that the graph has left in the token table."""
+        count = len(logits)
+        sampled = self.sampler.sample(logits, stages, stages.history(self.state.tokens))
+        self.state.append(inputs.slots[:count], inputs.seq_lens[:count], sampled.tokens)
+        return sampled
 
 
-class CpuGraph:
-    """Stands for a graph where there is no GPU. It keeps the work itself in place of a list of kernels: a replay calls
-    it again, Python and all, and moves the results to where they were. It saves nothing, and shows everything else."""
+# -- what a graph reads ------------------------------------------------------------------------------------------------
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self.outputs = work()
-
-    def replay(self) -> None:
-        """Call the work."""
-        for kept, new in zip(self.outputs, self._work(), strict=True):
-            kept.copy_(new)
-
-
-_FIELDS = 7
-"""slots, seq_lens, page_index, page_value, temperature, key_low, key_high: one int32 each a row."""
-_NOTHING = np.zeros(0, dtype=np.int32)
+_FIELDS = 7  # slots, seq_lens, page_index, page_value, temperature, key_low, key_high: one int32 each a row
 
 
 class DecodeBuffers:
-    """Inputs of decode steps with one number of rows.
+    """Inputs of decode steps with B = ``rows`` rows, at addresses that never change.
 
-    Positions, locations and token ids follow from a row's slot and length, so the host does not send them: they are
-    derived on the device, from its own tables.
-
-    Args:
-        state: token and page tables; their last row is the dummy slot.
-        page_size: tokens a page.
-        rows: B.
-        fused: whether Triton kernels look up and append tokens: one launch each, where PyTorch takes a dozen.
+    The host does not send positions, locations and token ids: they follow from a row's slot and length, and the device
+    derives them from its own tables. With ``fused``, Triton kernels look up and append tokens in one launch each, where
+    PyTorch takes a dozen.
     """
 
     def __init__(self, state: DeviceState, page_size: int, rows: int, fused: bool = False) -> None:
@@ -164,6 +137,7 @@ class DecodeBuffers:
             self._kernels = decode_inputs
         self.dummy_slot = len(state.tokens) - 1
         self._packed = torch.zeros((_FIELDS, rows), dtype=torch.int32, device=device)
+        self._no_stages = self._packed.new_empty(0)
         slots, seq_lens, self.page_index, self.page_value, temperature, *keys = self._packed
         self.inputs = DeviceBatch(
             input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -175,48 +149,42 @@ class DecodeBuffers:
             page_table=state.page_table,
             logit_rows=torch.arange(rows, dtype=torch.int32, device=device),
         )
+        # Temperature 0 takes the likeliest token.
         self.sampling = DeviceSampling(random=RandomStage(temperature.view(torch.float32), *keys))
-        """Draws a token where the temperature is not 0; the likeliest token elsewhere."""
 
-    def fill(self, batch: Batch, sampling: HostSampling, after: Int32Array = _NOTHING) -> tuple[Batch, torch.Tensor]:
-        """Write a step into the buffers, with one copy from the host.
+    def fill(self, batch: Batch, sampling: HostSampling, stages: Int32Array = _EMPTY) -> tuple[Batch, torch.Tensor]:
+        """Write a step of at most B decode rows and B page-table changes into the buffers, with one copy from the host.
 
-        Args:
-            batch: at most B decode rows, with at most B page-table changes.
-            sampling: of the batch; only its random stage is used here.
-            after: int32[words] for the time after the replay, which travels along; no graph can read it.
+        Of ``sampling`` only the random stage is used. ``stages`` is all of it packed, for sampling after the replay;
+        it travels in the same copy, to memory that no graph reads.
 
-        Returns:
-            The batch padded to B rows, and ``after`` on the device.
+        Returns the batch padded to B rows, and ``stages`` on the device.
         """
         padded = pad_batch(batch, self.rows, self.dummy_slot)
-        host = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=self._packed.is_cuda)
+        pinned = self._packed.is_cuda and len(stages) == 0  # `to_device` pins its own copy
+        host = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=pinned)
         slots, seq_lens, page_index, page_value, *random = host.numpy()
         slots[:] = padded.slots
         seq_lens[:] = padded.seq_lens
         # Unused entries write what is there already: the dummy page at the start of the dummy row.
         _put(page_index, batch.page_index, self.dummy_slot * self.state.page_table.shape[1])
         _put(page_value, batch.page_value, self.state.dummy_page)
-        for target, values in zip(random, sampling.random or (), strict=False):
+        for target, values in zip(random, sampling.random or [_EMPTY] * 3, strict=True):
             _put(target, values.view(np.int32), 0)
-        if sampling.random is None:
-            random[0][:] = 0
-        arrived = self._send(host, after)
-        self.derive()
-        return padded, arrived
-
-    def _send(self, host: torch.Tensor, after: Int32Array) -> torch.Tensor:
-        """Copy the step to where the graphs read. With ``after``, whose size differs from step to step, it goes by way
-        of newly allocated memory: a second copy from the host would cost more than one on the device."""
-        if len(after) == 0:
+        if len(stages):
+            # Their size differs from step to step, so they go by way of newly allocated memory: a second copy from the
+            # host would cost more than one on the device.
+            staged = to_device({"step": host.numpy().ravel(), "stages": stages}, self._packed.device)
+            self._packed.copy_(staged["step"].view_as(self._packed))
+            stages_on_device = staged["stages"]
+        else:
             self._packed.copy_(host, non_blocking=True)
-            return self._packed.new_empty(0)
-        staged = to_device({"step": host.numpy().ravel(), "after": after}, self._packed.device)
-        self._packed.copy_(staged["step"].view_as(self._packed))
-        return staged["after"]
+            stages_on_device = self._no_stages
+        self.derive()
+        return padded, stages_on_device
 
     def derive(self) -> None:
-        """Apply the page-table changes, then look up where each row's new token is, and where its KV goes."""
+        """Apply the page-table changes, then look up each row's new token and where its KV goes."""
         inputs, tables = self.inputs, self.state
         if self._kernels is not None:
             self._kernels.derive_inputs(
@@ -251,161 +219,27 @@ def _put(target: Int32Array, values: Int32Array, rest: int) -> None:
     target[len(values) :] = rest
 
 
-_MAX_ROWS = 512
+def pad_batch(batch: Batch, rows: int, dummy_slot: int) -> Batch:
+    """Pad a decode step to ``rows`` rows with rows of one token on the dummy slot.
 
-
-class CudaGraphRunner(ModelRunner):
-    """Replays decode steps, and launches every other step as a `ModelRunner` does.
-
-    The largest size is captured first, so that the smaller ones find room in the memory that it has claimed.
-
-    Args:
-        runner: whose steps these are; model and attention backend can be captured.
-        sizes: numbers of rows to capture.
-        capture: makes the graphs.
-        fused: as in `DecodeBuffers`.
-        single_row: computes the logits of steps with one row; None is the model.
+    Padding reads and writes the dummy page only, and the tokens that it samples are never read.
     """
+    missing = rows - batch.num_rows
+    if missing == 0:
+        return batch
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        sizes: Sequence[int],
-        capture: GraphCapture,
-        fused: bool = False,
-        single_row: Callable[[DeviceBatch], torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(runner.model, runner.kv_cache, runner.attention, runner.state, runner.sampler)
-        self._capture = capture
-        self._fused = fused
-        self._single_row = single_row or runner.model
-        self.buffers: dict[int, DecodeBuffers] = {}
-        """By number of rows: what the graphs of that size read."""
-        self.graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
-        """By number of rows, and the attention backend's name for the work of the step."""
-        for size in sorted(sizes, reverse=True):
-            self.capture(size)
+    def padded(values: Int32Array, value: int) -> Int32Array:
+        return np.concatenate([values, np.full(missing, value, dtype=np.int32)])
 
-    @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """Capture a step of ``size`` rows, once for each name that the attention backend has for such steps.
-
-        All rows are the dummy slot's: first as long as a row can be, when they share all of their pages, then as short.
-        """
-        buffers = DecodeBuffers(self.state, self.kv_cache.page_size, size, self._fused)
-        self.buffers[size] = buffers
-        longest = self.state.tokens.shape[1] - 1
-        for length in (longest, 1):
-            padded, _ = buffers.fill(_dummy_step(buffers, length), HostSampling())
-            key = self.attention.plan(padded, buffers.inputs)
-            if (size, key) not in self.graphs:
-                self.graphs[size, key] = self._capture(lambda: self._compute(buffers))
-
-    @torch.inference_mode()
-    def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
-        """See `ModelRunner.run`."""
-        size = self.size_for(batch)
-        if size is None:
-            return super().run(batch, sampling)
-        buffers = self.buffers[size]
-        in_graph = self.sampler.capturable and sampling.needs_only_temperatures
-        after = HostSampling() if in_graph else sampling
-        padded, words = buffers.fill(batch, sampling, after.pack())
-        key = self.attention.plan(padded, buffers.inputs)
-        graph = self.graphs.get((size, key))
-        if graph is None:
-            logits, *sampled = self._compute(buffers)
-        else:
-            graph.replay()
-            logits, *sampled = graph.outputs
-        if in_graph:
-            return SampledTokens(sampled[0][: batch.num_rows])
-        return self._sample(logits[: batch.num_rows], sampling.unpack(words), buffers.inputs)
-
-    def size_for(self, batch: Batch) -> int | None:
-        """Rows of the smallest graph that holds the step; None if it has to run eagerly."""
-        if batch.num_decode < batch.num_rows:
-            return None
-        needed = max(batch.num_rows, len(batch.page_index))
-        return min((size for size in self.buffers if size >= needed), default=None)
-
-    def model_for(self, rows: int) -> Callable[[DeviceBatch], torch.Tensor]:
-        """What computes the logits of a captured step with so many rows."""
-        return self._single_row if rows == 1 else self.model
-
-    def _compute(self, buffers: DecodeBuffers) -> tuple[torch.Tensor, ...]:
-        """What is captured: the model, the sampler where it can be, and the tokens' way into the token table.
-
-        Returns:
-            [B, vocab] logits, and [B] tokens that were sampled with temperatures alone.
-        """
-        with forward_context(ForwardContext(buffers.inputs, self.attention)):
-            logits = self.model_for(buffers.rows)(buffers.inputs)
-        if not self.sampler.capturable:
-            return (logits,)
-        tokens = self.sampler.sample(logits, buffers.sampling, None).tokens
-        buffers.append(tokens)
-        return logits, tokens
-
-    def _sample(self, logits: torch.Tensor, stages: DeviceSampling, inputs: DeviceBatch) -> SampledTokens:
-        """Sample with all stages; the tokens replace those that the graph has left in the token table."""
-        count = len(logits)
-        sampled = self.sampler.sample(logits, stages, stages.history(self.state.tokens))
-        self.state.append(inputs.slots[:count], inputs.seq_lens[:count], sampled.tokens)
-        return sampled
-
-
-def build_runner(config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = ()) -> ModelRunner:
-    """Return ``runner``, or on CUDA one that replays its decode steps.
-
-    Args:
-        config: ``enforce_eager``, ``graph_batches``, ``max_graph_batch`` and ``max_running_requests`` count.
-        runner: over all that the engine has.
-        fusions: names from `minisgl.models.fusions.FUSIONS`, of which ``"single-token"`` counts.
-    """
-    sizes = sizes_to_capture(config, runner)
-    if not sizes:
-        return runner
-    single_row = None
-    if "single-token" in fusions:
-        from minisgl.models.single_token import SingleTokenDecoder
-
-        if SingleTokenDecoder.supports(runner.model):
-            single_row = SingleTokenDecoder(runner.model, runner.kv_cache)
-    return CudaGraphRunner(runner, sizes, CudaGraphPool(runner.device).capture, has_triton(), single_row)
-
-
-def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
-    """Bytes that graphs of these numbers of rows will keep on the device for themselves; 0 for no sizes.
-
-    The two largest are captured on trial: each other one is taken to add what the second adds to the first.
-
-    Args:
-        runner: may be over a KV cache of a single page.
-        sizes: from `sizes_to_capture`.
-    """
-    if not sizes:
-        return 0
-    trial = CudaGraphRunner(runner, (), CudaGraphPool(runner.device).capture, has_triton())
-    costs: list[int] = []
-    torch.cuda.empty_cache()
-    for size in sorted(sizes, reverse=True)[:2]:
-        before = free_memory(runner.device)
-        trial.capture(size)
-        torch.cuda.empty_cache()
-        costs.append(before - free_memory(runner.device))
-    return costs[0] + costs[-1] * (len(sizes) - 1)
-
-
-def sizes_to_capture(config: EngineConfig, runner: ModelRunner) -> tuple[int, ...]:
-    """Numbers of rows to capture; none where there is no CUDA, or the options, the attention backend or a module of the
-    model say no."""
-    capturable = runner.attention.capturable and all(
-        getattr(module, "capturable", True) for module in runner.model.modules()
+    return replace(
+        batch,
+        slots=padded(batch.slots, dummy_slot),
+        cu_seqlens_q=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=padded(batch.seq_lens, 1),
+        positions=padded(batch.positions, 0),
+        token_slots=padded(batch.token_slots, dummy_slot),
+        num_decode=rows,
     )
-    if runner.device.type != "cuda" or config.enforce_eager or not capturable:
-        return ()
-    return config.graph_batches or graph_sizes(config.max_graph_batch or min(config.max_running_requests, _MAX_ROWS))
 
 
 def _dummy_step(buffers: DecodeBuffers, length: int) -> Batch:
@@ -421,3 +255,129 @@ def _dummy_step(buffers: DecodeBuffers, length: int) -> Batch:
         output_index=np.zeros(rows, dtype=np.int32),
         num_decode=rows,
     )
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class CapturedGraph(Protocol):
+    """Work that can be done again: a `CudaGraph` on a GPU, a `CpuGraph` elsewhere."""
+
+    outputs: Tensors  # where each replay leaves its results
+
+    def replay(self) -> None:
+        """Do the work again, with the current contents of its inputs."""
+        ...
+
+
+# Runs work on inputs whose addresses never change, and captures it: a `CudaGraphCapture`, or the class `CpuGraph`.
+GraphCapture = Callable[[Callable[[], Tensors]], CapturedGraph]
+
+
+@dataclass(slots=True)
+class CudaGraph:
+    """A captured CUDA graph: the driver's list of kernels, with all of their arguments."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Tensors
+
+    def replay(self) -> None:
+        """Launch all kernels at once."""
+        self.graph.replay()
+
+
+class CudaGraphCapture:
+    """Captures CUDA graphs in one memory pool. They can share it because no two of them run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensors]) -> CudaGraph:
+        """Run ``work`` once, after all that the current stream has to do, then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # At its first call libraries allocate workspaces, Triton compiles, cuBLAS chooses kernels: not to be captured.
+        with torch.cuda.stream(self._stream):
+            work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            outputs = work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return CudaGraph(graph, outputs)
+
+
+class CpuGraph:
+    """Stands for a graph where there is no GPU: a replay calls the work again, and moves its results to ``outputs``."""
+
+    def __init__(self, work: Callable[[], Tensors]) -> None:
+        self._work = work
+        self.outputs = work()
+
+    def replay(self) -> None:
+        """Call the work."""
+        for kept, new in zip(self.outputs, self._work(), strict=True):
+            kept.copy_(new)
+
+
+# -- what is captured --------------------------------------------------------------------------------------------------
+
+
+def build_runner(config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = ()) -> ModelRunner:
+    """Return ``runner``, or on CUDA one that replays its decode steps.
+
+    Of ``fusions``, names from `minisgl.models.fusions.FUSIONS`, ``"single-token"`` counts.
+    """
+    sizes = sizes_to_capture(config, runner)
+    if not sizes:
+        return runner
+    single_row = None
+    if "single-token" in fusions:
+        from minisgl.models.single_token import SingleTokenDecoder
+
+        if SingleTokenDecoder.supports(runner.model):
+            single_row = SingleTokenDecoder(runner.model, runner.kv_cache)
+    return CudaGraphRunner(runner, sizes, CudaGraphCapture(runner.device), has_triton(), single_row)
+
+
+_SMALL = (1, 2, 4, 8, 16, 24, 32)
+_STRIDE = 16
+_MAX_ROWS = 512
+
+
+def sizes_to_capture(config: EngineConfig, runner: ModelRunner) -> tuple[int, ...]:
+    """Numbers of rows to capture. None without CUDA, with ``enforce_eager``, or where attention or a layer cannot."""
+    capturable = runner.attention.capturable and all(
+        getattr(module, "capturable", True) for module in runner.model.modules()
+    )
+    if runner.device.type != "cuda" or config.enforce_eager or not capturable:
+        return ()
+    return config.graph_batches or graph_sizes(config.max_graph_batch or min(config.max_running_requests, _MAX_ROWS))
+
+
+def graph_sizes(largest: int) -> tuple[int, ...]:
+    """Numbers of rows to capture, ascending, so that every number up to ``largest`` has one that is not much larger."""
+    # The time of small steps depends on each row. Above 32, up to 15 padding rows cost next to nothing: the matrix
+    # kernels work in tiles of 64 rows and more.
+    sizes = {*_SMALL, *range(_SMALL[-1] + _STRIDE, largest, _STRIDE), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
+    """Bytes that graphs of these numbers of rows will keep on the device; 0 for no sizes.
+
+    The two largest are captured on trial, if need be over a KV cache of a single page. We assume that each further one
+    adds as much as the second does.
+    """
+    if not sizes:
+        return 0
+    trial = CudaGraphRunner(runner, (), CudaGraphCapture(runner.device), has_triton())
+    costs: list[int] = []
+    torch.cuda.empty_cache()
+    for size in sorted(sizes, reverse=True)[:2]:
+        before = free_memory(runner.device)
+        trial.capture(size)
+        torch.cuda.empty_cache()
+        costs.append(before - free_memory(runner.device))
+    return costs[0] + costs[-1] * (len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""The engine: a model, its KV memory and a sampler, ready to run one `Batch` after another."""
+"""The engine of one rank: launches one `Batch` after another and brings the sampled tokens back to the host."""
 
 from __future__ import annotations
 
@@ -21,8 +21,93 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
 
 
+class Engine:
+    """Computes the steps that it is told to, and nothing else. `minisgl.engine.build.build_engine` makes one.
+
+    ``page_bytes`` counts a KV page over all layers. ``graph_bytes`` is what the CUDA graphs were measured to need, 0 if
+    not measured. ``communicator`` joins the ranks that share the model; each has an engine and is told of every step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        runner: ModelRunner,
+        attention_choice: AttentionChoice,
+        page_bytes: int,
+        graph_bytes: int = 0,
+        communicator: Communicator = SINGLE_RANK,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.runner = runner
+        self.communicator = communicator
+        self.device = runner.device
+        self.dtype = runner.kv_cache.dtype
+        self.model = runner.model
+        self.kv_cache = runner.kv_cache
+        self.num_pages = runner.kv_cache.num_pages
+        self.max_seq_len = runner.state.tokens.shape[1]
+        self.model_bytes = parameter_bytes(runner.model)
+        self.attention_choice = attention_choice
+        self.page_bytes = page_bytes
+        self.graph_bytes = graph_bytes
+        self.sampling = SamplingTable(config.max_running_requests)
+        self.closed = False
+        self.observers: list[StepObserver] = []  # follow the phase "compute": sending a step to the device
+
+    def close(self) -> None:
+        """Free the memory of the model, the KV cache and the graphs, so that another engine can use it; idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        del self.runner, self.model, self.kv_cache
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def local_engine(self) -> Engine:
+        """This engine: no other process computes its steps."""
+        return self
+
+    def check(self) -> None:
+        """Do nothing: in this process, every failure is an exception."""
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Start a step: the model, the sampler, and an asynchronous copy of the tokens back to the host.
+
+        Raises:
+            EngineDead: the engine was closed.
+        """
+        if self.closed:
+            raise EngineDead("the engine was closed; build a new one")
+        for new in batch.new_requests:
+            self.sampling.admit(new)
+        sampling = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
+        if len(batch.mask_rows):
+            sampling = sampling.constrained(batch.mask_rows, batch.masks)
+        with device_guard(self.device):
+            for observer in self.observers:
+                observer.begin("compute", batch)
+            sampled = self.runner.run(batch, sampling)
+            for observer in self.observers:
+                observer.end("compute", batch)
+            return self._send_back(sampling, sampled)
+
+    def _send_back(self, sampling: HostSampling, sampled: SampledTokens) -> LaunchedStep:
+        if self.device.type != "cuda":  # a copy here as well: the next step may write its tokens to the same place
+            return LaunchedStep(sampling, sampled.tokens.clone(), sampled.logprobs, None)
+        tokens = _to_pinned(sampled.tokens)
+        logprobs = None if sampled.logprobs is None else Logprobs(*map(_to_pinned, sampled.logprobs))
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return LaunchedStep(sampling, tokens, logprobs, arrived)
+
+
 @dataclass(slots=True)
-class PendingStep:
+class LaunchedStep:
     """A launched step whose results are on their way to the host."""
 
     sampling: HostSampling
@@ -45,99 +130,6 @@ class PendingStep:
         return StepResult(tokens, token_logprobs(self.sampling, tokens, logprobs))
 
 
-class Engine:
-    """Computes steps. Told what to do by a `Batch`, and nothing else. `minisgl.engine.build.build_engine` makes one.
-
-    Args:
-        config: options.
-        model_config: of the model.
-        runner: computes steps, over all that they need.
-        attention_choice: which attention backends the runner has, and why.
-        page_bytes: bytes of a KV page over all layers.
-        runner_bytes: what the runner's CUDA graphs were found to need; 0 if that was not measured.
-        communicator: joins the ranks that share the model; each has an engine, and is told of every step.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        runner: ModelRunner,
-        attention_choice: AttentionChoice,
-        page_bytes: int,
-        runner_bytes: int = 0,
-        communicator: Communicator = SINGLE_RANK,
-    ) -> None:
-        self.config = config
-        self.model_config = model_config
-        self.runner = runner
-        self.communicator = communicator
-        self.device = runner.device
-        self.dtype = runner.kv_cache.dtype
-        self.model = runner.model
-        self.kv_cache = runner.kv_cache
-        self.num_pages = runner.kv_cache.num_pages
-        self.max_seq_len = runner.state.tokens.shape[1]
-        self.model_bytes = parameter_bytes(runner.model)
-        self.attention_choice = attention_choice
-        self.page_bytes = page_bytes
-        self.runner_bytes = runner_bytes
-        self.sampling = SamplingTable(config.max_running_requests)
-        self.closed = False
-        self.observers: list[StepObserver] = []
-        """Are told when a step is sent to the device, and when all of it has been sent."""
-
-    def close(self) -> None:
-        """Give the model's, the KV cache's and the graphs' memory back, so that another engine can be sized by it. May
-        be called twice. While this engine lives, one that is built beside it gets a tenth of the device."""
-        if self.closed:
-            return
-        self.closed = True
-        del self.runner, self.model, self.kv_cache
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    @property
-    def local_engine(self) -> Engine:
-        """This engine, which is in the process of those who drive it."""
-        return self
-
-    def check(self) -> None:
-        """Nothing can end in this process without an exception."""
-
-    @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingStep:
-        """Start a step: the model, the sampler, and an asynchronous copy of the tokens back to the host.
-
-        Raises:
-            EngineDead: the engine was closed.
-        """
-        if self.closed:
-            raise EngineDead("the engine was closed; build a new one")
-        for new in batch.new_requests:
-            self.sampling.admit(new)
-        sampling = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
-        if len(batch.mask_rows):
-            sampling = sampling.constrained(batch.mask_rows, batch.masks)
-        with device_guard(self.device):
-            for observer in self.observers:
-                observer.begin("compute", batch)
-            sampled = self.runner.run(batch, sampling)
-            for observer in self.observers:
-                observer.end("compute", batch)
-            return self._send_back(sampling, sampled)
-
-    def _send_back(self, sampling: HostSampling, sampled: SampledTokens) -> PendingStep:
-        if self.device.type != "cuda":  # a copy here as well: the next step may write its tokens to the same place
-            return PendingStep(sampling, sampled.tokens.clone(), sampled.logprobs, None)
-        tokens = _to_pinned(sampled.tokens)
-        logprobs = None if sampled.logprobs is None else Logprobs(*map(_to_pinned, sampled.logprobs))
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return PendingStep(sampling, tokens, logprobs, arrived)
-
-
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
@@ -149,5 +141,5 @@ def parameter_bytes(model: torch.nn.Module) -> int:
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one, on which Triton launches and events are recorded wherever the tensors are."""
+    """Make a GPU the current device, where Triton launches and events are recorded whatever the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

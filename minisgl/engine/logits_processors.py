@@ -1,6 +1,7 @@
-"""The stages between the model's logits and the draw, each a pure function on the device.
+"""The stages between the model's logits and the draw: pure functions on the device.
 
-None of them changes its arguments, reads a value back to the host or makes a shape depend on one.
+None of them changes its arguments, reads a value back to the host or makes a shape depend on a value. Logits are
+[S, vocab] float32 or float64, in and out.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ _NEG_INF = float("-inf")
 
 
 def add_bias(logits: torch.Tensor, stage: BiasStage[torch.Tensor]) -> torch.Tensor:
-    """Add each bias to its logit; [S, vocab] float32 or float64 in and out."""
+    """Add each bias to its logit."""
     return logits.index_put((stage.rows, stage.tokens), stage.values.to(logits.dtype), accumulate=True)
 
 
 def mask_tokens(logits: torch.Tensor, stage: MaskStage[torch.Tensor]) -> torch.Tensor:
-    """Set the logits of forbidden tokens to −inf; [S, vocab] in and out."""
+    """Set the logits of forbidden tokens to −inf."""
     return logits.index_put((stage.rows, stage.tokens), logits.new_full((), _NEG_INF))
 
 
 def constrain(logits: torch.Tensor, stage: ConstraintStage[torch.Tensor]) -> torch.Tensor:
-    """Leave the constrained rows the tokens of their masks, and set all others to −inf; [S, vocab] in and out."""
+    """Set the logits of all tokens that a constrained row's mask does not allow to −inf."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     masks = stage.masks.view(torch.uint8).view(len(stage.rows), -1, 1)  # bytes, as they take the least memory unpacked
     allowed = (masks >> bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
@@ -31,18 +32,10 @@ def constrain(logits: torch.Tensor, stage: ConstraintStage[torch.Tensor]) -> tor
 
 
 def count_tokens(history: TokenHistory, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token was generated, and whether it occurs at all, built from the token table.
+    """Count from the token table how often each token was generated, and whether it occurs at all.
 
-    The counts are whole numbers in floating point, so the order of the atomic additions does not matter.
-
-    Args:
-        history: of P rows.
-        vocab: vocabulary size.
-        dtype: of the counts.
-
-    Returns:
-        generated: [P, vocab] occurrences in the output.
-        seen: [P, vocab] bool, True if in the prompt or the output.
+    Returns the occurrences in the output, [P, vocab] of ``dtype``, and whether a token is in the prompt or the output,
+    [P, vocab] bool. Counts are whole numbers in floating point, so the order of atomic additions does not matter.
     """
     tokens = history.tokens[history.slots, : history.max_token_len]
     position = torch.arange(history.max_token_len, device=tokens.device)
@@ -56,16 +49,11 @@ def count_tokens(history: TokenHistory, vocab: int, dtype: torch.dtype) -> tuple
 
 
 def penalise(logits: torch.Tensor, stage: PenaltyStage[torch.Tensor], history: TokenHistory) -> torch.Tensor:
-    """Apply the three penalties.
+    """Apply the three penalties to the P rows of the stage.
 
     Repetition comes first, on prompt and output: positive logits are divided by it, negative ones multiplied (CTRL,
-    Keskar et al. 2019). Then frequency × occurrences and, for every token that occurs, presence are subtracted; these
-    two count the output only (OpenAI's definition).
-
-    Args:
-        logits: [S, vocab] float32 or float64.
-        stage: names P of the rows.
-        history: tokens of those P rows.
+    Keskar et al. 2019). Then we subtract frequency × occurrences and, for every token that occurs, presence; these two
+    count the output only (OpenAI's definition).
     """
     generated, seen = count_tokens(history, logits.shape[-1], logits.dtype)
     rows = logits[stage.rows]
@@ -79,28 +67,22 @@ def penalise(logits: torch.Tensor, stage: PenaltyStage[torch.Tensor], history: T
 def softmax_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """``exp((logit − largest logit) / temperature)``: softmax up to a factor, 1 for the likeliest token.
 
-    Args:
-        logits: [S, vocab] float32 or float64; −inf gives 0, but a row of nothing else gives NaN.
-        temperature: [S], positive.
+    ``temperature`` is [S], positive. A logit of −inf gives 0, but a row of nothing else gives NaN.
     """
     return ((logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)).exp()
 
 
 def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.Tensor]) -> torch.Tensor:
-    """Set the weights of tokens outside of top-k or top-p to 0.
+    """Set the weights of tokens outside of top-k or top-p to 0, in the F rows of the stage.
 
-    Top-k leaves the k likeliest tokens. Top-p leaves the fewest of those whose weights add up to ``top_p`` of what
-    top-k left (nucleus sampling, Holtzman et al. 2020), at least one. Either way the n likeliest tokens stay, for some
-    n a row; among equal logits the lower token ids do, so that exactly n stay and ``top_k=1`` is greedy.
+    Top-k keeps the k likeliest tokens. Top-p keeps the fewest of those whose weights add up to ``top_p`` of what top-k
+    kept (nucleus sampling, Holtzman et al. 2020), at least one. So the n likeliest tokens stay, for some n a row. Among
+    equal logits the lower token ids do, so exactly n stay and ``top_k=1`` is greedy.
 
-    The n are found among the sorted logits, of which the largest ``max_top_k`` suffice.
-
-    Args:
-        weights: [S, vocab] from `softmax_weights`.
-        logits: [S, vocab] that the weights were made from, for the order.
-        stage: names F of the rows.
+    ``weights`` are those that `softmax_weights` made from ``logits``, [S, vocab] both.
     """
     rows_logits, rows_weights = logits[stage.rows], weights[stage.rows]
+    # Find n among the sorted logits, of which the largest max_top_k suffice.
     candidates, ids = rows_logits.topk(min(stage.max_top_k, logits.shape[-1]))
     rank = torch.arange(candidates.shape[-1], device=logits.device)
     in_top_k = rank < stage.top_k.unsqueeze(-1)
@@ -119,10 +101,8 @@ def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.
 
 
 def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set weights under ``min_p`` of the likeliest token's to 0 (Nguyen et al. 2024).
+    """Set weights under ``min_p``, [S] in [0, 1], of the likeliest token's to 0 (Nguyen et al. 2024).
 
-    Args:
-        weights: [S, vocab] from `softmax_weights`, so that the likeliest weighs 1.
-        min_p: [S] in [0, 1].
+    ``weights`` are [S, vocab] from `softmax_weights`, so the likeliest token weighs 1.
     """
     return weights.masked_fill(weights < min_p.unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""How many KV pages an engine gets, by either formula of `minisgl.kvcache.sizing`, and what its ranks agree on."""
+"""How many KV pages an engine gets, what its ranks agree on, and the warm-up of its kernels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from minisgl.kvcache.sizing import free_memory, pages_from_free_memory, pages_fr
 from minisgl.layers.sharding import Communicator
 from minisgl.sampling_params import SamplingParams
 
+# Most entries of the token table, and most positions in the KV cache (page id × page size + offset): an int32 indexes
+# both. Only toy models come near.
 INT32_MAX = 2**31 - 1
-"""Most entries of the token table, and most positions in KV memory (page id × page size + offset): both are indexed by
-int32. Only toy models come near."""
 _DEFAULT_MEMORY_RATIO = {"cuda": 0.9, "cpu": 0.25}
 _RSS_INTERVAL_S = 0.005
 _LARGEST_IMBALANCE = 2 << 30
@@ -38,35 +38,27 @@ def pages_that_fit(
     model: torch.nn.Module,
     *,
     model_bytes: int,
-    runner_bytes: int,
+    graph_bytes: int,
     free_before: int,
     max_seq_len: int,
     page_bytes: int,
     device: torch.device,
     num_ranks: int = 1,
 ) -> int:
-    """Number of pages for ``config.memory_ratio`` and ``config.memory_formula``.
+    """Number of pages for ``config.memory_ratio`` and ``config.memory_formula`` (`minisgl.kvcache.sizing`).
 
-    Args:
-        config: options.
-        model: loaded, for the profile of formula B.
-        model_bytes: size of its parameters.
-        runner_bytes: what CUDA graphs will allocate after this.
-        free_before: bytes that were free before the model was loaded, for formula A.
-        max_seq_len: longest sequence in tokens.
-        page_bytes: bytes of a page over all layers.
-        device: of the KV cache.
-        num_ranks: that build an engine like this one. On a CPU they share its memory; else each has a device.
+    ``graph_bytes`` is what CUDA graphs will allocate later; ``free_before`` were free before the model was loaded, for
+    formula A. The ``num_ranks`` engines like this one share a CPU's memory; on GPUs each has a device.
     """
     sharing = num_ranks if device.type == "cpu" else 1
     ratio = config.memory_ratio or _DEFAULT_MEMORY_RATIO[device.type]
     if config.memory_formula == "peak":
         memory = profile_peak_memory(config, model, max_seq_len, device)
         total = total_memory(device) // sharing
-        used = total - free_memory(device) // sharing + runner_bytes
+        used = total - free_memory(device) // sharing + graph_bytes
         pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
     else:
-        pages = pages_from_free_memory(free_before // sharing, model_bytes + runner_bytes, ratio, page_bytes)
+        pages = pages_from_free_memory(free_before // sharing, model_bytes + graph_bytes, ratio, page_bytes)
     pages = min(pages, INT32_MAX // config.page_size - 1)
     if device.type == "cuda":
         return pages
@@ -75,11 +67,7 @@ def pages_that_fit(
 
 
 def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: torch.device) -> None:
-    """Refuse a pool that the device cannot hold, or whose positions an int32 cannot index.
-
-    Raises:
-        ConfigError: naming the limit.
-    """
+    """Raise `ConfigError` for a pool that the device cannot hold, or whose positions an int32 cannot index."""
     limit = min(total_memory(device) // page_bytes, INT32_MAX // page_size - 1)
     if num_pages > limit:
         raise ConfigError(
@@ -88,10 +76,9 @@ def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: tor
 
 
 def longest_sequence(config: EngineConfig, model_limit: int) -> int:
-    """``max_seq_len``, or what the model's positions and the int32 indices of the token table allow.
+    """``max_seq_len``, or what the model's positions and the token table's int32 indices allow.
 
-    Raises:
-        ConfigError: ``max_seq_len`` is more than either.
+    Raises `ConfigError` if ``max_seq_len`` is more than either.
     """
     indexable = INT32_MAX // (config.max_running_requests + 1)
     wanted = config.max_seq_len
@@ -122,8 +109,8 @@ class MemoryPeak:
 def measure_peak_memory(device: torch.device) -> Iterator[MemoryPeak]:
     """Fill in the yielded `MemoryPeak` when the block ends.
 
-    On CUDA the allocator keeps the books. For main memory, the resident size of the process is sampled every 5 ms,
-    so a peak that is shorter may be missed.
+    On CUDA the allocator knows the peak. On the CPU we sample the resident size of the process every 5 ms, and may miss
+    a shorter peak.
     """
     result = MemoryPeak()
     if device.type == "cuda":
@@ -153,7 +140,7 @@ def measure_peak_memory(device: torch.device) -> Iterator[MemoryPeak]:
 
 
 def largest_prefill(max_tokens: int, max_rows: int, max_seq_len: int) -> list[int]:
-    """Tokens that each row feeds in a step that feeds as many as any may: whole sequences, and a chunk of one more."""
+    """Tokens that each row feeds in the largest legal step: whole sequences, and a chunk of one more."""
     total = min(max_tokens, max_rows * max_seq_len)
     return [min(max_seq_len, total - begin) for begin in range(0, total, max_seq_len)]
 
@@ -161,7 +148,7 @@ def largest_prefill(max_tokens: int, max_rows: int, max_seq_len: int) -> list[in
 def profile_peak_memory(
     config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device
 ) -> MemoryPeak:
-    """Measure the largest legal prefill. There is no KV memory yet: each row attends to the step's own tokens."""
+    """Measure the largest legal prefill. There is no KV cache yet: each row attends to the step's own tokens."""
     with measure_peak_memory(device) as memory:
         _run_largest_prefill(config, model, max_seq_len, device)
     return memory
@@ -193,30 +180,22 @@ def _run_largest_prefill(config: EngineConfig, model: torch.nn.Module, max_seq_l
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def gather(value: int, communicator: Communicator, device: torch.device) -> list[int]:
+def all_gather_int(value: int, communicator: Communicator, device: torch.device) -> list[int]:
     """Every rank's ``value``, in the order of the ranks."""
     numbers = torch.tensor([[value]], dtype=torch.int64, device=device)
     values: list[int] = communicator.all_gather(numbers)[0].tolist()
     return values
 
 
-def check_balance(free: int, communicator: Communicator, device: torch.device) -> None:
-    """Refuse to start where the ranks' free memory is far apart: the fullest device would decide for all of them.
+def check_memory_balance(free: int, communicator: Communicator, device: torch.device) -> None:
+    """Raise `ConfigError` on all ranks if the ``free`` bytes of two are more than 2 GiB apart, and name those two.
 
-    The numbers are gathered, although one minimum of (free, −free) over the ranks would give the least and the most as
-    well: an error has to name the ranks that they belong to.
-
-    Args:
-        free: bytes that are free on this rank's device.
-        communicator: joins the ranks.
-        device: of this rank. Ranks on a CPU share one memory, and always agree.
-
-    Raises:
-        ConfigError: two ranks are more than 2 GiB apart. All ranks raise it, and name those two.
+    The fullest device would decide for all of them. Ranks on a CPU share one memory, and always agree.
     """
     if device.type != "cuda":
         return
-    by_rank = gather(free, communicator, device)
+    # The least and the most would do for the check; the error has to name the ranks as well.
+    by_rank = all_gather_int(free, communicator, device)
     least, most = min(by_rank), max(by_rank)
     if most - least > _LARGEST_IMBALANCE:
         raise ConfigError(
@@ -226,36 +205,35 @@ def check_balance(free: int, communicator: Communicator, device: torch.device) -
         )
 
 
-_KINDS = (
+# -- warm-up -----------------------------------------------------------------------------------------------------------
+
+# Ways to sample that have kernels of their own.
+_SAMPLING_KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01),
 )
-"""Ways to sample that have kernels of their own."""
 
 
 @torch.inference_mode()
 def warm_up_kernels(runner: ModelRunner, max_prefill_tokens: int) -> None:
     """Run prefill steps on the dummy slot, from the largest legal one down, and sample in every way.
 
-    Args:
-        runner: of the engine; only the dummy slot and the dummy page are written.
-        max_prefill_tokens: most prompt tokens of a step.
+    Only the dummy slot and the dummy page are written.
     """
     table = SamplingTable(1)
     for batch in _prefill_steps(runner, max_prefill_tokens):
-        for params in _KINDS:
+        for params in _SAMPLING_KINDS:
             table.admit(NewRequest(0, np.zeros(1, dtype=np.int32), 1, params, (), seed=0))
             first = np.zeros(batch.num_rows, dtype=np.int32)
             runner.run(batch, table.rows(first, first))
 
 
 def _prefill_steps(runner: ModelRunner, max_prefill_tokens: int) -> Iterator[Batch]:
-    """As many tokens as a step may have: in long rows, then in as many rows as may be. Then a few, and a few behind
-    tokens that are cached."""
     num_slots, longest = runner.state.tokens.shape[0], runner.state.tokens.shape[1] - 1
     most = largest_prefill(max_prefill_tokens, num_slots - 1, longest)
     few = min(16, sum(most), longest - longest // 2)
+    # As many tokens as a step may have, in long rows, then in as many rows as may be; a few; a few behind cached ones.
     yield _prefill(runner, most, cached=0)
     yield _prefill(runner, [few] * min(num_slots - 1, sum(most) // few), cached=0)
     yield _prefill(runner, [few], cached=0)
@@ -263,7 +241,6 @@ def _prefill_steps(runner: ModelRunner, max_prefill_tokens: int) -> Iterator[Bat
 
 
 def _prefill(runner: ModelRunner, q_lens: list[int], cached: int) -> Batch:
-    """Rows of the dummy slot, each behind as many cached tokens, all in the dummy page."""
     state, rows = runner.state, len(q_lens)
     num_slots, width = state.page_table.shape
     return build_batch(

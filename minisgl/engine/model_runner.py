@@ -1,4 +1,4 @@
-"""What the device remembers between steps: the tokens and the pages of every running request."""
+"""The model runner: computes one `Batch` on the device, whose token and page tables outlive the step."""
 
 from __future__ import annotations
 
@@ -15,64 +15,11 @@ from minisgl.kvcache.pool import KVCache, table_width
 from minisgl.request import Int32Array
 
 
-class DeviceState:
-    """Token table and page table on the device, one row a slot and one more for padding.
-
-    A step reads its input ids here and leaves the tokens that it samples here, so the next decode step can be launched
-    before the host has seen them.
-
-    Args:
-        max_running, max_seq_len, page_size: sizes, as in the scheduler's tables.
-        dummy_page: page id that unused entries point to.
-        device: where the tables live.
-    """
-
-    def __init__(
-        self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device
-    ) -> None:
-        self.dummy_page = dummy_page
-        self.tokens = torch.zeros((max_running + 1, max_seq_len), dtype=torch.int32, device=device)
-        width = table_width(max_seq_len, page_size)
-        self.page_table = torch.full((max_running + 1, width), dummy_page, dtype=torch.int32, device=device)
-
-    def token_writes(self, new_requests: Sequence[NewRequest]) -> tuple[Int32Array, Int32Array]:
-        """Flat indices into the token table, and values, that put the admitted requests' tokens in place."""
-        width = self.tokens.shape[1]
-        index = [np.arange(a.slot * width, a.slot * width + len(a.tokens), dtype=np.int32) for a in new_requests]
-        value = [a.tokens for a in new_requests]
-        nothing = np.zeros(0, dtype=np.int32)
-        return np.concatenate([nothing, *index]), np.concatenate([nothing, *value])
-
-    def update(
-        self,
-        token_index: torch.Tensor,
-        token_value: torch.Tensor,
-        page_index: torch.Tensor,
-        page_value: torch.Tensor,
-    ) -> None:
-        """Apply int32 updates to the flattened tables."""
-        self.tokens.view(-1)[token_index] = token_value
-        self.page_table.view(-1)[page_index] = page_value
-
-    def input_ids(self, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Gather the tokens to feed, int32[T]."""
-        return self.tokens[token_slots, positions]
-
-    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write sampled tokens, int32[S], behind the sequences that they continue."""
-        self.tokens[slots, positions] = tokens
-
-
 class ModelRunner:
-    """Computes one step after the other without waiting for the device, and launches the kernels of each one by one, in
-    any shape. One copy to the device a step, beside what the attention backend has planned.
+    """Computes steps of any shape without waiting for the device, launching their kernels one by one.
 
-    Args:
-        model: maps a `DeviceBatch` to logits, [S, vocab], inside a forward context.
-        kv_cache: keys and values.
-        attention: over them.
-        state: token and page tables on the device.
-        sampler: from logits to tokens.
+    A step needs one copy to the device, besides those that the attention backend plans. ``model`` maps a `DeviceBatch`
+    to the logits of its sampling rows, [S, vocab], inside a forward context.
     """
 
     def __init__(
@@ -96,12 +43,7 @@ class ModelRunner:
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
         """Feed the batch, store its KV, sample, and leave the sampled tokens in the token table.
 
-        Args:
-            batch: the step.
-            sampling: how its S sampling rows are sampled.
-
-        Returns:
-            [S] tokens on the device, valid until the next call.
+        Returns [S] tokens on the device, valid until the next call.
         """
         state = self.state
         token_index, token_value = state.token_writes(batch.new_requests)
@@ -131,3 +73,47 @@ class ModelRunner:
         with forward_context(ForwardContext(inputs, self.attention)):
             logits: torch.Tensor = self.model(inputs)
         return logits
+
+
+class DeviceState:
+    """Token table and page table on the device: one row a slot, and a last row for padding, the dummy slot.
+
+    A step reads its input ids here and leaves the tokens that it samples here, so the next decode step can be launched
+    before the host has seen them. Unused entries of the page table point to ``dummy_page``.
+    """
+
+    def __init__(
+        self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device
+    ) -> None:
+        self.dummy_page = dummy_page
+        self.tokens = torch.zeros((max_running + 1, max_seq_len), dtype=torch.int32, device=device)
+        width = table_width(max_seq_len, page_size)
+        self.page_table = torch.full((max_running + 1, width), dummy_page, dtype=torch.int32, device=device)
+
+    def token_writes(self, new_requests: Sequence[NewRequest]) -> tuple[Int32Array, Int32Array]:
+        """Flat indices into the token table, and values, that put the admitted requests' tokens in place."""
+        width = self.tokens.shape[1]
+        index, value = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)]
+        for new in new_requests:
+            index.append(np.arange(new.slot * width, new.slot * width + len(new.tokens), dtype=np.int32))
+            value.append(new.tokens)
+        return np.concatenate(index), np.concatenate(value)
+
+    def update(
+        self,
+        token_index: torch.Tensor,
+        token_value: torch.Tensor,
+        page_index: torch.Tensor,
+        page_value: torch.Tensor,
+    ) -> None:
+        """Apply int32 updates to the flattened tables."""
+        self.tokens.view(-1)[token_index] = token_value
+        self.page_table.view(-1)[page_index] = page_value
+
+    def input_ids(self, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Gather the tokens to feed, int32[T]."""
+        return self.tokens[token_slots, positions]
+
+    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write sampled tokens, int32[S], behind the sequences that they continue."""
+        self.tokens[slots, positions] = tokens

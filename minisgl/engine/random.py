@@ -1,7 +1,7 @@
 """Random choice without a generator's state: a hash gives every token its own noise, and the luckiest token wins.
 
-All of it is pure functions. What a request draws depends on its seed and on how many tokens it has generated, never
-on the slot it is in, on the other rows of the batch, or on whether it was preempted and computed again.
+All functions are pure. What a request draws depends on its seed and on how many tokens it has generated, never on its
+slot, on the other rows of the batch, or on whether it was preempted and computed again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,7 @@ _MIX_1, _MIX_2 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 
 
 def splitmix64(state: UInt64Array) -> UInt64Array:
-    """The output of SplitMix64 at ``state`` (Steele, Lea and Flood 2014): add the golden gamma, then mix.
-
-    Args:
-        state: uint64[any].
-
-    Returns:
-        uint64, same shape, equidistributed over all 64-bit numbers.
-    """
+    """Output of SplitMix64 at ``state``, uint64[any] (Steele, Lea and Flood 2014): add the golden gamma, then mix."""
     z = state + _GOLDEN_GAMMA
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -38,13 +31,9 @@ def splitmix64(state: UInt64Array) -> UInt64Array:
 def draw_keys(keys: UInt64Array, output_index: Int32Array) -> tuple[Int32Array, Int32Array]:
     """The key of one draw for each row, 64 bits as two int32[S], low half first.
 
-    SplitMix64 is a counter with a good hash behind it, so its n-th number is reached in one step: this is number
-    ``output_index`` of the stream that starts at ``key``. Seeds that differ by one would start streams close
-    together; `SamplingTable` therefore uses the hash of the seed as key.
-
-    Args:
-        keys: uint64[S], ``splitmix64(seed)`` of each row.
-        output_index: int32[S], how many tokens each row has generated before this one.
+    SplitMix64 hashes a counter, so we reach its n-th number in one step: this is number ``output_index``, int32[S], of
+    the stream that starts at the row's key, uint64[S]. `SamplingTable` uses the hash of the seed as key, because seeds
+    that differ by one would start streams close together.
     """
     bits = splitmix64(keys + output_index.astype(np.uint64) * _GOLDEN_GAMMA)
     return bits.astype(np.uint32).view(np.int32), (bits >> np.uint64(32)).astype(np.uint32).view(np.int32)
@@ -53,12 +42,8 @@ def draw_keys(keys: UInt64Array, output_index: Int32Array) -> tuple[Int32Array, 
 def token_hash(key_low: torch.Tensor, key_high: torch.Tensor, vocab: int) -> torch.Tensor:
     """A hash of every token under each row's key, int32[S, vocab], the same on every device.
 
-    Two rounds of MurmurHash3's finaliser (Appleby 2011), each after one half of the key. Every step can be undone, so
+    Two rounds of MurmurHash3's finaliser (Appleby 2011), each after one half of the key. Every step is invertible, so
     no two tokens of a row have the same hash.
-
-    Args:
-        key_low, key_high: int32[S].
-        vocab: number of tokens.
     """
     tokens = torch.arange(vocab, dtype=torch.int32, device=key_low.device) * _GOLDEN_INT32
     mixed = _mix_(tokens + key_low.unsqueeze(-1))
@@ -66,7 +51,7 @@ def token_hash(key_low: torch.Tensor, key_high: torch.Tensor, vocab: int) -> tor
 
 
 def _mix_(bits: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finaliser, in place. ``>>`` keeps the sign in PyTorch, so the bits that it fills in are masked."""
+    # MurmurHash3's finaliser, in place. PyTorch's ``>>`` keeps the sign, so we mask the bits that it fills in.
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_1)
     bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_MIX_2)
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
@@ -82,22 +67,16 @@ def exponentials(hashes: torch.Tensor) -> torch.Tensor:
 
 
 def draw(weights: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row, each with a probability of its share of the row's weights.
+    """Draw one token a row, [S] int64, each with a probability of its share of the row's ``weights``.
 
-    A race: token t arrives after a time that is exponentially distributed with rate ``weights[t]``, and the first one
-    wins, which is t with exactly its share (the Gumbel-max trick without the logarithms; Maddison et al. 2014). The
-    other way, one uniform number on the line of cumulative weights, needs less noise and is fragile: the place of
-    every boundary depends on all weights before it, so that rounding errors in the logits, which differ with the shape
-    of the batch, move some boundary across the number once in a few hundred draws. Here they matter only if the first
-    two arrive within the rounding error of each other.
+    A race: token t arrives after a time that is exponentially distributed with rate ``weights[t]``. The first token
+    wins, which is t with exactly its share (the Gumbel-max trick without the logarithms; Maddison et al. 2014).
 
-    Args:
-        weights: [S, vocab] float32 or float64, not negative, need not add up to 1; the largest of a row is not tiny.
-        key_low, key_high: int32[S] from `draw_keys`.
-
-    Returns:
-        [S] int64. A token of weight 0 is never drawn while there is another; a row with a NaN, or without a positive
-        weight, gives an unspecified token of the vocabulary.
+    ``weights`` is [S, vocab] float32 or float64, not negative; the largest of a row is not tiny. A token of weight 0 is
+    never drawn while there is another. A row with a NaN, or without a positive weight, gives an unspecified token.
     """
+    # One uniform number on the line of cumulative weights would need less noise, but rounding errors, which differ with
+    # the shape of the batch, would move a boundary across it once in a few hundred draws. In a race they matter only
+    # if the first two arrive within rounding error of each other.
     times = exponentials(token_hash(key_low, key_high, weights.shape[-1]))
     return (weights / times).argmax(-1)

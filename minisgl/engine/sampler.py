@@ -1,4 +1,4 @@
-"""Log-probabilities: taken on the device beside the tokens, turned into `TokenLogprobs` on the host."""
+"""From logits to tokens: a sampler in plain PyTorch, one with fused kernels, and the log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -20,103 +20,35 @@ from minisgl.engine.logits_processors import (
 )
 from minisgl.engine.random import draw
 from minisgl.engine.sampling import A, DeviceSampling, HostSampling, LogprobStage, RandomStage, TokenHistory
+from minisgl.errors import ConfigError
+from minisgl.kernels import has_triton
 from minisgl.registry import Table
 from minisgl.request import Int32Array, TokenLogprobs
 
 
-class Logprobs(NamedTuple, Generic[A]):
-    """Log-probabilities of the L rows that asked, in the order of ``LogprobStage.rows``; K is its ``max_count``.
-
-    Args:
-        sampled: [L] of the sampled token.
-        top: [L, K] of the likeliest tokens, best first.
-        top_ids: [L, K] int32 their ids.
-    """
-
-    sampled: A
-    top: A
-    top_ids: A
-
-
-def take_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, stage: LogprobStage[torch.Tensor]
-) -> Logprobs[torch.Tensor]:
-    """Log-softmax of the rows that asked, at the sampled and at the likeliest tokens.
-
-    Args:
-        logits: [S, vocab] as the model gave them, before any stage.
-        tokens: [S] int64 sampled tokens.
-        stage: names L of the rows.
-    """
-    rows = logits[stage.rows]
-    if rows.dtype != torch.float64:
-        rows = rows.float()
-    normaliser = rows.logsumexp(-1, keepdim=True)
-    sampled = rows.gather(-1, tokens[stage.rows].unsqueeze(-1)) - normaliser
-    top, top_ids = rows.topk(min(stage.max_count, rows.shape[-1]))
-    return Logprobs(sampled.squeeze(-1), top - normaliser, top_ids.int())
-
-
-def token_logprobs(
-    rows: HostSampling, tokens: Int32Array, logprobs: Logprobs[npt.NDArray[Any]] | None
-) -> list[TokenLogprobs | None] | None:
-    """Log-probabilities of a step for its requests.
-
-    Args:
-        rows: what the step was sampled with.
-        tokens: int32[S] the step's tokens.
-        logprobs: host copy of what the sampler returned.
-
-    Returns:
-        [S] entries, None for a row that did not ask; or None if no row asked. Equally likely tokens are listed in the
-        order of their ids.
-    """
-    stage = rows.logprobs
-    if stage is None or logprobs is None:
-        return None
-    result: list[TokenLogprobs | None] = [None] * len(tokens)
-    by_id = np.argsort(logprobs.top_ids, axis=-1)
-    order = np.take_along_axis(by_id, np.argsort(-np.take_along_axis(logprobs.top, by_id, -1), -1, kind="stable"), -1)
-    ids = np.take_along_axis(logprobs.top_ids, order, -1).tolist()
-    values = np.take_along_axis(logprobs.top, order, -1).tolist()
-    for i, (row, count) in enumerate(zip(stage.rows.tolist(), stage.counts.tolist(), strict=True)):
-        top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
-        result[row] = TokenLogprobs(int(tokens[row]), float(logprobs.sampled[i]), top)
-    return result
-
-
-class SampledTokens(NamedTuple):
-    """What a sampler returns, on the device.
-
-    Args:
-        tokens: [S] int32.
-        logprobs: of the rows that asked; None if none did.
-    """
-
-    tokens: torch.Tensor
-    logprobs: Logprobs[torch.Tensor] | None = None
-
-
 class Sampler(Protocol):
-    """Chooses the next token of each row.
+    """Chooses the next token of each row, from that row's logits, parameters and key alone.
 
-    Tie and edge cases: among equal logits the lower token id counts as likelier; top-p and min-p leave at least the
-    likeliest token; a token whose logit is −inf is never chosen while another is finite. A row's token depends on
-    the row's own logits, parameters and key alone.
+    Among equal logits the lower token id counts as likelier. Top-p and min-p keep at least the likeliest token. A token
+    whose logit is −inf is never chosen while another is finite.
     """
 
-    capturable: bool
-    """Whether `sample` may be recorded in a CUDA graph when no row needs more than the random stage."""
+    capturable: bool  # whether a CUDA graph can hold `sample` when no row needs more than the random stage
 
     def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         """Sample without waiting for the device and without changing ``logits``.
 
-        Args:
-            logits: [S, vocab] of any floating-point dtype; computed with in float32, or float64 if given that.
-            inputs: the stages this batch needs.
-            history: tokens of the rows with penalties; None if there are none.
+        ``logits`` is [S, vocab] of any floating-point dtype; we compute in float32, or in float64 if given that.
+        ``history`` holds the tokens of the rows with penalties, None if there are none.
         """
         ...
+
+
+class SampledTokens(NamedTuple):
+    """What a sampler returns, on the device: [S] int32 tokens, and log-probabilities if any row asked."""
+
+    tokens: torch.Tensor
+    logprobs: Logprobs[torch.Tensor] | None = None
 
 
 class DefaultSampler:
@@ -135,7 +67,6 @@ class DefaultSampler:
     capturable = True
 
     def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
-        """See `Sampler.sample`."""
         adjusted = self._adjust(logits, inputs, history)
         tokens = adjusted.argmax(-1)
         if inputs.random is not None:
@@ -173,7 +104,81 @@ class DefaultSampler:
         return weights
 
 
-SAMPLERS: Table[Callable[[], Sampler]] = {
-    "default": DefaultSampler,
-    "triton": "minisgl.engine.fused_sampler:FusedSampler",
-}
+class FusedSampler(DefaultSampler):
+    """Temperature and draw in one pass over the logits, with Triton; stages 2 to 5 are the default sampler's.
+
+    Top-k, top-p and min-p become a threshold that this pass compares with, found in two launches and without sorting.
+    A batch that needs nothing else never leaves the model's dtype.
+
+    The same seed draws the same token as with the default sampler, unless the first two arrivals of the race lie
+    within rounding error of each other, or a token within rounding error of where top-p or min-p end.
+    """
+
+    def __init__(self) -> None:
+        if not has_triton():
+            raise ConfigError("sampler: 'triton' needs Triton, which is not installed here; use 'default'")
+        from minisgl.kernels.launch import check_device
+        from minisgl.kernels.sampling import sample_tokens
+        from minisgl.kernels.top_p import find_thresholds
+
+        check_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._sample_tokens, self._find_thresholds = sample_tokens, find_thresholds
+
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
+        adjusted = self._adjust(logits, inputs, history) if inputs.adjusts_logits else logits
+        thresholds = None
+        if inputs.random is not None and (inputs.top is not None or inputs.min_p is not None):
+            top = None if inputs.top is None else (inputs.top.rows, inputs.top.top_k, inputs.top.top_p)
+            thresholds = self._find_thresholds(adjusted, inputs.random.temperature, top, inputs.min_p)
+        tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        self._sample_tokens(adjusted, inputs.random, tokens, thresholds)
+        logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens.long(), inputs.logprobs)
+        return SampledTokens(tokens, logprobs)
+
+
+SAMPLERS: Table[Callable[[], Sampler]] = {"default": DefaultSampler, "triton": FusedSampler}
+
+
+class Logprobs(NamedTuple, Generic[A]):
+    """Log-probabilities of the L rows that asked, in the order of ``LogprobStage.rows``; K is its ``max_count``."""
+
+    sampled: A  # [L] of the sampled token
+    top: A  # [L, K] of the likeliest tokens, best first
+    top_ids: A  # [L, K] int32, their ids
+
+
+def take_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, stage: LogprobStage[torch.Tensor]
+) -> Logprobs[torch.Tensor]:
+    """Log-softmax of the rows that asked, at the sampled and at the likeliest tokens.
+
+    ``logits`` is [S, vocab] as the model gave them, before any stage; ``tokens`` is [S] int64.
+    """
+    rows = logits[stage.rows]
+    if rows.dtype != torch.float64:
+        rows = rows.float()
+    normaliser = rows.logsumexp(-1, keepdim=True)
+    sampled = rows.gather(-1, tokens[stage.rows].unsqueeze(-1)) - normaliser
+    top, top_ids = rows.topk(min(stage.max_count, rows.shape[-1]))
+    return Logprobs(sampled.squeeze(-1), top - normaliser, top_ids.int())
+
+
+def token_logprobs(
+    rows: HostSampling, tokens: Int32Array, logprobs: Logprobs[npt.NDArray[Any]] | None
+) -> list[TokenLogprobs | None] | None:
+    """Turn a step's log-probabilities, copied to the host, into those of its S rows; None if no row asked.
+
+    A row that did not ask has None. Equally likely tokens are listed in the order of their ids.
+    """
+    stage = rows.logprobs
+    if stage is None or logprobs is None:
+        return None
+    result: list[TokenLogprobs | None] = [None] * len(tokens)
+    by_id = np.argsort(logprobs.top_ids, axis=-1)
+    order = np.take_along_axis(by_id, np.argsort(-np.take_along_axis(logprobs.top, by_id, -1), -1, kind="stable"), -1)
+    ids = np.take_along_axis(logprobs.top_ids, order, -1).tolist()
+    values = np.take_along_axis(logprobs.top, order, -1).tolist()
+    for i, (row, count) in enumerate(zip(stage.rows.tolist(), stage.counts.tolist(), strict=True)):
+        top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
+        result[row] = TokenLogprobs(int(tokens[row]), float(logprobs.sampled[i]), top)
+    return result

@@ -1,7 +1,7 @@
 """What a step's sampling needs, stage by stage: as NumPy arrays on the host, packed, and as tensors on the device.
 
 A stage that no row of the batch asks for is None, costs nothing and is not copied. A stage that only some rows ask
-for lists those rows; ``rows`` are then indices into the S sampling rows of the batch.
+for lists them in ``rows``, which are indices into the S sampling rows of the batch. Integers are int32, others float32.
 """
 
 from __future__ import annotations
@@ -19,70 +19,43 @@ from minisgl.batch import NewRequest
 from minisgl.engine.random import draw_keys, splitmix64
 from minisgl.request import Int32Array
 
-A = TypeVar("A")
-"""An array: ``np.ndarray`` on the host, ``torch.Tensor`` on the device."""
-
+A = TypeVar("A")  # an array: np.ndarray on the host, torch.Tensor on the device
 
 _TORCH_DTYPE = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class RandomStage(NamedTuple, Generic[A]):
-    """Random sampling. In a batch without it every row is greedy.
+    """Random sampling. In a batch without it every row is greedy."""
 
-    Args:
-        temperature: [S] float32, 0 for a greedy row, otherwise at least `MIN_TEMPERATURE`.
-        key_low, key_high: [S] int32, the key of the row's draw, see `minisgl.engine.random`.
-    """
-
-    temperature: A
-    key_low: A
+    temperature: A  # [S], 0 for a greedy row, otherwise at least `MIN_TEMPERATURE`
+    key_low: A  # [S] with `key_high` the 64-bit key of the row's draw, see `draw_keys`
     key_high: A
 
 
 class TopStage(NamedTuple, Generic[A]):
-    """Top-k and top-p.
-
-    Args:
-        rows: [F] int32.
-        top_k: [F] int32, at least 1; the largest int32 where it is off.
-        top_p: [F] float32 in (0, 1].
-        max_top_k: the largest entry of ``top_k``.
-    """
+    """Top-k and top-p of F rows."""
 
     rows: A
-    top_k: A
-    top_p: A
+    top_k: A  # at least 1; the largest int32 where it is off
+    top_p: A  # in (0, 1]
     max_top_k: int
 
 
 class PenaltyStage(NamedTuple, Generic[A]):
-    """Presence, frequency and repetition penalties, and where the tokens that they count are.
-
-    Args:
-        rows: [P] int32.
-        presence, frequency, repetition: [P] float32.
-        slots: [P] int32 row in the token table.
-        prompt_len, token_len: [P] int32 as in `TokenHistory`.
-        max_token_len: the largest entry of ``token_len``.
-    """
+    """Presence, frequency and repetition penalties of P rows, and where the tokens that they count are."""
 
     rows: A
     presence: A
     frequency: A
     repetition: A
-    slots: A
+    slots: A  # row in the token table
     prompt_len: A
-    token_len: A
+    token_len: A  # prompt and output so far
     max_token_len: int
 
 
 class BiasStage(NamedTuple, Generic[A]):
-    """Logit biases: ``value`` is added to the logit of ``token`` in ``row``; no pair occurs twice.
-
-    Args:
-        rows, tokens: [B] int32; tokens are below the vocabulary size.
-        values: [B] float32.
-    """
+    """Logit biases: ``values`` are added to the logits of ``tokens`` in ``rows``, [B] each; no pair occurs twice."""
 
     rows: A
     tokens: A
@@ -90,22 +63,16 @@ class BiasStage(NamedTuple, Generic[A]):
 
 
 class MaskStage(NamedTuple, Generic[A]):
-    """Tokens that may not be sampled yet: stop tokens before ``min_tokens``.
-
-    Args:
-        rows, tokens: [M] int32; tokens are below the vocabulary size.
-    """
+    """Stop tokens, [M], that ``rows``, [M], may not sample before ``min_tokens``."""
 
     rows: A
     tokens: A
 
 
 class ConstraintStage(NamedTuple, Generic[A]):
-    """Rows that may sample some tokens only: those that a grammar allows next.
+    """Rows, [C], that may only sample tokens that a grammar allows next.
 
-    Args:
-        rows: [C] int32.
-        masks: [C × words] int32, one bit a token, see `minisgl.request.MaskMaker`.
+    ``masks`` is int32[C × words], one bit a token, as `minisgl.request.MaskMaker` makes them.
     """
 
     rows: A
@@ -113,31 +80,17 @@ class ConstraintStage(NamedTuple, Generic[A]):
 
 
 class LogprobStage(NamedTuple, Generic[A]):
-    """Log-probabilities to report.
-
-    Args:
-        rows: [L] int32.
-        counts: [L] int32, how many of the likeliest tokens each row wants, 0 to 20.
-        max_count: the largest entry of ``counts``.
-    """
+    """Log-probabilities to report for L rows."""
 
     rows: A
-    counts: A
+    counts: A  # how many of the likeliest tokens each row wants, 0 to 20
     max_count: int
 
 
 class TokenHistory(NamedTuple):
-    """Tokens so far of the P rows with penalties, in the order of ``PenaltyStage.rows``.
+    """Tokens so far of the P rows with penalties, in the order of ``PenaltyStage.rows``."""
 
-    Args:
-        tokens: [slots, max_seq_len] int32, the token table of all running requests.
-        slots: [P] int32 row in that table.
-        prompt_len: [P] int32.
-        token_len: [P] int32, prompt and output, without the token that is about to be sampled.
-        max_token_len: the largest entry of ``token_len``.
-    """
-
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # [slots, max_seq_len], the token table of all running requests
     slots: torch.Tensor
     prompt_len: torch.Tensor
     token_len: torch.Tensor
@@ -146,12 +99,7 @@ class TokenHistory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingStages(Generic[A]):
-    """The stages of one step in the order in which they are applied (see `minisgl.engine.sampler`), None where unused.
-
-    Args:
-        logprobs, bias, penalties, mask, constraint, random, top: the stages.
-        min_p: [S] float32, 0 where it is off.
-    """
+    """The stages of one step, None where unused."""
 
     logprobs: LogprobStage[A] | None = None
     bias: BiasStage[A] | None = None
@@ -160,7 +108,7 @@ class SamplingStages(Generic[A]):
     constraint: ConstraintStage[A] | None = None
     random: RandomStage[A] | None = None
     top: TopStage[A] | None = None
-    min_p: A | None = None
+    min_p: A | None = None  # [S], 0 where it is off
 
     @property
     def all_greedy(self) -> bool:
@@ -169,13 +117,13 @@ class SamplingStages(Generic[A]):
 
     @property
     def adjusts_logits(self) -> bool:
-        """True if a stage between the model's logits and the choice among them changes some: bias to constraint."""
+        """True if any stage changes the model's logits before the choice: bias, penalties, mask or constraint."""
         stages = (self.bias, self.penalties, self.mask, self.constraint)
         return any(stage is not None for stage in stages)
 
     @property
     def needs_only_temperatures(self) -> bool:
-        """True if the random stage is the only one, or there is none."""
+        """True if there is no stage, or the random stage alone."""
         others = (self.logprobs, self.top, self.min_p)
         return not self.adjusts_logits and all(stage is None for stage in others)
 
@@ -186,11 +134,7 @@ class DeviceSampling(SamplingStages[torch.Tensor]):
     __slots__ = ()
 
     def history(self, tokens: torch.Tensor) -> TokenHistory | None:
-        """What the penalties read of the token table; None if no row has a penalty.
-
-        Args:
-            tokens: [slots, max_seq_len] int32 token table on the device.
-        """
+        """What the penalties read of the token table, int32[slots, max_seq_len]; None without penalties."""
         stage = self.penalties
         if stage is None:
             return None
@@ -214,7 +158,7 @@ class HostSampling(SamplingStages[npt.NDArray[Any]]):
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
     def unpack(self, words: torch.Tensor) -> DeviceSampling:
-        """The tensors as views of ``words`` (int32[words], contiguous), a copy of what `pack` returned."""
+        """The tensors as views of ``words``, a contiguous device copy of what `pack` returned."""
         taken = 0
 
         def take(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -226,7 +170,7 @@ class HostSampling(SamplingStages[npt.NDArray[Any]]):
         return DeviceSampling(**self._map(take))
 
     def _map(self, function: Callable[[npt.NDArray[Any]], Any]) -> dict[str, Any]:
-        """The stages with ``function`` applied to each array, always in the same order."""
+        """Apply ``function`` to each array of each stage, always in the same order."""
         result: dict[str, Any] = {}
         for field in fields(self):
             stage = getattr(self, field.name)
@@ -237,16 +181,13 @@ class HostSampling(SamplingStages[npt.NDArray[Any]]):
         return result
 
 
+# Lower temperatures are raised to this. At 0.01 a logit gap of 1 is a factor of e**100 already.
 MIN_TEMPERATURE = 0.01
-"""Lower temperatures are raised to this. At 0.01 a logit gap of 1 is a factor of e**100 already."""
-
 
 _NO_LIMIT = int(np.iinfo(np.int32).max)
 
 
 class _Needs(enum.IntFlag):
-    """The stages that a request needs."""
-
     RANDOM = 1
     TOP = 2
     MIN_P = 4
@@ -260,17 +201,12 @@ class SamplingTable:
     """Host state of sampling, one row a slot. `admit` writes a row, `rows` reads those of a step.
 
     Which stages a slot needs is one small integer; the OR of a batch's integers tells `rows` which arrays to gather.
-    Biases and masked stop tokens are of any length and rare; they are kept in dicts by slot.
-
-    Args:
-        max_running: number of slots.
     """
 
     def __init__(self, max_running: int) -> None:
         self._needs = np.zeros(max_running, dtype=np.uint8)
         self.temperature = np.zeros(max_running, dtype=np.float32)
-        self.key = np.zeros(max_running, dtype=np.uint64)
-        """Hash of the seed, see `draw_keys`."""
+        self.key = np.zeros(max_running, dtype=np.uint64)  # hash of the seed, see `draw_keys`
         self.top_k = np.full(max_running, _NO_LIMIT, dtype=np.int32)
         self.top_p = np.ones(max_running, dtype=np.float32)
         self.min_p = np.zeros(max_running, dtype=np.float32)
@@ -280,14 +216,14 @@ class SamplingTable:
         self.logprobs = np.full(max_running, -1, dtype=np.int32)
         self.min_tokens = np.zeros(max_running, dtype=np.int32)
         self.prompt_len = np.zeros(max_running, dtype=np.int32)
+        # Of any length and rare, so kept by slot.
         self._bias: dict[int, tuple[Int32Array, npt.NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, Int32Array] = {}
 
     def admit(self, new: NewRequest) -> None:
         """Write every field of the slot, so that nothing of an earlier request is left.
 
-        Token ids of ``logit_bias`` and ``stop_ids`` must be below the vocabulary size; requests are checked for that
-        where they enter the engine.
+        Token ids of ``logit_bias`` and ``stop_ids`` must be below the vocabulary size, as input processing checks.
         """
         slot, params = new.slot, new.params
         greedy = params.greedy
@@ -329,11 +265,9 @@ class SamplingTable:
         self._needs[slot] = needs
 
     def rows(self, slots: Int32Array, output_index: Int32Array) -> HostSampling:
-        """What the sampler needs for a step.
+        """Gather what the sampler needs for a step, from the slot of each sampling row, int32[S].
 
-        Args:
-            slots: int32[S], the slot of each sampling row.
-            output_index: int32[S], how many tokens each has generated before this one.
+        ``output_index``, int32[S], is how many tokens each row has generated before this one.
         """
         needs = self._needs[slots]
         any_needs = int(np.bitwise_or.reduce(needs))
@@ -402,5 +336,4 @@ class SamplingTable:
 
 
 def _repeat(rows: Int32Array, lists: Sequence[Int32Array]) -> Int32Array:
-    """Each row once for every entry of its list."""
-    return np.repeat(rows, [len(entries) for entries in lists])
+    return np.repeat(rows, [len(entries) for entries in lists])  # each row once for every entry of its list

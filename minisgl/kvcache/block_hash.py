@@ -1,4 +1,4 @@
-"""Chapter 7: a prefix cache as a hash table of full blocks (vLLM's automatic prefix caching; nano-vllm)."""
+"""A prefix cache as a hash table of full blocks (vLLM's automatic prefix caching; nano-vllm)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from minisgl.errors import InvariantError
-from minisgl.kvcache.prefix import Insert, Match
+from minisgl.kvcache.prefix import InsertResult, MatchResult
 from minisgl.request import Int32Array
 
 
@@ -18,12 +18,8 @@ from minisgl.request import Int32Array
 class Block:
     """One cached page.
 
-    Args:
-        page: its id.
-        key: hash of the whole prefix that ends with this block, 64 bits.
-        tokens: the block's own tokens, as the bytes of int32[page_size].
-        parent: the block before it; None for the first of a prompt.
-        ref_count: locks on prefixes that contain this block.
+    ``key`` hashes the whole prefix that ends with this block (64 bits); ``tokens`` are the block's own, as the bytes of
+    int32[page_size]. The first block of a prompt has no parent. ``ref_count`` counts locks on prefixes that contain it.
     """
 
     page: int
@@ -34,14 +30,11 @@ class Block:
 
 
 class BlockHashCache:
-    """Prefix cache as a hash table: a block is found by the hash of its parent's hash and its own tokens.
+    """Prefix cache as a hash table: a block's key is the hash of its parent's key and its own tokens.
 
     There is no tree to walk or to split; the price is one look-up a page. A handle is the tuple of the prefix's
-    blocks. Blocks that nobody references keep their content and wait in a queue for eviction, the least recently used
-    or released first and, within a prefix, children before parents. So no block outlives its parent.
-
-    Args:
-        page_size: tokens a page.
+    blocks. Unreferenced blocks keep their content and wait in a queue for eviction: least recently used or released
+    first and, within a prefix, children before parents. So no block outlives its parent.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -64,22 +57,14 @@ class BlockHashCache:
         """Pages in no locked prefix."""
         return len(self._unreferenced)
 
-    def match(self, tokens: Int32Array) -> Match:
-        """Longest cached prefix of ``tokens`` (int32[any]), block by block."""
+    def match(self, tokens: Int32Array) -> MatchResult:
+        """Find the longest cached prefix of ``tokens`` (int32[any]), block by block."""
         blocks = self._look_up(self._chunks(tokens))
         self._mark_used(blocks)
-        return Match(_pages(blocks), tuple(blocks))
+        return MatchResult(_pages(blocks), tuple(blocks))
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
-        """Add a block for each page beyond the cached prefix. See `PrefixCache.insert`.
-
-        Args:
-            tokens: int32[len(pages) × page_size].
-            pages: int32[n].
-
-        Raises:
-            InvariantError: the lengths do not fit.
-        """
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+        """Add a block for each page beyond the cached prefix; the tokens must fill the pages exactly."""
         if len(tokens) != len(pages) * self.page_size:
             raise InvariantError(f"{len(pages)} pages of {self.page_size} tokens cannot hold {len(tokens)} tokens")
         chunks = self._chunks(tokens)
@@ -93,14 +78,10 @@ class BlockHashCache:
             self._blocks[key] = Block(page, key, chunk, parent)
             blocks.append(self._blocks[key])
         self._mark_used(blocks)
-        return Insert(_pages(blocks), tuple(blocks))
+        return InsertResult(_pages(blocks), tuple(blocks))
 
     def lock(self, handle: Sequence[Block]) -> None:
-        """Reference every block of the prefix.
-
-        Raises:
-            InvariantError: a block was evicted since the handle was given out.
-        """
+        """Reference every block of the prefix; raises `InvariantError` if one was evicted since it was matched."""
         for block in handle:
             if block.ref_count == 0:
                 if block not in self._unreferenced:
@@ -109,11 +90,7 @@ class BlockHashCache:
             block.ref_count += 1
 
     def unlock(self, handle: Sequence[Block]) -> None:
-        """Undo one `lock`; blocks without references join the end of the queue, children first.
-
-        Raises:
-            InvariantError: a block is not locked.
-        """
+        """Undo one `lock`; blocks without references join the end of the queue, children first."""
         for block in reversed(handle):
             if block.ref_count == 0:
                 raise InvariantError(f"page {block.page} is unlocked more often than it was locked")
@@ -122,7 +99,7 @@ class BlockHashCache:
                 self._unreferenced[block] = None
 
     def evict(self, count: int) -> Int32Array:
-        """Forget ``min(count, num_evictable)`` blocks from the head of the queue; their pages, int32."""
+        """Forget ``min(count, num_evictable)`` blocks from the head of the queue, and return their pages, int32."""
         evicted = [self._unreferenced.popitem(last=False)[0] for _ in range(min(count, self.num_evictable))]
         for block in evicted:
             del self._blocks[block.key]
@@ -164,16 +141,13 @@ class BlockHashCache:
             earlier.add(block)
 
     def _look_up(self, chunks: list[bytes]) -> list[Block]:
-        """Cached blocks of the longest known prefix.
-
-        Equal hashes are not proof of equal prefixes, so a hit counts only if the tokens and the parent are the same;
-        by induction the whole prefix is.
-        """
+        """Blocks of the longest cached prefix."""
         blocks: list[Block] = []
         parent, key = None, 0
         for chunk in chunks:
             key = self.hash_block(key, chunk)
             block = self._blocks.get(key)
+            # Equal hashes are no proof: compare tokens and parent, which by induction compares the whole prefix.
             if block is None or block.tokens != chunk or block.parent is not parent:
                 break
             blocks.append(block)
@@ -181,14 +155,14 @@ class BlockHashCache:
         return blocks
 
     def _mark_used(self, blocks: list[Block]) -> None:
-        """Move the unreferenced ones to the end of the queue, last block first: a parent outlives its children."""
+        """Move unreferenced blocks to the end of the queue, the last block first: a parent outlives its children."""
         for block in reversed(blocks):
             if block.ref_count == 0:
                 self._unreferenced[block] = None
                 self._unreferenced.move_to_end(block)
 
     def _chunks(self, tokens: Int32Array) -> list[bytes]:
-        """Tokens of each full block, as bytes."""
+        # The tokens of each full block, as bytes.
         data = np.asarray(tokens, dtype=np.int32).tobytes()
         width = 4 * self.page_size
         return [data[start : start + width] for start in range(0, len(data) - width + 1, width)]

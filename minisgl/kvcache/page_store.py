@@ -1,4 +1,4 @@
-"""A store for pages that the prefix cache evicts, and how they come back."""
+"""Pages that the prefix cache evicts can be kept in a store, such as main memory, and copied back when wanted again."""
 
 from __future__ import annotations
 
@@ -14,37 +14,29 @@ from minisgl.request import Int32Array
 
 
 class PageStore(Protocol):
-    """Keeps the content of pages under names. Attention never reads it: what is wanted again is copied back first.
+    """Keeps the content of pages under names; built over the `KVCache` that it copies from and to.
 
-    Built over the `KVCache` that it copies from and to. Both copies are asked for between two steps, in the thread that
-    launches them. On a GPU they belong into the current stream, where they come after all steps launched before and
-    ahead of the next; nobody has to wait for them then.
+    Both methods are called between two steps, in the thread that launches them. On a GPU the copies belong in the
+    current stream, after all steps launched so far and before the next, so that the host need not wait.
     """
 
     def save(self, names: Sequence[bytes], pages: Int32Array) -> None:
-        """Pages are about to be given to somebody else. Keep their content, or not: a store may be full.
+        """Keep the content of pages that are about to be reused; a full store may drop it.
 
-        Args:
-            names: what is in each page: equal names, equal content.
-            pages: int32[len(names)] ids, distinct.
+        Equal names mean equal content. ``pages`` holds distinct ids, int32[len(names)].
         """
         ...
 
     def restore(self, names: Sequence[bytes], pages: Int32Array) -> int:
-        """Fill pages with the content of these names, up to the first name that is not there; counts as a use.
+        """Fill pages that may be written, int32[len(names)], with the content of consecutive pages of a prompt.
 
-        Args:
-            names: of pages that follow each other in a prompt.
-            pages: int32[len(names)] ids of pages that may be written.
-
-        Returns:
-            How many were filled.
+        Counts as a use, stops at the first name that is not there, and returns how many pages were filled.
         """
         ...
 
 
 class NoPageStore:
-    """Keeps nothing: what is evicted is computed again."""
+    """Keeps nothing: evicted pages are computed again."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         pass
@@ -59,45 +51,35 @@ class NoPageStore:
 PAGE_STORES: Table[Callable[[KVCache], PageStore]] = {"none": NoPageStore}
 
 
-class Offload:
-    """The name of a page is a hash of all tokens from the beginning of the prompt to the page's end.
+class PageOffloader:
+    """Names the prefix cache's pages and moves them to and from a `PageStore`.
 
-    128 bits, so that two prefixes never share a name by chance. (Somebody who wants them to needs a keyed hash.)
-
-    Args:
-        store: keeps what is evicted.
-        page_size: tokens a page.
+    A page's name is a hash of all tokens from the start of the prompt to the page's end: 128 bits, so that two prefixes
+    never share a name by chance. Against deliberate collisions you would need a keyed hash.
     """
 
     def __init__(self, store: PageStore, page_size: int) -> None:
         self._store = store
         self._page_size = page_size
-        self._names: dict[int, bytes] = {}
-        """By page, for pages that the prefix cache owns."""
+        self._names: dict[int, bytes] = {}  # by page, for all pages that the prefix cache owns
 
     def note(self, tokens: Int32Array, pages: Int32Array) -> None:
-        """These pages of a prefix are cached now. ``tokens``: int32[len(pages) × page_size]."""
+        """Name pages of a prefix that are cached now. ``tokens`` is int32[len(pages) × page_size]."""
         self._names.update(zip(pages.tolist(), self._names_of(tokens), strict=True))
 
     def save(self, pages: Int32Array) -> None:
-        """The prefix cache has given these pages up."""
+        """Save pages that the prefix cache has evicted."""
         self._store.save([self._names.pop(page) for page in pages.tolist()], pages)
 
     def forget(self, pages: Int32Array) -> None:
-        """The same, and their content is not to be trusted."""
+        """Drop the names of evicted pages whose content cannot be trusted."""
         for page in pages.tolist():
             del self._names[page]
 
     def restore(self, tokens: Int32Array, first: int, pages: Int32Array) -> int:
-        """Fill pages with the KV of a prompt from its page ``first`` on.
+        """Fill ``pages`` with the KV of a prompt's whole pages from page ``first`` on; returns how many were filled.
 
-        Args:
-            tokens: whose KV is wanted, int32[any]; only whole pages of them are.
-            first: pages that the prompt has already.
-            pages: its own pages after those; there may be more than wanted.
-
-        Returns:
-            How many were filled.
+        There may be more ``pages`` than whole pages of ``tokens``.
         """
         names = list(self._names_of(tokens))[first:]
         return self._store.restore(names, pages[: len(names)]) if names else 0

@@ -12,10 +12,7 @@ from minisgl.request import Int32Array
 class PagePool:
     """Free list over page ids ``0 … num_pages − 1`` (paged attention: vLLM, Kwon et al. 2023).
 
-    The pool knows nothing of what a page holds or who uses it; it guarantees that no page is handed out twice.
-
-    Args:
-        num_pages: number of pages.
+    It hands out no page twice, and knows neither what a page holds nor who uses it.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -29,10 +26,9 @@ class PagePool:
         return self._top
 
     def alloc(self, count: int) -> Int32Array:
-        """Take ``count`` pages, int32[count]; the most recently freed first, as they are likeliest in a cache.
+        """Take ``count`` pages, int32[count], the most recently freed first: they are likeliest in a cache.
 
-        Raises:
-            InvariantError: fewer pages are free. Callers look at `num_free` and evict first.
+        Raises `InvariantError` if fewer are free. Callers look at `num_free` and evict first.
         """
         if count > self._top:
             raise InvariantError(f"{count} pages wanted, {self._top} free: evict before allocating")
@@ -42,11 +38,7 @@ class PagePool:
         return pages
 
     def free(self, pages: Int32Array) -> None:
-        """Give pages back.
-
-        Raises:
-            InvariantError: a page is free already, or is named twice; nothing is freed then.
-        """
+        """Give pages back; raises `InvariantError`, and frees nothing, if one is free already or named twice."""
         if self.is_free[pages].any() or len(np.unique(pages)) != len(pages):
             raise InvariantError(f"page freed twice among {pages.tolist()}")
         self._stack[self._top : self._top + len(pages)] = pages
@@ -60,27 +52,12 @@ class PagePool:
             raise InvariantError("the free stack and the free flags disagree")
 
 
-_ALIGNMENT = 32  # int32 entries: rows start on 128-byte boundaries
-
-
-def table_width(max_seq_len: int, page_size: int) -> int:
-    """Entries of a row: pages of the longest sequence, rounded up to 32 entries (128 bytes)."""
-    pages = -(-max_seq_len // page_size)
-    return -(-pages // _ALIGNMENT) * _ALIGNMENT
-
-
 class PageTable:
-    """Host page table with a log of what changed, so that a device copy can follow.
+    """Host page table with a log of its changes, so that a device copy can follow.
 
     Entry ``rows[slot, i]`` is the page of positions ``i × page_size … (i + 1) × page_size − 1``. Entries past a
-    request's pages are stale and never read. The extra last row points to the dummy page, whose id is one past the
-    pool's last: a padded batch row may read and write there without harm.
-
-    Args:
-        max_running: number of slots; the table has one row more.
-        max_seq_len: longest sequence, in tokens.
-        page_size: tokens a page.
-        dummy_page: page id of the padding.
+    request's pages are stale and never read. The table has one row more than there are slots. This last row points to
+    the dummy page, whose id is one past the pool's last page: padded batch rows may read and write there without harm.
     """
 
     def __init__(self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int) -> None:
@@ -109,22 +86,20 @@ class PageTable:
         return index, self.rows.reshape(-1)[index]
 
 
+_ALIGNMENT = 32  # int32 entries: rows start on 128-byte boundaries
+
+
+def table_width(max_seq_len: int, page_size: int) -> int:
+    """Entries of a page-table row: pages of the longest sequence, rounded up to 32 entries (128 bytes)."""
+    pages = -(-max_seq_len // page_size)
+    return -(-pages // _ALIGNMENT) * _ALIGNMENT
+
+
 class KVCache:
-    """KV memory of all layers, [layers, num_pages + 1, page_size, num_kv_heads, head_dim], keys and values apart.
+    """Keys and values of all layers, each [layers, num_pages + 1, page_size, num_kv_heads, head_dim].
 
-    The page after the last is the dummy page (see `PageTable`).
-
-    Args:
-        num_layers, num_kv_heads, head_dim: of the model, on this rank.
-        num_pages: usable pages.
-        page_size: tokens a page.
-        dtype: of the keys and values that are stored and attended to, the model's.
-        device: of the memory, which is not cleared: a position is always written before it is read.
-        kv_dtype: the stored dtype; None is ``dtype``, ``torch.float8_e4m3fn`` takes half of 16 bits. There is no
-            scale beside such a key or value. It has three bits of mantissa at every magnitude from 2⁻⁶ to 448, so a
-            scale that brings values nearer to 448 makes none of them more exact. Keys are far below that behind the
-            norm and the rotation, and so are values; the rare larger one is cut off. Engines scale by 1 as well, where
-            a checkpoint does not say otherwise (vLLM, SGLang).
+    The last page is the dummy page (see `PageTable`). ``dtype`` is the model's. ``kv_dtype`` is the stored one: None
+    means ``dtype``, and ``torch.float8_e4m3fn`` takes half of the memory of 16 bits.
     """
 
     def __init__(
@@ -142,6 +117,8 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
+        # Not cleared: a position is always written before it is read. Eight-bit floats need no scale: they keep three
+        # bits of mantissa at every magnitude from 2⁻⁶ to 448, and keys and values lie well within that range.
         self.k = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
         self.v = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
         # Padded graph rows read the dummy page; masked-out garbage must at least be finite.
@@ -149,21 +126,18 @@ class KVCache:
         self.v[:, num_pages].zero_()
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_locs: torch.Tensor) -> None:
-        """Write this step's keys and values.
+        """Write this step's keys and values into the memory of one layer.
 
-        Args:
-            layer: layer index.
-            k, v: [T, num_kv_heads, head_dim].
-            out_locs: [T] int32, page id × page_size + offset of each token.
+        ``k`` and ``v`` are [T, num_kv_heads, head_dim]; ``out_locs`` is int32[T], page id × page_size + offset.
         """
         locs = out_locs.long()
         for memory, new in ((self.k[layer], k), (self.v[layer], v)):
             byte_view(memory).flatten(0, 1).index_copy_(0, locs, byte_view(to_kv_dtype(new, memory.dtype)))
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """A copy of whole pages, [2, layers, n, page_size, num_kv_heads, head_dim], keys first; ``pages`` is int64[n].
+        """Copy whole pages: [2, layers, n, page_size, num_kv_heads, head_dim], keys first, eight-bit floats as bytes.
 
-        The numbers are as they lie in memory: those of eight bits are bytes.
+        ``pages`` is int64[n].
         """
         return torch.stack([byte_view(memory).index_select(1, pages) for memory in (self.k, self.v)])
 
@@ -174,14 +148,13 @@ class KVCache:
 
 
 def to_kv_dtype(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
-    """``x`` in the dtype of the KV memory. What is too large for eight bits becomes the largest number they hold;
-    PyTorch alone makes NaN of it."""
-    if kv_dtype.itemsize == 1:
+    """Convert to the dtype of the KV memory. Values too large for eight bits become the largest eight-bit number."""
+    if kv_dtype.itemsize == 1:  # PyTorch alone would make NaN of them
         largest = torch.finfo(kv_dtype).max
         x = x.clamp(-largest, largest)
     return x.to(kv_dtype)
 
 
 def byte_view(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, as PyTorch can index it on every device: numbers of eight bits as plain bytes."""
+    """View eight-bit floats as bytes, which PyTorch can index on every device; other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

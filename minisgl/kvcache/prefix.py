@@ -1,4 +1,4 @@
-"""The protocols of a prefix cache and of its eviction policy, and how both are selected."""
+"""The protocols of a prefix cache and of its eviction policy, and how an engine selects both."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from minisgl.registry import Table, resolve
 from minisgl.request import Int32Array
 
 Handle = Any
-"""A cached prefix, as its cache names it: hold it to lock and unlock. Opaque to everybody else."""
+"""A cached prefix, to lock and unlock it. Only the cache that returned it looks inside."""
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix of some tokens.
+class MatchResult:
+    """The longest cached prefix of some tokens: its pages in order, int32[n], and the handle that locks it.
 
-    Args:
-        pages: [n] int32 page ids of the prefix, in order.
-        handle: names the prefix for `PrefixCache.lock`. Valid until the next `insert` or `evict`, unless locked.
+    The handle is valid until the next `insert` or `evict`, unless it is locked.
     """
 
     pages: Int32Array
@@ -31,15 +29,12 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Insert:
-    """What became of an insertion.
+class InsertResult:
+    """The prefix that is cached after an insertion: its pages, int32[m], and its handle.
 
-    Args:
-        pages: [m] int32 canonical page ids of the prefix that is cached now, m ≤ pages offered (a cache may keep
-            fewer, ``none`` keeps nothing). Where ``pages[i]`` is the page that was offered, the cache owns it now.
-            Where it is another, the same tokens were cached already and the offered page is a duplicate that its
-            owner keeps: it must re-point its readers before it frees the page.
-        handle: names that prefix.
+    m is at most the number of pages offered; a cache may keep fewer, and ``none`` keeps nothing. Where ``pages[i]`` is
+    the offered page, the cache owns it now. Where it is another page, the same tokens were cached already and the
+    offered page is a duplicate. Its owner keeps it, and must re-point its readers before freeing it.
     """
 
     pages: Int32Array
@@ -47,10 +42,10 @@ class Insert:
 
 
 class PrefixCache(Protocol):
-    """Remembers which pages hold the KV of which token prefixes.
+    """Remembers which pages hold the KV of which token prefixes, in whole pages.
 
-    Prefixes are whole pages. The cache owns the pages it holds; it gives them back through `evict` only, and never
-    while they are locked. Implementations take ``page_size`` as their only constructor argument.
+    The cache owns the pages it holds. Only `evict` gives them back, and never while they are locked. Implementations
+    take ``page_size`` as their only required constructor argument.
     """
 
     page_size: int
@@ -65,8 +60,8 @@ class PrefixCache(Protocol):
         """Pages that `evict` could return now: those in no locked prefix."""
         ...
 
-    def match(self, tokens: Int32Array) -> Match:
-        """Longest cached prefix of ``tokens`` (int32[any]), rounded down to whole pages; counts as a use of it."""
+    def match(self, tokens: Int32Array) -> MatchResult:
+        """Find the longest cached prefix of ``tokens`` (int32[any]) in whole pages; counts as a use of it."""
         ...
 
     def lock(self, handle: Handle) -> None:
@@ -74,23 +69,17 @@ class PrefixCache(Protocol):
         ...
 
     def unlock(self, handle: Handle) -> None:
-        """Undo one `lock`. Whether this counts as a use of the prefix is up to the cache."""
+        """Undo one `lock`. Each cache decides whether this counts as a use."""
         ...
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
-        """Offer pages that hold (or, by steps launched already, will hold) the KV of ``tokens``.
-
-        Args:
-            tokens: int32[len(pages) × page_size].
-            pages: int32[n], distinct.
-        """
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+        """Offer distinct pages, int32[n], that hold the KV of n × page_size tokens, now or after the steps launched."""
         ...
 
     def evict(self, count: int) -> Int32Array:
-        """Forget least recently used unlocked prefixes until at least ``count`` pages are out, or no more can be.
+        """Forget unlocked prefixes until at least ``count`` pages are out, or no more can be.
 
-        Returns:
-            int32[m] the pages, which the caller owns now; m ≥ min(count, num_evictable).
+        Returns the pages, int32[m] with m ≥ min(count, num_evictable); the caller owns them now.
         """
         ...
 
@@ -112,8 +101,8 @@ class NoPrefixCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 
-    def match(self, tokens: Int32Array) -> Match:
-        return Match(np.zeros(0, dtype=np.int32), None)
+    def match(self, tokens: Int32Array) -> MatchResult:
+        return MatchResult(np.zeros(0, dtype=np.int32), None)
 
     def lock(self, handle: Handle) -> None:
         pass
@@ -121,8 +110,8 @@ class NoPrefixCache:
     def unlock(self, handle: Handle) -> None:
         pass
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
-        return Insert(np.zeros(0, dtype=np.int32), None)
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+        return InsertResult(np.zeros(0, dtype=np.int32), None)
 
     def evict(self, count: int) -> Int32Array:
         return np.zeros(0, dtype=np.int32)
@@ -134,49 +123,43 @@ class NoPrefixCache:
         pass
 
 
+# Each builds a cache from the page size.
 PREFIX_CACHES: Table[Callable[[int], PrefixCache]] = {
     "radix": "minisgl.kvcache.radix:RadixCache",
     "block-hash": "minisgl.kvcache.block_hash:BlockHashCache",
     "none": NoPrefixCache,
 }
-"""What builds each from the page size."""
 
-
-Rank = Any
-"""Anything that can be ordered and is the same kind of thing for all runs: a number, or a tuple of numbers."""
+EvictionPriority = Any
+"""A number, or a tuple of numbers. The nodes with the lowest priority are evicted first."""
 
 
 class EvictionPolicy(Protocol):
-    """Ranks runs of pages. Of those that may be evicted, the one of the lowest rank goes first.
+    """Gives each node of a radix tree a priority. Of the nodes that may be evicted, the lowest priority goes first.
 
-    A policy is called in two places only, and has to be quick in both. A cache keeps the ranks itself, in a heap in
-    which it cannot move entries; this works as long as a rank never falls, so that an entry never surfaces too late.
+    The tree keeps priorities in a heap whose entries cannot be moved. So a node's priority must never fall: then its
+    heap entry never surfaces too late.
     """
 
-    def on_use(self, now: int, uses: int) -> Rank:
-        """A run of pages is inserted, matched, or inserted again.
+    def on_use(self, now: int, uses: int) -> EvictionPriority:
+        """Return the priority, until its next use, of a node that was inserted, matched, or inserted again.
 
-        Args:
-            now: logical time; no two uses by different calls of the cache have the same.
-            uses: how often the run has been used, this time included; 1 when it is inserted.
-
-        Returns:
-            Its rank until it is used again: not lower than a rank given earlier to the same run.
+        ``now`` is logical time, different for each call of the cache. ``uses`` includes this one; 1 means inserted.
         """
         ...
 
-    def on_evict(self, rank: Rank) -> None:
-        """Pages of a run with this rank have been evicted."""
+    def on_evict(self, priority: EvictionPriority) -> None:
+        """Called when a node with this priority has lost pages."""
         ...
 
 
 class LeastRecentlyUsed:
-    """What has not been used for the longest time goes first."""
+    """Evict the node that has not been used for the longest time."""
 
     def on_use(self, now: int, uses: int) -> int:
         return now
 
-    def on_evict(self, rank: int) -> None:
+    def on_evict(self, priority: int) -> None:
         pass
 
 
@@ -184,10 +167,9 @@ EVICTION_POLICIES: Table[Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUs
 
 
 def select_prefix_cache(prefix_cache: str, eviction_policy: str = "lru") -> Callable[[int], PrefixCache]:
-    """Return what builds the prefix cache that these options name, from a page size.
+    """Return a function that builds the named prefix cache from a page size.
 
-    Raises:
-        ConfigError: a name is unknown, or the cache takes no eviction policy and another than ``"lru"`` is given.
+    Raises `ConfigError` for an unknown name, or an eviction policy other than ``"lru"`` that the cache cannot use.
     """
     make_cache: Callable[..., PrefixCache] = resolve("prefix_cache", prefix_cache, PREFIX_CACHES)
     make_policy = resolve("eviction_policy", eviction_policy, EVICTION_POLICIES)

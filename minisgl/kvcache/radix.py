@@ -1,4 +1,4 @@
-"""Chapter 6: a prefix cache as a radix tree over pages of tokens (RadixAttention in SGLang, Zheng et al. 2024)."""
+"""A prefix cache as a radix tree over pages of tokens (RadixAttention in SGLang, Zheng et al. 2024)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.errors import InvariantError
-from minisgl.kvcache.prefix import EvictionPolicy, Insert, LeastRecentlyUsed, Match, Rank
+from minisgl.kvcache.prefix import EvictionPolicy, EvictionPriority, InsertResult, LeastRecentlyUsed, MatchResult
 from minisgl.request import Int32Array
 
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
@@ -18,41 +18,25 @@ _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A node and the compressed edge that leads to it. The path from the root to a node spells a prefix.
+    """A node and the compressed edge that leads to it. The path from the root to a node spells a prefix."""
 
-    Args:
-        uid: number of the node in order of creation; the root is 0.
-        tokens: label of the edge from the parent, int32[n × page_size]; empty at the root only.
-        pages: where their KV is, int32[n].
-        parent: None at the root, and in a node that has been evicted.
-        lock_count: locks on prefixes that run through this node. Never less than the sum over the children.
-        last_access: logical time of the last match or insert that ran through this node.
-        uses: how many of them did.
-        rank: what the eviction policy said when the last one did.
-        children: child nodes by the bytes of the first page of their edge.
-        queued: the node has its entry in the eviction heap.
-    """
-
-    uid: int
-    tokens: Int32Array
-    pages: Int32Array
-    parent: Node | None
-    lock_count: int = 0
-    last_access: int = 0
+    uid: int  # order of creation; 0 is the root
+    tokens: Int32Array  # label of the edge from the parent, [n × page_size]; empty at the root only
+    pages: Int32Array  # where the KV of these tokens is, [n]
+    parent: Node | None  # None at the root, and after eviction
+    lock_count: int = 0  # locks on prefixes that run through this node; at least the sum over the children
+    last_access: int = 0  # logical time of the last match or insert through this node
     uses: int = 0
-    rank: Rank = 0
-    children: dict[bytes, Node] = field(default_factory=dict)
-    queued: bool = False
+    priority: EvictionPriority = 0  # set by the eviction policy at each use
+    children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of the first page of their edge
+    queued: bool = False  # whether the node has an entry in the eviction heap
 
 
 class RadixCache:
     """Prefix cache as a radix tree: edges are runs of whole pages, and a handle is the `Node` where a prefix ends.
 
-    Uses are dated by a logical clock that ticks at every match and insert.
-
-    Args:
-        page_size: tokens a page.
-        eviction: says what goes first; None is least recently used.
+    A logical clock ticks at every match and insert. ``eviction`` decides which leaf goes first; None means the least
+    recently used.
     """
 
     def __init__(self, page_size: int, eviction: EvictionPolicy | None = None) -> None:
@@ -63,24 +47,16 @@ class RadixCache:
         self.num_evictable = 0
         self._clock = 0
         self._uids = itertools.count(1)
-        # (rank when queued, uid, node) of every node that was an unlocked leaf when queued, at most once each.
-        self._heap: list[tuple[Rank, int, Node]] = []
+        # (priority, uid, node) of each node when it became an unlocked leaf; a node has at most one entry
+        self._heap: list[tuple[EvictionPriority, int, Node]] = []
 
-    def match(self, tokens: Int32Array) -> Match:
-        """Longest cached prefix of ``tokens`` (int32[any]) in whole pages. Ends the prefix in a node of its own."""
+    def match(self, tokens: Int32Array) -> MatchResult:
+        """Find the longest cached prefix of ``tokens`` (int32[any]); an edge is split if the prefix ends within it."""
         node, pages = self._walk(np.asarray(tokens, dtype=np.int32))
-        return Match(pages, node)
+        return MatchResult(pages, node)
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
-        """Hang what is not cached yet, as one leaf, below what is. See `PrefixCache.insert`.
-
-        Args:
-            tokens: int32[len(pages) × page_size]; copied.
-            pages: int32[n]; copied.
-
-        Raises:
-            InvariantError: the lengths do not fit.
-        """
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+        """Add the part that is not cached yet as one leaf; the tokens must fill the pages exactly. Both are copied."""
         if len(tokens) != len(pages) * self.page_size:
             raise InvariantError(f"{len(pages)} pages of {self.page_size} tokens cannot hold {len(tokens)} tokens")
         tokens = np.array(tokens, dtype=np.int32)
@@ -88,25 +64,17 @@ class RadixCache:
         fresh = np.array(pages[len(cached) :], dtype=np.int32)
         if len(fresh) > 0:
             node = self._add_leaf(node, tokens[len(cached) * self.page_size :], fresh)
-        return Insert(np.concatenate([cached, fresh]), node)
+        return InsertResult(np.concatenate([cached, fresh]), node)
 
     def lock(self, handle: Node) -> None:
-        """Protect the prefix that ends in this node: count a lock on every node up to the root.
-
-        Raises:
-            InvariantError: the prefix was evicted since the handle was given out.
-        """
+        """Protect the prefix from eviction: count a lock on every node from its last one up to the root."""
         for node in self._path(handle):
             if node.lock_count == 0:
                 self.num_evictable -= len(node.pages)
             node.lock_count += 1
 
     def unlock(self, handle: Node) -> None:
-        """Undo one `lock`.
-
-        Raises:
-            InvariantError: the node is not locked.
-        """
+        """Undo one `lock`; raises `InvariantError` if there was none."""
         for node in self._path(handle):
             if node.lock_count == 0:
                 raise InvariantError(f"node {node.uid} is unlocked more often than it was locked")
@@ -116,18 +84,17 @@ class RadixCache:
                 self._queue_if_evictable(node)
 
     def evict(self, count: int) -> Int32Array:
-        """Give up ``min(count, num_evictable)`` pages, int32, from the leaves of the lowest rank upwards.
+        """Evict ``min(count, num_evictable)`` pages, int32, from the leaves of the lowest priority upwards.
 
-        The last leaf gives up only as many pages from its tail as are still wanted: what is left of it is a prefix
-        that remains useful, and an engine that needs one page does not lose a whole conversation for it. The eviction
-        policy hears of each leaf.
+        The last leaf loses only as much of its tail as is still wanted. Its rest remains useful, and an engine that
+        needs one page does not lose a whole conversation.
         """
         wanted = min(count, self.num_evictable)
         evicted = [_EMPTY]
         while wanted > 0:
             leaf = self._pop_least_recent_leaf()
             pages = self._cut_tail(leaf, min(wanted, len(leaf.pages)))
-            self._eviction.on_evict(leaf.rank)
+            self._eviction.on_evict(leaf.priority)
             evicted.append(pages)
             wanted -= len(pages)
         return np.concatenate(evicted)
@@ -163,8 +130,8 @@ class RadixCache:
             )
         if sorted(uid for _, uid, _ in self._heap) != sorted(node.uid for node in nodes if node.queued):
             raise InvariantError("the eviction heap does not hold each queued node once")
-        if any(queued_at > node.rank for queued_at, _, node in self._heap):
-            raise InvariantError("the eviction heap holds a node at a higher rank than it has: a rank has fallen")
+        if any(queued_at > node.priority for queued_at, _, node in self._heap):
+            raise InvariantError("a node has a lower priority than its heap entry: a priority has fallen")
 
     def _check_node(self, node: Node) -> None:
         children = node.children.values()
@@ -178,11 +145,9 @@ class RadixCache:
             raise InvariantError(f"node {node.uid} can be evicted and is not in the eviction heap")
 
     def _walk(self, tokens: Int32Array) -> tuple[Node, Int32Array]:
-        """Follow ``tokens`` from the root as far as whole pages agree, marking the way as used now.
+        """Follow ``tokens`` from the root as far as whole pages agree, and mark the nodes on the way as used.
 
-        Returns:
-            The node where the common prefix ends, and the prefix's pages. An edge that agrees only in part is split,
-            so that the prefix does end in a node.
+        Returns the node where the common prefix ends, and the prefix's pages. An edge that agrees in part is split.
         """
         self._clock += 1
         node, pages = self.root, [self.root.pages]
@@ -200,13 +165,13 @@ class RadixCache:
     def _use(self, node: Node) -> None:
         node.last_access = self._clock
         node.uses += 1
-        node.rank = self._eviction.on_use(self._clock, node.uses)
+        node.priority = self._eviction.on_use(self._clock, node.uses)
 
     def _split(self, node: Node, count: int) -> Node:
         """Put a new node in the edge of ``node`` after ``count`` pages, and return it.
 
-        ``node`` stays the lower end, so a handle to it still names the same prefix. Whoever locked it locked the
-        whole edge, so the upper half has the same locks; the same is true of uses, their date and the rank.
+        ``node`` stays the lower end, so handles to it still name the same prefix. Its locks and uses were those of the
+        whole edge, so the upper half gets the same.
         """
         assert node.parent is not None
         cut = count * self.page_size
@@ -218,7 +183,7 @@ class RadixCache:
             lock_count=node.lock_count,
             last_access=node.last_access,
             uses=node.uses,
-            rank=node.rank,
+            priority=node.priority,
         )
         node.parent.children[self._key(upper.tokens)] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
@@ -235,7 +200,7 @@ class RadixCache:
         return leaf
 
     def _cut_tail(self, leaf: Node, count: int) -> Int32Array:
-        """Take the last ``count`` pages from an unlocked leaf; a leaf with none left goes, and may bare its parent."""
+        """Take the last ``count`` pages of an unlocked leaf; an emptied leaf is removed, and may bare its parent."""
         assert leaf.parent is not None
         keep = len(leaf.pages) - count
         pages = leaf.pages[keep:]
@@ -252,25 +217,24 @@ class RadixCache:
 
     def _queue_if_evictable(self, node: Node) -> None:
         if not (node.queued or node.children or node.lock_count or node is self.root):
-            heapq.heappush(self._heap, (node.rank, node.uid, node))
+            heapq.heappush(self._heap, (node.priority, node.uid, node))
             node.queued = True
 
     def _pop_least_recent_leaf(self) -> Node:
-        """Take the unlocked leaf of the lowest rank from the heap: by default, the one with the oldest access.
+        """Take the unlocked leaf of the lowest priority from the heap: by default, the least recently used one.
 
-        Entries are not updated when a node is used, locked or given children; they are looked at when they surface.
-        Ranks only rise, so an entry is never behind the place that its node deserves.
+        Using, locking or extending a node leaves its heap entry as it was. We check an entry when it surfaces; since
+        priorities only rise, no entry surfaces too late.
         """
         while True:
             queued_at, _, node = heapq.heappop(self._heap)
             node.queued = False
-            if queued_at == node.rank and not node.children and node.lock_count == 0:
+            if queued_at == node.priority and not node.children and node.lock_count == 0:
                 return node
             self._queue_if_evictable(node)
 
     def _path(self, node: Node) -> Iterator[Node]:
-        """The nodes from ``node`` up to the root, the root left out."""
-        while node.parent is not None:
+        while node.parent is not None:  # the root is left out
             yield node
             node = node.parent
         if node is not self.root:

@@ -1,7 +1,4 @@
-"""Chapter 4: how many pages of KV fit into memory. Two formulas, and where their numbers come from.
-
-All sizes are in bytes, of one device (one rank).
-"""
+"""How many KV pages fit into memory: two formulas, and what a device has. All sizes are in bytes, of one rank."""
 
 from __future__ import annotations
 
@@ -16,34 +13,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, itemsize: int) -> int:
-    """Bytes of one page over all layers, keys and values.
-
-    Args:
-        num_layers: attention layers of the model.
-        num_kv_heads: key/value heads on this rank.
-        head_dim: width of a head.
-        page_size: tokens a page.
-        itemsize: bytes of one element, 2 for bfloat16.
-    """
+    """Bytes of one page, keys and values of all layers; ``itemsize`` is that of one element, 2 for bfloat16."""
     return 2 * head_dim * num_kv_heads * page_size * itemsize * num_layers
 
 
 def pages_from_free_memory(free_before: int, model_bytes: int, memory_ratio: float, page_bytes: int) -> int:
-    """Formula A (mini-sglang): a share of the memory that was free before the model was loaded, less the model.
+    """Formula A (mini-sglang): a share of the memory that was free before loading, less the model.
 
-    What the share leaves out must hold the activations, and the dummy page of the pool.
-
-    Args:
-        free_before: bytes free on the device before loading.
-        model_bytes: bytes that loading has taken.
-        memory_ratio: share for model and KV together, in (0, 1].
-        page_bytes: bytes of a page.
-
-    Returns:
-        Number of pages, at least 1.
-
-    Raises:
-        ConfigError: not a single page fits.
+    Activations and the dummy page must fit into the rest. Raises `ConfigError` if not a single page fits.
     """
     budget = int(free_before * memory_ratio) - model_bytes
     return _whole_pages(
@@ -52,24 +29,11 @@ def pages_from_free_memory(free_before: int, model_bytes: int, memory_ratio: flo
 
 
 def pages_from_peak(total: int, used: int, peak: int, current: int, memory_ratio: float, page_bytes: int) -> int:
-    """Formula B (vLLM, nano-vllm): a share of the whole memory, less what is in use at the worst moment of a step.
+    """Formula B (vLLM, nano-vllm): a share of the whole memory, less the use at the worst moment of a step.
 
-    The worst moment is measured: a warm-up run with the largest legal prefill. ``used`` counts what is allocated now;
-    a step adds ``peak − current`` to it while it runs.
-
-    Args:
-        total: bytes of the device.
-        used: bytes of it in use after the warm-up, by this process and all others, ``total − free``.
-        peak: most bytes that this process had allocated during the warm-up.
-        current: bytes that it has allocated now.
-        memory_ratio: share of ``total`` that may be in use, in (0, 1].
-        page_bytes: bytes of a page.
-
-    Returns:
-        Number of pages, at least 1.
-
-    Raises:
-        ConfigError: not a single page fits.
+    A warm-up with the largest legal prefill measures that moment: this process had ``peak`` bytes allocated then, and
+    has ``current`` now. ``used`` is ``total − free`` now, all processes included; a step adds ``peak − current``.
+    Raises `ConfigError` if not a single page fits.
     """
     budget = int(total * memory_ratio) - used - peak + current
     return _whole_pages(
@@ -110,9 +74,9 @@ def _whole_pages(budget: int, page_bytes: int, origin: str) -> int:
 
 
 def _container_memory() -> tuple[int, int] | None:
-    """Limit and use of the container that we run in (Linux cgroup v2), in bytes; None where there is no limit.
+    """Limit and use of our container (Linux cgroup v2), in bytes; None without a limit.
 
-    A container sees the memory of its whole host, and is killed when it uses more than its own share.
+    A container sees its host's whole memory, and is killed when it exceeds its own share.
     """
     try:
         limit = int((_CGROUP / "memory.max").read_text())  # the text "max" where there is no limit

@@ -1,4 +1,4 @@
-"""From waiting to running: the queue, and what it takes to let a request in."""
+"""From waiting to running: the queue, and how a request gets a slot and pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from minisgl.table import RunningTable
 class WaitingQueue:
     """Requests in order of arrival, preempted ones before all others.
 
-    Args:
-        limit: most new requests that may wait. Preempted ones do not count: they were let in already.
+    ``limit`` is the most new requests that may wait; preempted ones do not count, since they were admitted before.
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,42 +40,33 @@ class WaitingQueue:
         return len(self.new) < self.limit
 
     def add(self, request: Request) -> None:
-        """Append a new request.
-
-        Raises:
-            QueueFull: the limit is reached.
-        """
+        """Append a new request; raises `QueueFull` at the limit."""
         if not self.has_room:
             raise QueueFull(f"{self.limit} requests are waiting already (max_queued_requests); try again later")
         self.new[request.uid] = request
 
     def put_back(self, request: Request) -> None:
-        """Return a preempted request to the head, before all that came later."""
+        """Return a preempted request to the head, before all that arrived later."""
         self.preempted[request.uid] = request
         self.preempted = dict(sorted(self.preempted.items()))
 
     def note_bypass(self, admitted: Request) -> None:
-        """Count it for every new request that came before ``admitted`` and still waits."""
+        """Count the bypass for every new request that arrived before ``admitted`` and still waits."""
         for request in self.new.values():
             if request.uid > admitted.uid:
                 return
             request.bypassed += 1
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
+        """Remove a request, preempted or new."""
         (self.preempted if request.uid in self.preempted else self.new).pop(request.uid)
 
 
-WINDOW = 1024
-"""How many waiting requests a step looks at, so that a long queue costs no host time."""
+QUEUE_WINDOW = 1024  # waiting requests that a step looks at, so that a long queue costs no host time
 
 
 class Admitter:
-    """Moves requests from the queue to the running table, as far as the policies and the memory allow.
-
-    Args:
-        table, memory, waiting, policies: of the scheduler.
-    """
+    """Moves requests from the queue to the running table, as far as the policies and the memory allow."""
 
     def __init__(self, table: RunningTable, memory: KVMemory, waiting: WaitingQueue, policies: Policies) -> None:
         self.table = table
@@ -86,8 +76,8 @@ class Admitter:
         self._usage = policies.usage_listener
 
     def candidates(self) -> list[Request]:
-        """Requests to look at, in this order: the preempted by arrival, then the new ones by the queue policy."""
-        new = list(islice(self.waiting.new.values(), WINDOW))
+        """Requests to consider, in this order: preempted ones by arrival, then new ones by the queue policy."""
+        new = list(islice(self.waiting.new.values(), QUEUE_WINDOW))
         return [*self.waiting.preempted.values(), *self.policies.queue.order(new, self._cached_len)]
 
     def try_admit(self, request: Request) -> NewRequest | None:
@@ -98,12 +88,12 @@ class Admitter:
         """
         tokens = request.tokens()
         prefix = self.memory.lock_prefix(tokens)
-        demand = self._demand(request, len(tokens), len(prefix.match.pages))
+        demand = self._demand(request, len(tokens), len(prefix.pages))
         if demand.now > demand.available or not self.policies.admission.can_admit(demand):
             self.memory.unlock_prefix(prefix)
             return None
         self.waiting.remove(request)
-        slot = self.table.admit(request, prefix.cached_len)
+        slot = self.table.admit(request, len(prefix.pages) * self.memory.page_size)
         self.memory.attach(slot, prefix)
         if request.times.admitted == 0.0:
             request.times.admitted = time.perf_counter()
@@ -113,7 +103,7 @@ class Admitter:
         return NewRequest(slot, tokens, request.prompt_len, request.params, request.stop_ids, request.seed)
 
     def never_fits(self, request: Request) -> bool:
-        """The request exceeds the whole pool, or was just turned away by an engine that runs nothing else."""
+        """Whether the request exceeds the whole pool, or could not be admitted although nothing else runs."""
         num_tokens = request.prompt_len + len(request.output)
         return self.memory.pages_for(num_tokens) > self.memory.num_pages or len(self.table.slots) == 0
 

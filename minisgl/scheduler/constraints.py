@@ -1,4 +1,4 @@
-"""Requests that may not generate every token: when they run, what they may sample, and when they end."""
+"""Requests that may not sample every token: when they run, what they may sample, and when they end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from minisgl.table import RunningTable
 
 
 class Constraints:
-    """The constraints of the running requests. All of their work is the host's.
+    """The constraints of the running requests. All of their work is done on the host.
 
-    What may follow a token is known once the host has seen it. Where steps overlap (chapter 12), a constrained row is
-    therefore left out of the step that is launched while its last token is still being sampled, and is in the one
-    after that; the other rows run in every step.
-
-    Args:
-        table: the running requests.
-        make_masks: of the constraints in use.
+    The host knows what may follow a token only once it has seen the token. So where steps overlap, a constrained row
+    sits out the step that is launched while its last token is being sampled, and runs in the one after that.
     """
 
     def __init__(self, table: RunningTable, make_masks: MaskMaker | None) -> None:
@@ -30,21 +25,18 @@ class Constraints:
         self._held_back = False
 
     def ready(self, slots: Int32Array) -> Int32Array:
-        """Those of ``slots``, which could decode, whose masks can be made now.
-
-        Constrained rows that are out of step with each other would share the steps between them, and read the model's
-        weights twice as often as they have to. So the ones that are ready wait for the others, but for one step only:
-        a stream of new requests holds nobody up.
-        """
+        """Select the ``slots`` whose masks can be made now; all of them could decode otherwise."""
         table = self._table
         constrained = table.constrained[slots]
         unseen = constrained & (table.known_len[slots] < table.token_len[slots])
+        # Constrained rows that run in alternate steps would read the model's weights twice as often. So ready rows wait
+        # for the others, but for one step only: a stream of new requests must not hold them up.
         hold_back = bool(unseen.any()) and bool((constrained & ~unseen).any()) and not self._held_back
         self._held_back = hold_back
         return slots[~(constrained if hold_back else unseen)]
 
     def add_masks(self, batch: Batch) -> Batch:
-        """The step, with a mask for each constrained row that samples."""
+        """Return the step with a mask for each constrained row that samples."""
         sampled = batch.slots[batch.sample_rows]
         rows = np.flatnonzero(self._table.constrained[sampled]).astype(np.int32)
         if len(rows) == 0:
@@ -54,14 +46,9 @@ class Constraints:
         return replace(batch, mask_rows=rows, masks=masks.reshape(-1))
 
     def accept(self, slots: Int32Array, tokens: Int32Array) -> dict[int, str | None]:
-        """Tell the constraints of their requests' new tokens, each exactly once.
+        """Pass new tokens, int32[n], to the constraints of their ``slots``, int32[n], each exactly once.
 
-        Args:
-            slots: int32[n].
-            tokens: int32[n].
-
-        Returns:
-            By index, requests that end with these tokens: None where the output is complete, else what went wrong.
+        Returns the requests that end with these tokens, by index: None for a complete output, else the error.
         """
         rows = np.flatnonzero(self._table.constrained[slots])
         ends: dict[int, str | None] = {}

@@ -1,4 +1,4 @@
-"""The step loop: schedule, launch, wait, process, again. With one step in flight, the host works behind the device."""
+"""The step loop: schedule, launch, wait, process, again."""
 
 from __future__ import annotations
 
@@ -11,44 +11,34 @@ from minisgl.scheduler.scheduler import Scheduler, StepOutput
 
 
 class EngineLoop:
-    """Drives a scheduler and an executor. Knows nothing of text, clients or HTTP.
+    """Drives a scheduler and an executor; knows nothing of text, clients or HTTP.
 
-    With ``depth=0`` a step is launched, waited for and processed, and then the next one is scheduled. The device idles
-    while the host works. With ``depth=1`` one step stays in flight between two calls, which hides the host behind the
-    device (SGLang's zero-overhead scheduler): step N + 1 is scheduled and launched while step N still runs, and only
-    then does the host wait for the tokens of N. So the device finds its next step waiting, as long as the host needs
-    less time for a step than the device::
+    With ``depth=0`` a step is launched, waited for and processed before the next one is scheduled, and the device idles
+    while the host works. With ``depth=1`` one step stays in flight between two calls (SGLang's zero-overhead
+    scheduler): we schedule and launch step N + 1 while step N still runs, and only then wait for N's tokens. The device
+    never idles as long as the host needs less time for a step than the device::
 
         device           | step 1          | step 2          | step 3 …
         host    S1 L1 S2 L2 ··· wait 1 · P1 S3 L3 · wait 2 · P2 S4 …      S schedule, L launch, P process
 
-    The host then plans step N + 1 without having seen what N sampled. That is safe: the device passes those tokens on
-    by itself, and the scheduler counts them as present. What N brings to light is acted upon one step late: a request
-    that has ended is in step N + 1 once more, for nothing, and the token that this step samples for it is dropped. Only
-    what a constraint allows after step N cannot be known early: such rows sit step N + 1 out (`Constraints`).
-
-    Args:
-        scheduler: decides.
-        executor: computes.
-        depth: steps that stay in flight between two calls.
+    Planning step N + 1 without having seen N's tokens is safe: the device passes them on to N + 1 itself, and the
+    scheduler counts them as present. We only learn one step late that a request has ended. It is in step N + 1 once
+    more, and that token is dropped. Rows with a constraint sit step N + 1 out (`Constraints`).
     """
 
     def __init__(self, scheduler: Scheduler, executor: StepLauncher, depth: int = 0) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
-        self.observers: list[StepObserver] = []
-        """Follow every step. May change between two calls."""
+        self.observers: list[StepObserver] = []  # may change between two calls of `step`
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
 
     def step(self) -> StepOutput:
         """Launch the next step, account for those that are due, and return everything that became known.
 
-        A step that raises fails its own requests with the error's text; the others go on. If nothing can be scheduled,
-        all steps in flight are accounted for: calling this while `Scheduler.has_work` leaves nothing behind.
-
-        Raises:
-            EngineDead: the executor computes nothing any more. No step is in flight then.
+        A step that raises fails its own requests with the error's text; the others go on. With nothing to schedule, all
+        steps in flight are accounted for, so calling this while `Scheduler.has_work` leaves nothing behind. After
+        `EngineDead` the executor computes nothing any more, and no step is in flight.
         """
         batch = self._schedule()
         if batch is not None:
@@ -58,7 +48,7 @@ class EngineLoop:
         return self.take_output()
 
     def take_output(self) -> StepOutput:
-        """Everything that became known since the last call, without running a step."""
+        """Return everything that became known since the last call, without running a step."""
         output = self.scheduler.take_output()
         if output.finished:
             for observer in self.observers:
@@ -72,12 +62,12 @@ class EngineLoop:
         return batch
 
     def _launch(self, batch: Batch) -> None:
-        """Put a step in flight. If that fails, the step before it is sound and stays, unless the engine is dead."""
         self._begin("launch", batch)
         try:
             pending = self.executor.launch(batch)
         except BaseException as error:
             self._end("launch", batch)
+            # The step before this one is sound and stays in flight, unless the engine is dead.
             before = self._take_in_flight() if isinstance(error, EngineDead) else []
             self._fail([*before, batch], error)
         else:
@@ -85,17 +75,13 @@ class EngineLoop:
             self._in_flight.append((batch, pending))
 
     def _finish_oldest(self) -> None:
-        """Wait for the step that was launched first, and account for it.
-
-        A step that was launched after a failed one cannot be trusted: it was fed tokens that were never sampled, and
-        may have read KV that was never written. It fails as well, unheard.
-        """
         batch, pending = self._in_flight.popleft()
         self._begin("wait", batch)
         try:
             result = pending.wait()
         except BaseException as error:
             self._end("wait", batch)
+            # Steps launched after a failed one were fed tokens that were never sampled: they fail as well.
             self._fail([batch, *self._take_in_flight()], error)
         else:
             self._end("wait", batch)
@@ -109,7 +95,7 @@ class EngineLoop:
         return batches
 
     def _fail(self, batches: Sequence[Batch], error: BaseException) -> None:
-        """End the requests of these steps. An interrupt, and the end of the executor, are raised again."""
+        """End the requests of these steps. An interrupt or the executor's death is raised again."""
         interrupted = not isinstance(error, Exception)
         message = "interrupted" if interrupted else f"the step failed: {type(error).__name__}: {error}"
         for batch in batches:

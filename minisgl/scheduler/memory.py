@@ -1,4 +1,4 @@
-"""Who owns which page: the page pool, the page table and the prefix cache as one ledger.
+"""The page ledger: the page pool, the page table and the prefix cache, kept consistent.
 
 A page is in exactly one of three states: *free* (in the pool), *private* (in the row of one running request) or
 *cached* (owned by the prefix cache, and in the rows of any number of requests that have locked it).
@@ -6,34 +6,21 @@ A page is in exactly one of three states: *free* (in the pool), *private* (in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from minisgl.errors import InvariantError
-from minisgl.kvcache.page_store import Offload, PageStore
+from minisgl.kvcache.page_store import PageOffloader, PageStore
 from minisgl.kvcache.pool import PagePool, PageTable
-from minisgl.kvcache.prefix import Handle, Insert, Match, PrefixCache
+from minisgl.kvcache.prefix import Handle, InsertResult, MatchResult, PrefixCache
 from minisgl.request import Int32Array
 from minisgl.table import RunningTable
 
 
-@dataclass(frozen=True, slots=True)
-class LockedPrefix:
-    """A match that `KVMemory.lock_prefix` has locked: `KVMemory.attach` or `KVMemory.unlock_prefix` takes it next."""
-
-    match: Match
-    cached_len: int
-
-
 class KVMemory:
-    """Allocates pages to the rows of the running table, sharing what the prefix cache has.
+    """Allocates pages to the rows of the running table, and shares those that the prefix cache has.
 
-    Args:
-        num_pages: size of the pool.
-        table: the running requests (their ``kv_len`` and ``num_pages`` are kept here and in the scheduler).
-        cache: prefix cache, which also sets the page size.
-        store: keeps what the prefix cache gives up, if there is one.
+    The scheduler and this class keep the table's ``kv_len`` and ``num_pages``. The cache sets the page size. ``store``
+    keeps pages that the cache evicts.
     """
 
     def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache, store: PageStore | None = None) -> None:
@@ -44,7 +31,7 @@ class KVMemory:
         self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
-        self._offload = None if store is None else Offload(store, self.page_size)
+        self._offload = None if store is None else PageOffloader(store, self.page_size)
 
     @property
     def num_pages(self) -> int:
@@ -52,11 +39,10 @@ class KVMemory:
 
     @property
     def available(self) -> int:
-        """Pages that could be allocated now: free ones and those that the prefix cache can give up."""
+        """Pages that could be allocated now: free ones, and those that the prefix cache can evict."""
         return self.pool.num_free + self.cache.num_evictable
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold ``tokens`` tokens."""
         return -(-tokens // self.page_size)
 
     def row(self, slot: int) -> Int32Array:
@@ -65,26 +51,26 @@ class KVMemory:
 
     # -- admission ---------------------------------------------------------------------------------------------
 
-    def lock_prefix(self, tokens: Int32Array) -> LockedPrefix:
-        """Lock the longest cached prefix of ``tokens``, short of the last token, whose logits must be computed."""
-        match = self.cache.match(tokens[:-1])
-        self.cache.lock(match.handle)
-        return LockedPrefix(match, len(match.pages) * self.page_size)
+    def lock_prefix(self, tokens: Int32Array) -> MatchResult:
+        """Lock the longest cached prefix of ``tokens`` without the last token, whose logits must be computed."""
+        prefix = self.cache.match(tokens[:-1])
+        self.cache.lock(prefix.handle)
+        return prefix
 
-    def unlock_prefix(self, prefix: LockedPrefix) -> None:
+    def unlock_prefix(self, prefix: MatchResult) -> None:
         """Undo `lock_prefix`."""
-        self.cache.unlock(prefix.match.handle)
+        self.cache.unlock(prefix.handle)
 
-    def attach(self, slot: int, prefix: LockedPrefix) -> None:
+    def attach(self, slot: int, prefix: MatchResult) -> None:
         """Fill the row of a newly admitted request: the locked pages, then new ones for the rest of its tokens.
 
-        What the store has of the rest is copied into the new pages, and counts as computed.
+        Pages of the rest that the store holds are copied into the new pages, and count as computed.
         """
-        shared = prefix.match.pages
+        shared = prefix.pages
         new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
-        self._handles[slot] = prefix.match.handle
+        self._handles[slot] = prefix.handle
         if self._offload is not None:
             tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
             restored = self._offload.restore(tokens, len(shared), new)
@@ -93,14 +79,17 @@ class KVMemory:
     # -- growth ------------------------------------------------------------------------------------------------
 
     def alloc(self, count: int) -> Int32Array:
-        """``count`` pages, evicting from the prefix cache what is missing. ``count`` must not exceed `available`."""
+        """Take ``count`` pages, at most `available`; evict from the prefix cache if too few are free."""
         missing = count - self.pool.num_free
         if missing > 0:
-            self._reclaim(self.cache.evict(missing))
+            evicted = self.cache.evict(missing)
+            if self._offload is not None:
+                self._offload.save(evicted)
+            self._free_cached(evicted)
         return self.pool.alloc(count)
 
     def rows_to_grow(self, slots: Int32Array) -> Int32Array:
-        """Those of ``slots`` whose next token needs a page that they do not have."""
+        """Select the ``slots`` whose next token needs a page that they do not have."""
         full = self.table.kv_len[slots] >= self.table.num_pages[slots] * self.page_size
         return slots[full]
 
@@ -115,9 +104,9 @@ class KVMemory:
     # -- sharing -----------------------------------------------------------------------------------------------
 
     def rematch_prefix(self, slot: int) -> None:
-        """Skip what others have computed since the request was admitted: extend its cached prefix, if there is more.
+        """Extend the row's cached prefix, if other requests have computed more of it since admission.
 
-        Two requests with one prefix, both in chunks, would otherwise compute the same pages side by side.
+        Otherwise two requests with one prefix, both in chunks, would compute the same pages side by side.
         """
         kv_len = int(self.table.kv_len[slot])
         tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
@@ -132,14 +121,10 @@ class KVMemory:
     def cache_chunk(self, slot: int, kv_len_before: int) -> None:
         """Offer the pages of a prefill chunk to the prefix cache as soon as the chunk is scheduled.
 
-        The KV is written by the step being built; every reader comes in the same step, whose layers store before
-        they attend, or in a later one. The page of the last token stays private, because nobody could use it: a
-        request computes at least its last token.
-
-        Args:
-            slot: the row.
-            kv_len_before: its ``kv_len`` before this step; pages from there on are being written.
+        The step being built writes the KV; readers run in the same step, whose layers store before they attend, or
+        later. ``kv_len_before`` is the row's ``kv_len`` before this step, which writes the pages from there on.
         """
+        # Every request computes at least its last token, so the page of that token would be of no use in the cache.
         count = min(int(self.table.kv_len[slot]), int(self.table.token_len[slot]) - 1) // self.page_size
         insert = self._insert(slot, count)
         if len(insert.pages) == 0:
@@ -149,7 +134,7 @@ class KVMemory:
         settled = min(len(insert.pages), kv_len_before // self.page_size)
         self._repoint(slot, insert.pages[:settled])
 
-    def _insert(self, slot: int, count: int) -> Insert:
+    def _insert(self, slot: int, count: int) -> InsertResult:
         offered = self.row(slot)[:count].copy()
         insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], offered)
         accepted = offered[: len(insert.pages)]
@@ -159,7 +144,7 @@ class KVMemory:
         return insert
 
     def _repoint(self, slot: int, canonical: Int32Array) -> None:
-        """Let the row read ``canonical`` pages from its start on, *then* free the private pages that it had there."""
+        """Point the row's start to ``canonical`` pages, *then* free the private pages that it had there."""
         old = self.row(slot)[: len(canonical)].copy()
         changed = np.flatnonzero(old != canonical)
         if len(changed) == 0:
@@ -177,11 +162,9 @@ class KVMemory:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def free_row(self, slot: int, cache: bool) -> None:
-        """Take the row apart: its private pages become free, and its lock is released.
+        """Free the row's private pages and release its lock.
 
-        Args:
-            slot: the row.
-            cache: offer the computed pages to the prefix cache first; False where their content is not to be trusted.
+        With ``cache``, offer its computed pages to the prefix cache first; False where their content cannot be trusted.
         """
         if cache:
             known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
@@ -194,16 +177,11 @@ class KVMemory:
         self.table.num_pages[slot] = 0
 
     def forget_unlocked(self) -> None:
-        """Empty the prefix cache of everything that no request holds."""
+        """Empty the prefix cache of everything that no request has locked."""
         forgotten = self.cache.evict(self.cache.num_evictable)
         if self._offload is not None:
             self._offload.forget(forgotten)
         self._free_cached(forgotten)
-
-    def _reclaim(self, evicted: Int32Array) -> None:
-        if self._offload is not None:
-            self._offload.save(evicted)
-        self._free_cached(evicted)
 
     def _free_cached(self, pages: Int32Array) -> None:
         self.is_cached[pages] = False

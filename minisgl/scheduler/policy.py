@@ -1,8 +1,4 @@
-"""The three decisions of a scheduler, each behind a protocol of its own.
-
-`QueuePolicy`: which waiting request comes first. `BatchPolicy`: what a step is made of. `AdmissionPolicy`: whether a
-request may start, given the memory that is left.
-"""
+"""The scheduler's three decisions, each a protocol: queue order, the make-up of a step, and admission."""
 
 from __future__ import annotations
 
@@ -14,9 +10,7 @@ from minisgl.errors import ConfigError
 from minisgl.registry import Table, resolve
 from minisgl.request import Request
 
-MAX_BYPASS = 64
-"""How often later requests may be admitted before an earlier one; after that, all wait for it."""
-
+MAX_BYPASS = 64  # later requests that may be admitted before an earlier one; after that, all wait for it
 
 P = TypeVar("P")
 
@@ -28,26 +22,23 @@ class QueuePolicy(Protocol):
     """Orders the waiting requests."""
 
     def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
-        """Return a permutation of ``waiting``, and change nothing.
+        """Return a permutation of ``waiting``, which is in order of arrival, and change nothing.
 
-        Args:
-            waiting: requests in order of arrival.
-            cached_len: tokens of a request that the prefix cache holds now.
+        ``cached_len`` tells how many tokens of a request the prefix cache holds now.
         """
         ...
 
 
 @runtime_checkable
 class UsageListener(Protocol):
-    """Methods of a `QueuePolicy` that depends on how much each user has been served. The scheduler calls them."""
+    """Extra methods of a `QueuePolicy` that depends on how much each user has been served."""
 
     def on_admit(self, request: Request) -> None:
-        """Called when a request gets its slot for the first time; its prompt beyond ``cached_tokens`` will be
-        computed."""
+        """Called when a request first gets a slot; its prompt beyond ``cached_tokens`` will be computed."""
         ...
 
     def on_finish(self, request: Request) -> None:
-        """Called when a request has ended, for any reason, with all of its ``output``; it may never have started."""
+        """Called when a request has ended for any reason, with all its ``output``; it may never have started."""
         ...
 
 
@@ -61,8 +52,8 @@ class FirstComeFirstServed:
 class LongestPrefixMatch:
     """Longest cached prefix first, so that it is used before it is evicted (SGLang, Zheng et al. 2024).
 
-    A request that was bypassed too often goes before all, or a stream of longer prefixes would starve it. Matching
-    every waiting request at every step does not scale, so a queue over ``limit`` keeps its order of arrival.
+    A request that was bypassed too often comes first, or a stream of longer prefixes would starve it. Matching every
+    waiting request at every step does not scale, so a queue over ``limit`` keeps its order of arrival.
     """
 
     limit = 128
@@ -81,28 +72,20 @@ QUEUE_POLICIES: Table[Callable[[], QueuePolicy]] = {"fcfs": FirstComeFirstServed
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """What a `BatchPolicy` may look at.
-
-    Args:
-        decoding, prefilling, waiting: requests in these states.
-        prefill_steps: steps since the last one with a decode row.
-        max_prefill_tokens: the engine's limit on prompt tokens a step.
-    """
+    """What a `BatchPolicy` may look at: numbers of requests by state, and recent steps."""
 
     decoding: int
     prefilling: int
     waiting: int
-    prefill_steps: int
-    max_prefill_tokens: int
+    prefill_steps: int  # since the last step with a decode row
+    max_prefill_tokens: int  # the engine's limit for a step
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the next step is made of.
+    """What the next step is made of: at most ``prefill_tokens`` prompt tokens, and decode rows beside them or not.
 
-    Args:
-        prefill_tokens: most prompt tokens to feed; 0 means no prefill.
-        decode: whether decode rows run in the same step as prefill rows. They always run if there are no prefill rows.
+    Decode rows always run if there turn out to be no prefill rows.
     """
 
     prefill_tokens: int
@@ -110,7 +93,7 @@ class StepPlan:
 
 
 class BatchPolicy(Protocol):
-    """Decides what a step is made of."""
+    """Decides what each step is made of."""
 
     def plan(self, load: SchedulerLoad) -> StepPlan:
         """Plan the next step; with nothing to decode, the plan must prefill."""
@@ -118,7 +101,7 @@ class BatchPolicy(Protocol):
 
 
 class PrefillFirst:
-    """Steps are prefill or decode, and prefill goes first: it fills the decode batch, which is where throughput is.
+    """Steps are prefill or decode, and prefill goes first: it fills the decode batch, and a full one has throughput.
 
     A stream of new prompts would stall running requests for ever, so after ``patience`` prefill steps in a row the
     decode rows get one.
@@ -140,7 +123,7 @@ class Mixed:
 
 
 class Static:
-    """The strawman: a batch is filled, runs until its last request is done, and only then is the next one filled."""
+    """Static batching, for comparison: a batch fills, runs until its last request is done, and only then refills."""
 
     def plan(self, load: SchedulerLoad) -> StepPlan:
         still_filling = not load.decoding or load.prefill_steps > 0
@@ -155,28 +138,20 @@ BATCH_POLICIES: Table[Callable[[], BatchPolicy]] = {"prefill-first": PrefillFirs
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """Memory, in pages, when a request asks to start.
+    """Memory, in pages, when a request asks to start."""
 
-    Args:
-        now: new pages it needs for the tokens it has.
-        at_most: new pages it needs if it generates all it may.
-        available: pages that can be allocated now.
-        promised: pages that the running requests will still need if they all generate all they may.
-        running: number of running requests.
-    """
-
-    now: int
-    at_most: int
-    available: int
-    promised: int
-    running: int
+    now: int  # new pages for the tokens that the request has
+    at_most: int  # new pages if it generates as many tokens as it may
+    available: int  # pages that can be allocated now
+    promised: int  # pages that running requests still need if they all generate as many tokens as they may
+    running: int  # number of running requests
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a request may start."""
+    """Decides which requests may start."""
 
     def can_admit(self, demand: MemoryDemand) -> bool:
-        """Return whether the request may start; it must be True for one that fits an otherwise idle engine."""
+        """Whether the request may start; must be True for one that fits an otherwise idle engine."""
         ...
 
 
@@ -188,7 +163,7 @@ class Optimistic:
 
 
 class Reserve:
-    """Start only what is sure to finish: nothing is ever preempted, and memory is left unused by short answers."""
+    """Start only requests that are sure to finish. Nothing is preempted, but short answers leave memory unused."""
 
     def can_admit(self, demand: MemoryDemand) -> bool:
         return demand.at_most + demand.promised <= demand.available
@@ -202,7 +177,7 @@ ADMISSION_POLICIES: Table[Callable[[], AdmissionPolicy]] = {"optimistic": Optimi
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One policy of each kind; those that are not given are the defaults of `EngineConfig`."""
+    """One policy of each kind; the defaults are those of `EngineConfig`."""
 
     queue: QueuePolicy = field(default_factory=FirstComeFirstServed)
     batch: BatchPolicy = field(default_factory=PrefillFirst)
@@ -210,7 +185,7 @@ class Policies:
 
     @property
     def usage_listener(self) -> UsageListener | None:
-        """The queue policy, if it listens."""
+        """The queue policy, if it has the methods of a `UsageListener`."""
         queue: object = self.queue
         return queue if isinstance(queue, UsageListener) else None
 
@@ -220,8 +195,7 @@ class Policies:
     ) -> Policies:
         """Build from the options of the same names, each a name of its table or ``"module:Class"``.
 
-        Raises:
-            ConfigError: a name is unknown, or its class lacks the method of the protocol.
+        Raises `ConfigError` if a name is unknown, or its class lacks the method of the protocol.
         """
         return cls(
             _build("queue_policy", queue_policy, QUEUE_POLICIES, "order"),

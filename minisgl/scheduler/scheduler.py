@@ -1,4 +1,4 @@
-"""A step under construction, and what a step brought to light."""
+"""The scheduler: which requests run in the next step, and what follows from the tokens that a step sampled."""
 
 from __future__ import annotations
 
@@ -18,97 +18,17 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MAX_BYPASS, Policies, SchedulerLoad
 from minisgl.table import RunningTable
 
-
-@dataclass(slots=True)
-class StepRows:
-    """Rows of the step being built, one list entry a row."""
-
-    slots: list[int] = field(default_factory=list)
-    q_lens: list[int] = field(default_factory=list)
-    kv_lens: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    new_requests: list[NewRequest] = field(default_factory=list)
-
-    def add_decodes(self, slots: list[int], kv_lens: list[int]) -> None:
-        """Append rows that feed one token each and sample."""
-        self.slots += slots
-        self.q_lens += [1] * len(slots)
-        self.kv_lens += kv_lens
-        self.samples += [True] * len(slots)
-
-    def add_prefill(self, slot: int, kv_len: int, chunk: int, samples: bool) -> None:
-        """Append a row that feeds ``chunk`` tokens from position ``kv_len`` on."""
-        self.slots.append(slot)
-        self.q_lens.append(chunk)
-        self.kv_lens.append(kv_len)
-        self.samples.append(samples)
-
-    def build(self, num_decode: int, table: RunningTable, page_table: PageTable) -> Batch:
-        """Lay the rows out as a `Batch`, together with the page-table entries that changed since the last one."""
-        slots = np.asarray(self.slots, dtype=np.int32)
-        sample_rows = np.flatnonzero(self.samples).astype(np.int32)
-        sampled = slots[sample_rows]
-        page_index, page_value = page_table.take_changes()
-        return build_batch(
-            slots=slots,
-            q_lens=np.asarray(self.q_lens, dtype=np.int32),
-            kv_lens=np.asarray(self.kv_lens, dtype=np.int32),
-            page_table=page_table.rows,
-            page_size=page_table.page_size,
-            sample_rows=sample_rows,
-            output_index=table.token_len[sampled] - 1 - table.prompt_len[sampled],
-            num_decode=num_decode,
-            new_requests=self.new_requests,
-            page_index=page_index,
-            page_value=page_value,
-        )
-
-
-@dataclass(slots=True)
-class TokenEvent:
-    """One new token of a watched request, in nats where log-probabilities were asked for."""
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What became known since the last step.
-
-    Args:
-        events: new tokens of watched requests, in batch order.
-        finished: requests that ended, for whatever reason, each exactly once in the engine's life.
-        prefill_tokens, decode_tokens: tokens that were fed.
-        constrained_rows: rows that a step was scheduled to sample under a constraint, each with a mask of its own.
-    """
-
-    events: list[TokenEvent] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    constrained_rows: int = 0
-
-
-LOOKAHEAD = 8
-"""How many requests that do not fit are passed over in one step to find one that does."""
+LOOKAHEAD = 8  # waiting requests that do not fit and are passed over in one step to find one that does
 
 
 class Scheduler:
-    """Owns all requests from `add` until they are reported as finished.
+    """Owns all requests from `add` until it reports them as finished.
 
-    Call `schedule`, launch its batch, and hand the result to `process`, in this order for every batch; `schedule` may
-    run again before `process`, as long as results are processed in the order of their batches. `fail` stands in for
-    `process` where there is no result; after it, every batch launched later must fail, too.
+    Call `schedule`, launch its batch, and pass the result to `process`, in this order for every batch. `schedule` may
+    run again before `process`, as long as results are processed in the order of their batches. If a step has no result,
+    call `fail` instead of `process`; then every batch launched later must fail too.
 
-    Args:
-        table: the running requests.
-        memory: their pages.
-        policies: order the queue, compose steps and admit requests.
-        max_prefill_tokens: most prompt tokens a step.
-        max_queued_requests: limit of the queue.
-        make_masks: for requests with constraints; without it there may be none.
+    ``max_prefill_tokens`` limits the prompt tokens of a step. Requests with constraints need ``make_masks``.
     """
 
     def __init__(
@@ -128,20 +48,15 @@ class Scheduler:
         self._admitter = Admitter(table, memory, self.waiting, policies)
         self._usage = policies.usage_listener
         self._constraints = Constraints(table, make_masks)
-        self.requests: dict[int, Request] = {}
-        """All unfinished requests by uid."""
+        self.requests: dict[int, Request] = {}  # all unfinished ones, by uid
         self._prefill_steps = 0
         self._deadlines: list[tuple[float, int]] = []
         self._output = StepOutput()
 
-    # -- the edge ----------------------------------------------------------------------------------------------
+    # -- requests come and go ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Enqueue a new request.
-
-        Raises:
-            QueueFull: nothing was enqueued.
-        """
+        """Enqueue a new request; raises `QueueFull`, and enqueues nothing, if the queue is full."""
         self.waiting.add(request)
         self.requests[request.uid] = request
         request.times.arrived = time.perf_counter()
@@ -149,7 +64,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.uid))
 
     def finish(self, uid: int, reason: FinishReason, error: str | None = None) -> None:
-        """End a request in any state; unknown and finished uids are ignored, since the news may have crossed.
+        """End a request in any state. Unknown and finished uids are ignored, since messages may cross.
 
         A request that a launched step still computes keeps its slot until that step is processed; its token is dropped.
         """
@@ -170,16 +85,16 @@ class Scheduler:
         if self._usage is not None:
             self._usage.on_finish(request)
         if request.slot >= 0 and not preempted_in_flight:
-            self._leave(request.slot)
+            self._stop_running(request.slot)
 
     def take_output(self) -> StepOutput:
-        """Everything that became known since the last call."""
+        """Return everything that became known since the last call."""
         output, self._output = self._output, StepOutput()
         return output
 
     @property
     def has_work(self) -> bool:
-        """True while a request is unfinished, or a launched step is not accounted for yet and so holds slots."""
+        """True while a request is unfinished, or a launched step that is not processed yet holds slots."""
         return bool(self.requests) or len(self.table) > 0
 
     # -- before a step -----------------------------------------------------------------------------------------
@@ -187,24 +102,21 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Compose the next step, or return None if nothing can run."""
         self._expire()
-        load = self._load()
-        plan = self.policies.batch.plan(load)
-        rows = StepRows()
+        plan = self.policies.batch.plan(self._load())
+        builder = BatchBuilder()
         if plan.decode:
-            self._add_decodes(rows)
-        num_decode = len(rows.slots)
+            self._add_decodes(builder)
         if plan.prefill_tokens > 0:
-            self._add_prefills(rows, plan.prefill_tokens)
-        if not rows.slots and not plan.decode:
-            self._add_decodes(rows)
-            num_decode = len(rows.slots)
-        if not rows.slots:
+            self._add_prefills(builder, plan.prefill_tokens)
+        if not builder.slots and not plan.decode:
+            self._add_decodes(builder)
+        if not builder.slots:
             return None
-        self._prefill_steps = 0 if num_decode else self._prefill_steps + 1
-        self.table.in_flight[rows.slots] += 1
-        self._output.decode_tokens += num_decode
-        self._output.prefill_tokens += sum(rows.q_lens) - num_decode
-        batch = self._constraints.add_masks(rows.build(num_decode, self.table, self.memory.page_table))
+        self._prefill_steps = 0 if builder.num_decode else self._prefill_steps + 1
+        self.table.in_flight[builder.slots] += 1
+        self._output.decode_tokens += builder.num_decode
+        self._output.prefill_tokens += sum(builder.q_lens) - builder.num_decode
+        batch = self._constraints.add_masks(builder.build(self.table, self.memory.page_table))
         self._output.constrained_rows += len(batch.mask_rows)
         return batch
 
@@ -226,24 +138,23 @@ class Scheduler:
 
     # -- decode rows -------------------------------------------------------------------------------------------
 
-    def _add_decodes(self, rows: StepRows) -> None:
+    def _add_decodes(self, builder: BatchBuilder) -> None:
         slots = self._make_room(self._decoding())
         table = self.table
-        rows.add_decodes(slots.tolist(), table.kv_len[slots].tolist())
+        builder.add_decodes(slots.tolist(), table.kv_len[slots].tolist())
         table.kv_len[slots] += 1
         table.token_len[slots] += 1
 
     def _decoding(self) -> Int32Array:
-        """Active slots that decode; one whose last token is being sampled right now has nothing left to do."""
         slots = self.table.slots
+        # A row whose last token is being sampled right now has nothing left to do.
         unfinished = self.table.token_len[slots] < self.table.max_len[slots]
         return self._constraints.ready(slots[~self.table.prefilling[slots] & unfinished])
 
     def _make_room(self, slots: Int32Array) -> Int32Array:
-        """Give each row the page that its next token needs, preempting the last to come while there are too few.
+        """Give each row the page that its next token needs, and return the rows that still run.
 
-        Returns:
-            The rows that still run.
+        While there are too few pages, the request that arrived last is preempted.
         """
         while True:
             growing = self.memory.rows_to_grow(slots)
@@ -263,37 +174,34 @@ class Scheduler:
             slots = slots[slots != victim]
 
     def _victim(self) -> int:
-        """The slot that has to give way: that of the last to come, so that the first to come always gets on."""
+        """The slot to preempt: the last to arrive gives way, so the first to arrive always makes progress."""
         return int(self.table.slots[-1])
 
     def _preempt(self, slot: int) -> None:
-        """Take the pages of a running request and send it back to the queue, to be recomputed later (vLLM).
-
-        A token that a launched step is sampling for it is still received: see `process`.
-        """
-        request = self.table.request(slot)
+        """Take the pages of a running request and queue it again, to be recomputed later (vLLM)."""
+        request = self.table.request(slot)  # a token that a launched step samples for it is still received
         request.state = RequestState.PREEMPTED
         request.preemptions += 1
-        self._leave(slot)
+        self._stop_running(slot)
 
     # -- prefill rows ------------------------------------------------------------------------------------------
 
-    def _add_prefills(self, rows: StepRows, budget: int) -> None:
+    def _add_prefills(self, builder: BatchBuilder, budget: int) -> None:
         slots = self.table.slots
         for slot in slots[self.table.prefilling[slots]].tolist():
             if budget == 0:
                 return
             self.memory.rematch_prefix(slot)
-            budget -= self._add_chunk(rows, slot, budget)
-        self._admit(rows, budget)
+            budget -= self._add_chunk(builder, slot, budget)
+        self._admit(builder, budget)
 
-    def _add_chunk(self, rows: StepRows, slot: int, budget: int) -> int:
+    def _add_chunk(self, builder: BatchBuilder, slot: int, budget: int) -> int:
         """Feed as many of the row's tokens as the budget allows; returns how many."""
         table = self.table
         kv_len = int(table.kv_len[slot])
         chunk = min(budget, int(table.token_len[slot]) - kv_len)
         last = kv_len + chunk == table.token_len[slot]
-        rows.add_prefill(slot, kv_len, chunk, samples=last)
+        builder.add_prefill(slot, kv_len, chunk, samples=last)
         table.kv_len[slot] += chunk
         self.memory.cache_chunk(slot, kv_len)
         if last:
@@ -302,7 +210,7 @@ class Scheduler:
             table.request(slot).state = RequestState.DECODE
         return chunk
 
-    def _admit(self, rows: StepRows, budget: int) -> None:
+    def _admit(self, builder: BatchBuilder, budget: int) -> None:
         if budget == 0 or not len(self.waiting) or not self.table.free_slots:
             return
         passed_over = 0
@@ -310,11 +218,11 @@ class Scheduler:
             if budget == 0 or not self.table.free_slots:
                 return
             if (new_request := self._admitter.try_admit(request)) is not None:
-                rows.new_requests.append(new_request)
-                budget -= self._add_chunk(rows, request.slot, budget)
+                builder.new_requests.append(new_request)
+                budget -= self._add_chunk(builder, request.slot, budget)
                 self.waiting.note_bypass(request)
             elif self._admitter.never_fits(request):
-                self._refuse(request)
+                self._reject(request)
             else:
                 passed_over += 1
                 # A preempted request was running once: nobody newer may take the pages that it waits for.
@@ -322,7 +230,7 @@ class Scheduler:
                 if must_wait or passed_over == LOOKAHEAD:
                     return
 
-    def _refuse(self, request: Request) -> None:
+    def _reject(self, request: Request) -> None:
         message = (
             f"prompt: {request.prompt_len} tokens and up to {request.max_len - request.prompt_len} more do not fit the "
             f"KV cache ({self.memory.num_pages} pages of {self.memory.page_size} tokens); shorten the prompt, lower "
@@ -333,7 +241,7 @@ class Scheduler:
     # -- after a step ------------------------------------------------------------------------------------------
 
     def process(self, batch: Batch, result: StepResult) -> None:
-        """Account for a step's tokens: append them, finish requests, free what nobody needs any more."""
+        """Account for a step's tokens: append them, finish requests, and free what is no longer needed."""
         table = self.table
         table.in_flight[batch.slots] -= 1
         sampled = batch.slots[batch.sample_rows]
@@ -357,7 +265,7 @@ class Scheduler:
         self._release_idle(batch.slots)
 
     def fail(self, batch: Batch, error: str) -> None:
-        """A step could not be computed: its requests end with an error, and nothing they wrote is kept."""
+        """End the requests of a step that could not be computed, with an error; none of its KV is cached."""
         self.table.in_flight[batch.slots] -= 1
         for slot in batch.slots[~self.table.ended[batch.slots]].tolist():
             if self.table.active[slot]:
@@ -381,8 +289,8 @@ class Scheduler:
                 request.logprobs.append(logprobs)
             self._output.events.append(TokenEvent(request, token, logprobs))
 
-    def _leave(self, slot: int) -> None:
-        """Stop scheduling a row and take its pages. The slot itself is kept while a launched step writes to it."""
+    def _stop_running(self, slot: int) -> None:
+        """Stop scheduling a row and free its pages. The slot stays taken while a launched step writes to it."""
         self.memory.free_row(slot, cache=True)
         self.table.deactivate(slot)
         if self.table.in_flight[slot] == 0:
@@ -407,3 +315,70 @@ class Scheduler:
         ]
         if sorted(placed) != sorted(self.requests):
             raise InvariantError("a request is neither waiting nor running, or both")
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One new token of a watched request."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What became known since the last step."""
+
+    events: list[TokenEvent] = field(default_factory=list)  # in batch order
+    finished: list[Request] = field(default_factory=list)  # each exactly once in the engine's life
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    constrained_rows: int = 0  # rows scheduled to sample under a constraint, each with a mask
+
+
+@dataclass(slots=True)
+class BatchBuilder:
+    """The rows of a step under construction, one list entry a row."""
+
+    slots: list[int] = field(default_factory=list)
+    q_lens: list[int] = field(default_factory=list)
+    kv_lens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    num_decode: int = 0
+
+    def add_decodes(self, slots: list[int], kv_lens: list[int]) -> None:
+        """Append rows that feed one token each and sample."""
+        self.slots += slots
+        self.q_lens += [1] * len(slots)
+        self.kv_lens += kv_lens
+        self.samples += [True] * len(slots)
+        self.num_decode += len(slots)
+
+    def add_prefill(self, slot: int, kv_len: int, chunk: int, samples: bool) -> None:
+        """Append a row that feeds ``chunk`` tokens from position ``kv_len`` on."""
+        self.slots.append(slot)
+        self.q_lens.append(chunk)
+        self.kv_lens.append(kv_len)
+        self.samples.append(samples)
+
+    def build(self, table: RunningTable, page_table: PageTable) -> Batch:
+        """Lay the rows out as a `Batch`, with the page-table entries that changed since the last one."""
+        slots = np.asarray(self.slots, dtype=np.int32)
+        sample_rows = np.flatnonzero(self.samples).astype(np.int32)
+        sampled = slots[sample_rows]
+        page_index, page_value = page_table.take_changes()
+        return build_batch(
+            slots=slots,
+            q_lens=np.asarray(self.q_lens, dtype=np.int32),
+            kv_lens=np.asarray(self.kv_lens, dtype=np.int32),
+            page_table=page_table.rows,
+            page_size=page_table.page_size,
+            sample_rows=sample_rows,
+            output_index=table.token_len[sampled] - 1 - table.prompt_len[sampled],
+            num_decode=self.num_decode,
+            new_requests=self.new_requests,
+            page_index=page_index,
+            page_value=page_value,
+        )

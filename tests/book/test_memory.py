@@ -83,7 +83,7 @@ def test_the_memory_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert f"all else in use: activations, tables, other programs: {rest / 1024:.2f} KiB" in text
     assert "4. free: 8.58 MiB" in text
     assert "CUDA" not in text
-    llm.engine.runner_bytes = 2048
+    llm.engine.graph_bytes = 2048
     assert "3. CUDA graphs and their buffers: 2.00 KiB" in engine_memory(llm).text
     monkeypatch.setattr(module, "free_memory", lambda device: 10_000_000)
     assert "other programs: 0 bytes" in engine_memory(llm).text

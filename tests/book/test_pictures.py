@@ -22,9 +22,9 @@ def start(memory: KVMemory, uid: int, tokens: list[int]) -> int:
     table = memory.table
     prompt = np.array(tokens, dtype=np.int32)
     request = Request(uid=uid, prompt=prompt, params=SamplingParams(), max_len=len(tokens) + 8)
-    lease = memory.lock_prefix(prompt)
-    slot = table.admit(request, lease.cached_len)
-    memory.attach(slot, lease)
+    prefix = memory.lock_prefix(prompt)
+    slot = table.admit(request, len(prefix.pages) * memory.page_size)
+    memory.attach(slot, prefix)
     before, table.kv_len[slot] = int(table.kv_len[slot]), len(tokens)
     memory.cache_chunk(slot, before)
     return slot

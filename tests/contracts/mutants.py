@@ -17,7 +17,7 @@ from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
 from minisgl.engine.sampling import DeviceSampling, TokenHistory
 from minisgl.kvcache.pool import KVCache
-from minisgl.kvcache.prefix import Insert, LeastRecentlyUsed
+from minisgl.kvcache.prefix import InsertResult, LeastRecentlyUsed
 from minisgl.kvcache.radix import Node, RadixCache
 from minisgl.request import Int32Array, Request
 from minisgl.scheduler.policy import LongestPrefixMatch, MemoryDemand, PrefillFirst, Reserve, SchedulerLoad, StepPlan
@@ -44,8 +44,8 @@ class LosesLocksOnSplit(UncheckedCache):
 class ClaimsDuplicates(UncheckedCache):
     """Answers that it took the offered pages where it kept others: the owner will not re-point its readers."""
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insert:
-        return Insert(pages.copy(), super().insert(tokens, pages).handle)
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+        return InsertResult(pages.copy(), super().insert(tokens, pages).handle)
 
 
 class EvictsLocked(UncheckedCache):

@@ -26,20 +26,20 @@ def cache(make_policy: Callable[[], EvictionPolicy]) -> RadixCache:
     return RadixCache(2, make_policy())
 
 
-def test_a_rank_never_falls(make_policy: Callable[[], EvictionPolicy]) -> None:
-    """Uses, evictions and time go on in any order; the ranks of evictions are such as were given."""
+def test_a_priority_never_falls(make_policy: Callable[[], EvictionPolicy]) -> None:
+    """Uses, evictions and time go on in any order; the priorities of evictions are such as were given."""
     rng = np.random.default_rng(0)
     policy = make_policy()
-    uses, ranks = dict.fromkeys(range(20), 0), {}
+    uses, priorities = dict.fromkeys(range(20), 0), {}
     for now in range(1, 2000):
         run = int(rng.integers(20))
         uses[run] += 1
-        rank = policy.on_use(now, uses[run])
-        assert run not in ranks or rank >= ranks[run]
-        ranks[run] = rank
+        priority = policy.on_use(now, uses[run])
+        assert run not in priorities or priority >= priorities[run]
+        priorities[run] = priority
         if now % 7 == 0:
-            lowest = min(ranks, key=lambda each: ranks[each])
-            policy.on_evict(ranks.pop(lowest))
+            lowest = min(priorities, key=lambda each: priorities[each])
+            policy.on_evict(priorities.pop(lowest))
             uses[lowest] = 0
 
 
@@ -50,15 +50,15 @@ def test_policies_share_nothing(make_policy: Callable[[], EvictionPolicy]) -> No
     assert idle.on_use(1, 1) == make_policy().on_use(1, 1)
 
 
-def test_the_lowest_rank_goes_first(cache: RadixCache) -> None:
+def test_the_lowest_priority_goes_first(cache: RadixCache) -> None:
     rng = np.random.default_rng(1)
     for _ in range(200):
         label = int(rng.zipf(1.5)) % 50
         cache.insert(np.array([label, label], dtype=np.int32), np.array([label], dtype=np.int32))
     while cache.num_pages:
-        ranks = {int(node.pages[0]): node.rank for node in cache.nodes()}
+        priorities = {int(node.pages[0]): node.priority for node in cache.nodes()}
         (page,) = cache.evict(1).tolist()
-        assert ranks[page] == min(ranks.values())
+        assert priorities[page] == min(priorities.values())
 
 
 def test_the_tree_stays_sound(cache: RadixCache) -> None:

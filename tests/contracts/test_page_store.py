@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kvcache.page_store import PAGE_STORES, Offload, PageStore
+from minisgl.kvcache.page_store import PAGE_STORES, PageOffloader, PageStore
 from minisgl.kvcache.pool import KVCache
 from minisgl.registry import resolve
 from minisgl.request import Int32Array
@@ -52,7 +52,7 @@ def harness_over(make_store: MakeStore, num_pages: int, delay: int = 0) -> Harne
     cache.k.fill_(-1)
     cache.v.fill_(0)
     harness.executor.kv = cache.k.view(-1).numpy()
-    harness.memory._offload = Offload(make_store(cache), 4)
+    harness.memory._offload = PageOffloader(make_store(cache), 4)
     return harness
 
 

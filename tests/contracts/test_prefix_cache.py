@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.errors import InvariantError
-from minisgl.kvcache.prefix import PREFIX_CACHES, Handle, Insert, Match, PrefixCache
+from minisgl.kvcache.prefix import PREFIX_CACHES, Handle, InsertResult, MatchResult, PrefixCache
 from minisgl.registry import resolve
 from minisgl.request import Int32Array
 
@@ -39,14 +39,14 @@ class Client:
         self.offered += count
         return ids
 
-    def insert(self, *labels: int) -> tuple[list[int], Insert]:
+    def insert(self, *labels: int) -> tuple[list[int], InsertResult]:
         """Offer new pages for all labels. Returns them, and what the cache answered."""
         offered = self.new_pages(len(labels))
         result = self.cache.insert(tokens_of([*labels], self.page_size), np.array(offered, dtype=np.int32))
         self.cache.check()
         return offered, result
 
-    def match(self, *labels: int) -> Match:
+    def match(self, *labels: int) -> MatchResult:
         result = self.cache.match(tokens_of([*labels], self.page_size))
         self.cache.check()
         return result

@@ -70,7 +70,7 @@ def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
 @pytest.mark.parametrize(
     ("mutant", "broken"),
     [
-        ("Forgets", {"test_a_rank_never_falls", "test_the_tree_stays_sound"}),
+        ("Forgets", {"test_a_priority_never_falls", "test_the_tree_stays_sound"}),
         ("SearchesItsHistory", {"test_a_use_costs_the_same_however_much_is_cached"}),
     ],
 )

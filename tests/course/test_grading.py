@@ -44,7 +44,7 @@ class Policy:
     def on_use(self, now, uses):
         {in_use}
         return now
-    def on_evict(self, rank):
+    def on_evict(self, priority):
         pass
 """
 LEAVES_A_PROCESS = """
@@ -137,7 +137,7 @@ def test_one_that_exits_in_a_test(tmp_path: Path, way: str) -> None:
     """With the status of success, but the tests that were to come are missed."""
     report = submit_policy(tmp_path, in_use=way)
     assert report.verdict == "exited"
-    assert "test_a_rank_never_falls" in report.message
+    assert "test_a_priority_never_falls" in report.message
     assert report.points == 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine, rank_device
-from minisgl.engine.memory import check_balance, gather, pages_that_fit
+from minisgl.engine.memory import all_gather_int, check_memory_balance, pages_that_fit
 from minisgl.errors import ConfigError
 from minisgl.layers.sharding import Communicator
 from tests.distributed.ranks import CPU, on_ranks
@@ -34,16 +34,16 @@ class Gathered(Communicator):
 
 
 def test_every_rank_learns_every_number() -> None:
-    assert on_ranks(3, lambda ranks: gather(10**12 * ranks.rank, ranks, CPU)) == [[0, 10**12, 2 * 10**12]] * 3
+    assert on_ranks(3, lambda ranks: all_gather_int(10**12 * ranks.rank, ranks, CPU)) == [[0, 10**12, 2 * 10**12]] * 3
 
 
 def test_ranks_far_apart_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.engine.memory.gather", lambda value, ranks, device: [value, ranks.other])
+    monkeypatch.setattr("minisgl.engine.memory.all_gather_int", lambda value, ranks, device: [value, ranks.other])
     cuda = torch.device("cuda", 0)
-    check_balance(80 * GIB, Gathered(78 * GIB), cuda)
+    check_memory_balance(80 * GIB, Gathered(78 * GIB), cuda)
     with pytest.raises(ConfigError, match="rank 1 has 79872 MiB free and rank 0 has 81921 MiB"):
-        check_balance(80 * GIB + (1 << 20), Gathered(78 * GIB), cuda)
-    check_balance(80 * GIB, Gathered(1 * GIB), CPU)
+        check_memory_balance(80 * GIB + (1 << 20), Gathered(78 * GIB), cuda)
+    check_memory_balance(80 * GIB, Gathered(1 * GIB), CPU)
 
 
 def test_the_rank_with_fewest_pages_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_ranks_on_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, formul
             config,
             torch.nn.Linear(1, 1),
             model_bytes=0,
-            runner_bytes=0,
+            graph_bytes=0,
             free_before=3 * GIB,
             max_seq_len=1 << 20,
             page_bytes=1 << 16,

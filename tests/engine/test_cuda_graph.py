@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -146,7 +145,7 @@ def test_a_sampler_that_cannot_be_captured_samples_after_the_replay(path: Path) 
     ("params", "beside_the_buffers"),
     [
         (SamplingParams(max_tokens=4, ignore_eos=True, seed=1), []),
-        (SamplingParams(max_tokens=4, ignore_eos=True, seed=1, top_k=5, frequency_penalty=0.5), [["step", "after"]]),
+        (SamplingParams(max_tokens=4, ignore_eos=True, seed=1, top_k=5, frequency_penalty=0.5), [["step", "stages"]]),
     ],
     ids=["in the graph", "after the replay"],
 )
@@ -189,8 +188,7 @@ CONFIG = EngineConfig(graph_batches=SIZES)
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM, bool], ModelRunner]:
     """What `build_runner` builds over an attention backend that can be captured, or cannot, as if there were CUDA."""
-    pool = SimpleNamespace(capture=CpuGraph)
-    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphPool", lambda device: pool)
+    monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphCapture", lambda device: CpuGraph)
 
     def build(llm: LLM, attention: bool) -> ModelRunner:
         monkeypatch.setattr(llm.engine.runner.attention, "capturable", attention)

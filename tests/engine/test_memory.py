@@ -63,7 +63,7 @@ def test_the_peak_is_that_of_the_largest_legal_prefill(
         config,
         model,
         model_bytes=0,
-        runner_bytes=0,
+        graph_bytes=0,
         free_before=0,
         max_seq_len=MAX_SEQ_LEN,
         page_bytes=1024,

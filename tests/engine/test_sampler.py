@@ -20,8 +20,9 @@ from transformers.generation.logits_process import (
 
 from minisgl.engine.logits_processors import count_tokens, keep_min_p, keep_top, penalise, softmax_weights
 from minisgl.engine.random import draw, draw_keys, exponentials, splitmix64, token_hash
-from minisgl.engine.sampler import SAMPLERS, DefaultSampler
+from minisgl.engine.sampler import SAMPLERS, DefaultSampler, FusedSampler
 from minisgl.engine.sampling import TokenHistory
+from minisgl.errors import ConfigError
 from minisgl.registry import resolve
 from minisgl.sampling_params import SamplingParams
 from tests.sampling import Row, fits, prepare, sample, sample_with_logprobs
@@ -269,3 +270,9 @@ def test_sampling_reads_nothing_back_to_the_host() -> None:
     assert tokens.shape == (3,)
     assert logprobs is not None
     assert logprobs.top.shape == (1, 2)
+
+
+def test_without_triton_the_fused_sampler_names_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.engine.sampler.has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="sampler: 'triton' needs Triton, which is not installed here; use 'default'"):
+        FusedSampler()

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.engine.fused_sampler import FusedSampler
 from minisgl.engine.random import draw_keys, exponentials, splitmix64, token_hash
-from minisgl.engine.sampler import DefaultSampler
+from minisgl.engine.sampler import DefaultSampler, FusedSampler
 from minisgl.engine.sampling import RandomStage
 from minisgl.kernels.launch import INTERPRETED
 from minisgl.kernels.sampling import _log_exponential, sample_tokens

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from minisgl.engine.fused_sampler import FusedSampler
+from minisgl.engine.sampler import FusedSampler
 from minisgl.kernels import top_p
 from minisgl.kernels.top_p import Thresholds, find_thresholds
 from minisgl.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kvcache.page_store import Offload
+from minisgl.kvcache.page_store import PageOffloader
 from minisgl.kvcache.pool import KVCache
 from minisgl.request import FinishReason, Int32Array
 from tests.contracts.test_page_store import harness_over
@@ -59,7 +59,7 @@ class Names(Everything):
 
 def test_a_name_is_that_of_the_whole_prefix() -> None:
     store = Names()
-    offload = Offload(store, 2)
+    offload = PageOffloader(store, 2)
     offload.note(tokens(1, 2, 3), np.array([10, 11, 12]))
     offload.note(tokens(1, 2, 4), np.array([10, 11, 13]))
     offload.note(tokens(2, 3), np.array([14, 15]))
@@ -73,13 +73,13 @@ def test_a_name_is_that_of_the_whole_prefix() -> None:
 
 def test_a_page_that_is_not_full_is_not_asked_for() -> None:
     store = Names()
-    assert Offload(store, 2).restore(tokens(1, 2)[:3], 1, np.array([5])) == 0
+    assert PageOffloader(store, 2).restore(tokens(1, 2)[:3], 1, np.array([5])) == 0
     assert store.asked == []
 
 
 def test_forgotten_pages_are_not_saved() -> None:
     store = Names()
-    offload = Offload(store, 2)
+    offload = PageOffloader(store, 2)
     offload.note(tokens(1), np.array([10]))
     offload.forget(np.array([10]))
     offload.note(tokens(2), np.array([10]))

@@ -16,15 +16,15 @@ class Observed:
     def __init__(self) -> None:
         self.used: list[tuple[int, int]] = []
         self.evicted: list[int] = []
-        self.rank = 0
+        self.priority = 0
 
     def on_use(self, now: int, uses: int) -> int:
         self.used.append((now, uses))
-        self.rank += 1
-        return self.rank
+        self.priority += 1
+        return self.priority
 
-    def on_evict(self, rank: int) -> None:
-        self.evicted.append(rank)
+    def on_evict(self, priority: int) -> None:
+        self.evicted.append(priority)
 
 
 class Falling(Observed):
@@ -68,12 +68,12 @@ def test_the_policy_hears_of_every_run_that_loses_pages() -> None:
     assert policy.evicted == [1, 2]
 
 
-def test_a_rank_that_falls_is_noticed() -> None:
+def test_a_priority_that_falls_is_noticed() -> None:
     cache = RadixCache(1, Falling())
     insert(cache, 1)
     cache.check()
     insert(cache, 1)
-    with pytest.raises(InvariantError, match="a rank has fallen"):
+    with pytest.raises(InvariantError, match="a priority has fallen"):
         cache.check()
 
 

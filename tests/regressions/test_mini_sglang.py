@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl.detokenizer import IncrementalDetokenizer
 from minisgl.errors import InvalidRequest, QueueFull
-from minisgl.kvcache.prefix import Insert
+from minisgl.kvcache.prefix import InsertResult
 from minisgl.layers.rotary import RopeSettings, Rotary
 from minisgl.llm import LLM
 from minisgl.request import FinishReason, Int32Array, RequestState
@@ -89,7 +89,7 @@ def _count_duplicates(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list
     cache = harness.memory.cache
     insert = cache.insert
 
-    def counting(tokens: Int32Array, pages: Int32Array) -> Insert:
+    def counting(tokens: Int32Array, pages: Int32Array) -> InsertResult:
         result = insert(tokens, pages)
         counts.append(int((result.pages != pages[: len(result.pages)]).sum()))
         return result

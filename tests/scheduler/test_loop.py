@@ -42,7 +42,7 @@ def test_a_request_that_has_ended_holds_its_slot_until_the_step_in_flight_is_ove
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_failure_takes_the_step_after_it_along(cache: str) -> None:
-    """The second request reads pages that the first one's step published and never wrote; the third is in neither."""
+    """The second request reads pages that the first one's step cached and never wrote; the third is in neither."""
     harness = Harness(prefix_cache=cache, delay=1, max_prefill_tokens=64, batch_policy="prefill-first")
     bystander = harness.add([2, 1, 2], max_tokens=9)
     harness.step()

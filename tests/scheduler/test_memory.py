@@ -1,4 +1,4 @@
-"""The ledger of pages: sharing, growth, re-pointing, retirement, and a check that notices every kind of damage."""
+"""The ledger of pages: sharing, growth, re-pointing, freeing, and a check that notices every kind of damage."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Rows:
         prompt = np.array(tokens, dtype=np.int32)
         request = Request(uid=self._next_uid, prompt=prompt, params=SamplingParams(), max_len=64)
         self._next_uid += 1
-        lease = self.memory.lock_prefix(prompt)
-        slot = self.table.admit(request, lease.cached_len)
-        self.memory.attach(slot, lease)
+        prefix = self.memory.lock_prefix(prompt)
+        slot = self.table.admit(request, len(prefix.pages) * self.memory.page_size)
+        self.memory.attach(slot, prefix)
         return slot
 
     def prefill(self, slot: int, upto: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Rows:
             table.token_len[slot] += 1
             table.known_len[slot] += 1
 
-    def retire(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         self.memory.free_row(slot, cache=True)
         self.table.deactivate(slot)
         self.table.release(slot)
@@ -88,27 +88,27 @@ def test_a_row_begins_with_the_cached_pages(cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHING)
-def test_the_last_token_is_never_leased(cache: str) -> None:
+def test_the_last_token_is_never_locked(cache: str) -> None:
     rows = Rows(cache)
     slot = rows.admit([1] * 9)
     rows.prefill(slot)
-    rows.retire(slot)
-    cached = [rows.memory.lock_prefix(np.full(n, 1, dtype=np.int32)).cached_len for n in (1, 4, 5, 8, 9, 12)]
-    assert cached == [0, 0, 4, 4, 8, 8]
+    rows.free(slot)
+    cached = [rows.memory.lock_prefix(np.full(n, 1, dtype=np.int32)) for n in (1, 4, 5, 8, 9, 12)]
+    assert [len(prefix.pages) for prefix in cached] == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("cache", CACHING)
-def test_a_lease_protects_its_pages_until_it_is_dropped(cache: str) -> None:
+def test_a_locked_prefix_is_protected_until_it_is_unlocked(cache: str) -> None:
     rows = Rows(cache, num_pages=4)
     slot = rows.admit([1] * 9)
     rows.prefill(slot)
-    rows.retire(slot)
+    rows.free(slot)
     assert rows.memory.available == 4
-    lease = rows.memory.lock_prefix(np.full(9, 1, dtype=np.int32))
+    prefix = rows.memory.lock_prefix(np.full(9, 1, dtype=np.int32))
     assert rows.memory.available == 2
     with pytest.raises(InvariantError):
         rows.memory.alloc(3)
-    rows.memory.unlock_prefix(lease)
+    rows.memory.unlock_prefix(prefix)
     assert rows.memory.available == 4
     rows.memory.check()
 
@@ -118,7 +118,7 @@ def test_allocation_evicts_no_more_than_is_missing(cache: str) -> None:
     rows = Rows(cache, num_pages=6)
     slot = rows.admit([1] * 17)
     rows.prefill(slot)
-    rows.retire(slot)
+    rows.free(slot)
     assert (rows.memory.pool.num_free, rows.memory.cache.num_evictable) == (2, 4)
     pages = rows.memory.alloc(3)
     assert rows.memory.cache.num_pages == 3
@@ -156,27 +156,27 @@ def test_growth_gives_one_page_to_each_row() -> None:
 
 
 @pytest.mark.parametrize("cache", CACHING)
-@pytest.mark.parametrize(("length", "published"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
-def test_the_page_of_the_last_token_stays_private(cache: str, length: int, published: int) -> None:
+@pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
+def test_the_page_of_the_last_token_stays_private(cache: str, length: int, cached: int) -> None:
     rows = Rows(cache)
     slot = rows.admit([1] * length)
     rows.prefill(slot)
-    assert rows.memory.cache.num_pages == published
-    assert rows.memory.is_cached[rows.pages(slot)].tolist() == [i < published for i in range(len(rows.pages(slot)))]
+    assert rows.memory.cache.num_pages == cached
+    assert rows.memory.is_cached[rows.pages(slot)].tolist() == [i < cached for i in range(len(rows.pages(slot)))]
     assert rows.memory.cache.num_evictable == 0, "the running request holds them"
     rows.memory.check()
 
 
 @pytest.mark.parametrize("cache", CACHING)
-def test_a_chunk_publishes_what_it_completes(cache: str) -> None:
+def test_a_chunk_caches_the_pages_that_it_completes(cache: str) -> None:
     rows = Rows(cache)
     slot = rows.admit([1] * 14)
-    published = []
+    cached = []
     for upto in (3, 7, 8, 14):
         rows.prefill(slot, upto)
-        published.append(rows.memory.cache.num_pages)
+        cached.append(rows.memory.cache.num_pages)
         rows.memory.check()
-    assert published == [0, 1, 2, 3]
+    assert cached == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("cache", CACHING)
@@ -184,7 +184,7 @@ def test_a_row_is_repointed_before_its_duplicates_are_freed(cache: str) -> None:
     rows = Rows(cache)
     early, late = rows.admit([1] * 14), rows.admit([1] * 14)
     own = rows.pages(early)
-    rows.table.kv_len[early] = 8  # computed, but somebody else is first to publish
+    rows.table.kv_len[early] = 8  # computed, but somebody else is first to cache it
     rows.prefill(late)
     rows.table.kv_len[early] = 14
     rows.memory.cache_chunk(early, kv_len_before=8)
@@ -198,14 +198,14 @@ def test_a_row_is_repointed_before_its_duplicates_are_freed(cache: str) -> None:
     width = rows.memory.page_table.rows.shape[1]
     assert [changes[early * width + i] for i in range(4)] == rows.pages(early)
     rows.memory.check()
-    rows.retire(early)
-    rows.retire(late)
+    rows.free(early)
+    rows.free(late)
     rows.memory.check()
     assert rows.memory.available == rows.memory.num_pages
 
 
 @pytest.mark.parametrize("cache", CACHING)
-def test_a_prefill_skips_what_others_have_published_since(cache: str) -> None:
+def test_a_prefill_skips_what_others_have_cached_since(cache: str) -> None:
     rows = Rows(cache)
     slow, fast = rows.admit([1] * 14), rows.admit([1] * 14)
     rows.prefill(slow, 2)
@@ -217,7 +217,7 @@ def test_a_prefill_skips_what_others_have_published_since(cache: str) -> None:
     assert rows.memory.pool.is_free[own[:3]].all()
     assert rows.pages(slow)[3:] == own[3:]
     rows.memory.check()
-    rows.retire(fast)
+    rows.free(fast)
     assert rows.memory.cache.num_evictable == 0, "the slow one holds the shared pages now"
 
 
@@ -238,12 +238,12 @@ def test_looking_again_never_goes_back(cache: str) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHING)
-def test_retirement_caches_full_pages_of_known_tokens(cache: str) -> None:
+def test_freeing_a_row_caches_full_pages_of_known_tokens(cache: str) -> None:
     rows = Rows(cache)
     slot = rows.admit([1] * 6)
     rows.prefill(slot)
     rows.decode(slot, 2, 3, 4, 5)  # nine positions are computed, of ten tokens
-    rows.retire(slot)
+    rows.free(slot)
     assert rows.memory.cache.num_evictable == 2
     assert rows.memory.pool.num_free == 14
     tokens = np.array([1] * 6 + [2, 3, 4, 5], dtype=np.int32)
@@ -258,7 +258,7 @@ def test_a_token_that_is_still_being_sampled_is_not_cached(cache: str) -> None:
     rows.prefill(slot)
     rows.table.token_len[slot] = 9
     rows.table.kv_len[slot] = 8  # position 7 is being computed for a token that the host does not know yet
-    rows.retire(slot)
+    rows.free(slot)
     assert rows.memory.cache.num_pages == 1
     rows.memory.check()
 
@@ -271,14 +271,14 @@ def test_retiring_a_duplicate_frees_its_own_pages(cache: str) -> None:
         rows.prefill(slot)
         rows.decode(slot, *range(3, 12))
     for slot in slots:
-        rows.retire(slot)
+        rows.free(slot)
         rows.memory.check()
     assert rows.memory.cache.num_pages == 2
     assert rows.memory.pool.num_free == 14
 
 
 @pytest.mark.parametrize("cache", [*CACHING, "none"])
-def test_a_discarded_row_leaves_nothing_new_in_the_cache(cache: str) -> None:
+def test_a_row_freed_without_caching_leaves_nothing_new_in_the_cache(cache: str) -> None:
     rows = Rows(cache)
     slot = rows.admit([1] * 6)
     rows.prefill(slot)
@@ -297,7 +297,7 @@ def test_forgetting_spares_what_a_request_holds(cache: str) -> None:
     kept, gone = rows.admit([1] * 9), rows.admit([2] * 9)
     rows.prefill(kept)
     rows.prefill(gone)
-    rows.retire(gone)
+    rows.free(gone)
     rows.memory.forget_unlocked()
     assert sorted(rows.memory.cache.held_pages().tolist()) == sorted(rows.pages(kept)[:2])
     rows.memory.check()
@@ -307,9 +307,9 @@ def test_without_a_prefix_cache_everything_is_freed() -> None:
     rows = Rows("none")
     slot = rows.admit([1] * 9)
     rows.prefill(slot)
-    rows.retire(slot)
+    rows.free(slot)
     assert rows.memory.pool.num_free == rows.memory.num_pages
-    assert rows.memory.lock_prefix(np.full(9, 1, dtype=np.int32)).cached_len == 0
+    assert len(rows.memory.lock_prefix(np.full(9, 1, dtype=np.int32)).pages) == 0
 
 
 # -- the check itself ----------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_check_notices(damage: Callable[[Rows], None], message: str) -> None:
     for seed in (1, 2, 3):
         slot = rows.admit([seed] * 9)
         rows.prefill(slot)
-    rows.retire(slot)
+    rows.free(slot)
     rows.memory.check()
     damage(rows)
     with pytest.raises(InvariantError, match=message):
