@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minisgl.errors import InvalidRequest, check_type, reject_unknown, shown
+from minisgl.errors import InvalidRequest, check_type, reject_unknown, short_repr
 
 _MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
@@ -120,7 +120,7 @@ def _integer(field: str, value: object, low: int, high: int) -> None:
     check_type(field, value, int, limit)
     assert isinstance(value, int)
     if not low <= value <= high:
-        raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
+        raise InvalidRequest(field, f"must be {limit}, got {short_repr(value)}")
 
 
 def _number(field: str, value: object, low: float, high: float, open_low: bool = False) -> None:
@@ -128,7 +128,7 @@ def _number(field: str, value: object, low: float, high: float, open_low: bool =
     check_type(field, value, (int, float), limit)
     assert isinstance(value, (int, float))
     if not low <= value <= high or (open_low and value == low):
-        raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
+        raise InvalidRequest(field, f"must be {limit}, got {short_repr(value)}")
 
 
 def _text(field: str, value: object, longest: int) -> None:
@@ -149,7 +149,7 @@ def _json_object(field: str, text: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"must be the text of a JSON object: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidRequest(field, f"must be the text of a JSON object, got {shown(value)}")
+        raise InvalidRequest(field, f"must be the text of a JSON object, got {short_repr(value)}")
 
 
 def _strings(value: object) -> tuple[str, ...]:

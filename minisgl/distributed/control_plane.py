@@ -8,14 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
-
-import zmq
+from typing import TYPE_CHECKING, Protocol
 
 from minisgl.child_process import beat
 from minisgl.distributed.messages import Endpoint
 from minisgl.errors import EngineDead
-from minisgl.registry import Table
+from minisgl.registry import Registry
+
+if TYPE_CHECKING:
+    import zmq
 
 SPIN_SECONDS = 50e-6
 """How long a rank polls for the next step before it goes to sleep. Waking up takes about as long."""
@@ -92,7 +93,7 @@ class PlaneFactory(Protocol):
         ...
 
 
-CONTROL_PLANES: Table[PlaneFactory] = {
+CONTROL_PLANES: Registry[PlaneFactory] = {
     "shared-memory": "minisgl.distributed.shared_memory:SharedMemoryPlane",
     "zmq": "minisgl.distributed.control_plane:PublishPlane",
 }
@@ -161,6 +162,8 @@ class PublishPlane:
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:
+        import zmq  # here and below, because only this plane needs the library
+
         self._num_ranks = num_ranks
         self._check = check
         self._sent = 0
@@ -195,6 +198,8 @@ class PublishPlane:
         self._sent += 1
 
     def _try_send(self, message: bytes) -> bool:
+        import zmq
+
         try:
             self._socket.send(message, zmq.DONTWAIT)
         except zmq.Again:
@@ -220,6 +225,8 @@ class PublishReceiver:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
+        import zmq
+
         self._expected = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)

@@ -20,7 +20,7 @@ from minisgl.engine.logits_processors import (
 )
 from minisgl.engine.random import draw
 from minisgl.engine.sampling import A, DeviceSampling, HostSampling, LogprobStage, RandomStage, TokenHistory
-from minisgl.registry import Table
+from minisgl.registry import Registry
 from minisgl.request import Int32Array, TokenLogprobs
 
 
@@ -173,7 +173,7 @@ class DefaultSampler:
         return weights
 
 
-SAMPLERS: Table[Callable[[], Sampler]] = {
+SAMPLERS: Registry[Callable[[], Sampler]] = {
     "default": DefaultSampler,
     "triton": "minisgl.engine.fused_sampler:FusedSampler",
 }
