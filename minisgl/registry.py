@@ -10,8 +10,8 @@ from minisgl.errors import ConfigError
 
 T = TypeVar("T")
 
-# Name → implementation (a class or another factory), or → "module:Class", which is imported when it is chosen. A path
-# lets a registry name modules that import it, and keeps Triton or FlashInfer out of processes that do not use them.
+# Name → implementation (a class or another factory), or → "module:Class", imported when it is chosen. A path lets a
+# registry name modules that import it, and keeps Triton or FlashInfer out of processes that do not use them.
 Registry = Mapping[str, T | str]
 
 

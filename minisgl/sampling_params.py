@@ -1,4 +1,4 @@
-"""How a request wants its tokens sampled and when it wants to stop."""
+"""How the tokens of a request are sampled, and when it stops."""
 
 from __future__ import annotations
 
