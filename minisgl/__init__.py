@@ -1,6 +1,6 @@
 """minisgl: an engine for serving large language models that is also a textbook.
 
-The public names are loaded when they are first used, so that an early chapter's module can be imported on its own.
+Public names are imported when they are first used, so that importing one module does not load the whole engine.
 """
 
 from __future__ import annotations

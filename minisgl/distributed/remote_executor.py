@@ -127,7 +127,7 @@ class RankGroup:
                 ended.append(rank)
         children = [self.children[rank] for rank in ended]
         for child in children:
-            if child.stands_still or child.exit_code == -signal.SIGKILL:
+            if child.hung or child.exit_code == -signal.SIGKILL:
                 return str(child.exited.result())
         blamed = next((child for child in children if (child.exit_code or 0) < 0), children[0])
         error, stopped = str(blamed.exited.result()), self._stopped()
