@@ -70,7 +70,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Report = Ready | Failed
+ChildReport = Ready | Failed
 Options = TypeVar("Options", bound=ChildOptions)
 
 
@@ -104,7 +104,7 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
     signal.signal(signal.SIGTERM, _leave)
     _end_with_parent(commands, reports, options)
 
-    def report(what: Report) -> None:
+    def report(what: ChildReport) -> None:
         if isinstance(what, Ready):
             freeze_heap()
             _Pulse.fd = reports

@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import msgspec
 
-from minisgl.child_process import BEAT, HERE, ChildOptions, Failed, Ready, Report
+from minisgl.child_process import BEAT, HERE, ChildOptions, ChildReport, Failed, Ready
 from minisgl.errors import EngineDead
 
-_decode_report = msgspec.json.Decoder[Report](Report).decode
+_decode_report = msgspec.json.Decoder[ChildReport](ChildReport).decode
 
 GRACE = 5.0  # seconds that processes have to end after SIGTERM
 _DRAIN = 1.0  # seconds to read on after a child has ended; processes that it has started may keep its output open

@@ -17,7 +17,7 @@ _MAX_REGEX = 8192
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Immutable; every field is checked on construction.
+    """How one request is sampled and when it ends; every field is checked on construction.
 
     Args:
         max_tokens: most tokens to generate, at least 1; None means as many as the context has room for.
@@ -35,8 +35,8 @@ class SamplingParams:
         stop: strings that end the text; the text is cut before the first one. A single string is allowed.
         stop_token_ids: token ids that end the request in addition to the model's end-of-sequence ids.
         ignore_eos: generate on past end-of-sequence ids (``stop_token_ids`` still count).
-        seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens whatever else is in the
-            batch. None draws one from the engine's own seed.
+        seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens in any batch. None draws one
+            from the engine's seed.
         logprobs: report this many most likely tokens a step (0 to 20) beside the sampled one; None reports nothing.
         n: number of independent completions of the prompt, 1 to 128; completion i samples with ``seed + i``.
         json_schema: JSON text of a JSON Schema, up to 65,536 characters: the output is a value that it describes.
