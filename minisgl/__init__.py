@@ -1,6 +1,6 @@
 """minisgl: an engine for serving large language models that is also a textbook.
 
-The public names are loaded when they are first used, so that an early chapter's module can be imported on its own.
+Public names are imported when they are first used, so that importing one module does not load the whole engine.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minisgl.errors import ConfigError, EngineDead, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
     from minisgl.llm import LLM
-    from minisgl.outputs import Completion, Delta, Metrics, RequestOutput
+    from minisgl.outputs import Completion, Delta, RequestMetrics, RequestOutput
     from minisgl.sampling_params import SamplingParams
 
 _HOMES = {
     "sampling_params": ("SamplingParams",),
     "errors": ("ConfigError", "EngineDead", "InvalidRequest", "MiniSGLError", "ModelLoadError", "QueueFull"),
     "llm": ("LLM",),
-    "outputs": ("Completion", "Delta", "Metrics", "RequestOutput"),
+    "outputs": ("Completion", "Delta", "RequestMetrics", "RequestOutput"),
 }
 
 __all__ = [
@@ -28,10 +28,10 @@ __all__ = [
     "Delta",
     "EngineDead",
     "InvalidRequest",
-    "Metrics",
     "MiniSGLError",
     "ModelLoadError",
     "QueueFull",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
 ]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+# Name → module with a main(argv), and what it does.
 COMMANDS = {
     "serve": ("minisgl.serve", "serve a model over HTTP, as OpenAI's API"),
     "chat": ("minisgl.chat", "chat in the terminal, with a server or a model in this process"),
@@ -13,7 +14,6 @@ COMMANDS = {
     "bench": ("minisgl.bench.__main__", "measure the engine, its parts, or a server"),
     "course": ("minisgl.book.__main__", "write the engine chapter by chapter, and grade assignments"),
 }
-"""Name → module with a ``main(argv)``, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,68 +12,34 @@ import torch
 from minisgl.request import Int32Array, Request, TokenLogprobs
 from minisgl.sampling_params import SamplingParams
 
-_NOTHING: Int32Array = np.zeros(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """What the engine must know of a request that gets a slot with this step.
-
-    Args:
-        slot: the request's row from now on.
-        tokens: all its tokens so far, int32[len]: the prompt, and after a preemption the output too.
-        prompt_len: how many of them are the prompt.
-        params: sampling parameters.
-        stop_ids: tokens that may not be sampled before ``params.min_tokens``.
-        seed: sampling seed.
-    """
-
-    slot: int
-    tokens: Int32Array
-    prompt_len: int
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
-    seed: int
+_EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step: which tokens of which slots are fed to the model, where their KV goes, and who samples.
+    """A step: which tokens of which slots are fed to the model, where their KV goes, and which rows sample.
 
-    This is all that an engine is told, so it is also the message that tensor-parallel ranks receive. Prefill, decode
-    and mixed steps are the same flat arrays; a decode row is a row with one token. Decode rows come first, then
-    prefill rows, each in order of arrival. R rows, T tokens, S sampling rows; everything is int32.
-
-    Args:
-        slots: [R] row of each request in the token and page tables.
-        cu_seqlens_q: [R + 1] row r feeds the flat tokens ``cu_seqlens_q[r] … cu_seqlens_q[r + 1]``.
-        seq_lens: [R] tokens in the KV cache once this step has run, the fed ones included (k length of the row).
-        positions: [T] position of each fed token in its sequence.
-        token_slots: [T] slot of each fed token.
-        out_locs: [T] where the fed token's K and V are written: page id × page_size + offset.
-        sample_rows: [S] rows whose last token's logits are sampled; a prefill chunk that is not the last does not.
-        output_index: [S] how many tokens the row has generated before this one.
-        num_decode: leading rows that are decode rows.
-        new_requests: requests that get their slot with this step.
-        page_index, page_value: [U] entries of the flattened page table that change before this step, and their values.
-        mask_rows: [C] indices into the S sampling rows: those that may not sample every token.
-        masks: [C × words] for each of them one bit a token, see `MaskMaker`.
+    Prefill, decode and mixed steps are the same flat int32 arrays: a decode row is a row with one token. Decode rows
+    come first, then prefill rows, each in order of arrival. R rows, T tokens, S sampling rows. A batch is all that an
+    engine needs for a step, so it is also the message that tensor-parallel ranks receive.
     """
 
-    slots: Int32Array
-    cu_seqlens_q: Int32Array
-    seq_lens: Int32Array
-    positions: Int32Array
-    token_slots: Int32Array
-    out_locs: Int32Array
-    sample_rows: Int32Array
-    output_index: Int32Array
-    num_decode: int
-    new_requests: tuple[NewRequest, ...] = ()
-    page_index: Int32Array = field(default_factory=lambda: _NOTHING)
-    page_value: Int32Array = field(default_factory=lambda: _NOTHING)
-    mask_rows: Int32Array = field(default_factory=lambda: _NOTHING)
-    masks: Int32Array = field(default_factory=lambda: _NOTHING)
+    slots: Int32Array  # [R] row of each request in the token and page tables
+    cu_seqlens_q: Int32Array  # [R + 1] row r feeds the flat tokens cu_seqlens_q[r] … cu_seqlens_q[r + 1]
+    seq_lens: Int32Array  # [R] tokens in the KV cache once this step has run, the fed ones included
+    positions: Int32Array  # [T] position of each fed token in its sequence
+    token_slots: Int32Array  # [T] slot of each fed token
+    out_locs: Int32Array  # [T] where the token's K and V are written: page id × page_size + offset
+    sample_rows: Int32Array  # [S] rows whose last token's logits are sampled: all but unfinished prefill chunks
+    output_index: Int32Array  # [S] tokens that the row has generated before this one
+    num_decode: int  # leading rows that are decode rows
+    new_requests: tuple[NewRequest, ...] = ()  # requests that get their slot with this step
+    # [U] entries of the flattened page table that change before this step, and their new values
+    page_index: Int32Array = field(default_factory=lambda: _EMPTY)
+    page_value: Int32Array = field(default_factory=lambda: _EMPTY)
+    # [C] sampling rows (indices into S) that may not sample every token, and [C × words] their masks: see `MaskMaker`
+    mask_rows: Int32Array = field(default_factory=lambda: _EMPTY)
+    masks: Int32Array = field(default_factory=lambda: _EMPTY)
 
     @property
     def num_rows(self) -> int:
@@ -97,6 +63,18 @@ class Batch:
         return int(self.seq_lens.max())
 
 
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What the engine has to know of a request that gets a slot with this step."""
+
+    slot: int
+    tokens: Int32Array  # [len] all tokens so far: the prompt, and after a preemption the output too
+    prompt_len: int  # how many of them are the prompt
+    params: SamplingParams
+    stop_ids: tuple[int, ...]  # tokens that may not be sampled before params.min_tokens
+    seed: int
+
+
 def build_batch(
     slots: Int32Array,
     q_lens: Int32Array,
@@ -107,18 +85,16 @@ def build_batch(
     output_index: Int32Array,
     num_decode: int,
     new_requests: Sequence[NewRequest] = (),
-    page_index: Int32Array = _NOTHING,
-    page_value: Int32Array = _NOTHING,
+    page_index: Int32Array = _EMPTY,
+    page_value: Int32Array = _EMPTY,
 ) -> Batch:
-    """Lay out a step as flat arrays.
+    """Lay out a step as flat arrays. Other arguments are fields of the `Batch`.
 
     Args:
         slots: [R] int32 rows to run, decode rows first.
-        q_lens: [R] int32 tokens to feed for each.
-        kv_lens: [R] int32 tokens that each has in the KV cache already.
+        q_lens: [R] int32 tokens to feed for each row.
+        kv_lens: [R] int32 tokens of each row that are in the KV cache already.
         page_table: [slots, pages] int32 page ids; must cover ``kv_lens + q_lens`` tokens of each row.
-        page_size: tokens a page.
-        sample_rows, output_index, num_decode, new_requests, page_index, page_value: as in `Batch`.
     """
     cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
     np.cumsum(q_lens, out=cu_seqlens_q[1:])
@@ -144,105 +120,20 @@ def build_batch(
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """The part of a `Batch` that the model and the attention backend read, as int32 tensors on the device.
+    """The part of a `Batch` that the model and the attention backend read, as int32 tensors on the device."""
 
-    Args:
-        input_ids, positions, out_locs: [T].
-        slots, seq_lens: [R].
-        cu_seqlens_q: [R + 1].
-        page_table: [max_running + 1, pages] the whole table; row ``slots[r]`` belongs to row r.
-        logit_rows: [S] flat index of the token whose hidden state is turned into logits.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_locs: torch.Tensor
-    slots: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    page_table: torch.Tensor
-    logit_rows: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step produced, on the host.
-
-    Args:
-        tokens: [S] int32 sampled token of each sampling row.
-        logprobs: [S] entries, None for rows that did not ask; or None if no row asked.
-    """
-
-    tokens: Int32Array
-    logprobs: list[TokenLogprobs | None] | None = None
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    def wait(self) -> StepResult:
-        """Block until the step's tokens are on the host. Errors of the step are raised here or by ``launch``."""
-        ...
-
-
-class StepLauncher(Protocol):
-    """Runs steps in the order in which they are launched. An engine is one; a null model for benchmarks is another."""
-
-    def launch(self, batch: Batch) -> PendingStep:
-        """Start a step and return at once where the device allows it."""
-        ...
-
-
-StepPhase = Literal["schedule", "launch", "compute", "wait", "process", "fail"]
-"""What is done for a step, in this order; ``fail`` replaces what comes after an error.
-
-``compute`` lies within ``launch``: the engine sends the step's kernels to the device. All others are the loop's.
-"""
-
-
-class StepObserver(Protocol):
-    """Follows the steps of a loop, and of an engine in the same process. It must not raise."""
-
-    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
-        """A phase of the step ``batch`` begins. To ``schedule`` has no batch yet."""
-        ...
-
-    def end(self, phase: StepPhase, batch: Batch | None) -> None:
-        """The phase is over, possibly with an error. A ``schedule`` that found nothing to run ends without a batch.
-
-        A ``compute`` that raised does not end.
-        """
-        ...
-
-    def finish(self, requests: Sequence[Request]) -> None:
-        """These requests have ended. Each is reported once."""
-        ...
-
-
-_ALIGNMENT = 4  # int32 words, 16 bytes
-
-
-def to_device(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy one-dimensional int32 arrays to the device in one transfer, and give them back under their names.
-
-    A copy from host to device costs about the same for 40 bytes as for 40 KB, so what a step needs is packed first.
-    On CUDA the buffer is pinned and the copy asynchronous; PyTorch's allocator keeps a pinned buffer until the copies
-    that read it are done. Every array begins on a 16-byte boundary, for which kernels are compiled; Triton would
-    compile them again for each combination of arguments that happen to be aligned.
-    """
-    starts = np.cumsum([0, *(-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())]).tolist()
-    buffer = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
-    host = buffer.numpy()
-    for start, array in zip(starts, arrays.values(), strict=False):
-        host[start : start + len(array)] = array
-    copy = buffer.to(device, non_blocking=True)
-    return {
-        name: copy[start : start + len(array)] for start, (name, array) in zip(starts, arrays.items(), strict=False)
-    }
+    input_ids: torch.Tensor  # [T] tokens to feed
+    positions: torch.Tensor  # [T]
+    out_locs: torch.Tensor  # [T]
+    slots: torch.Tensor  # [R]
+    seq_lens: torch.Tensor  # [R]
+    cu_seqlens_q: torch.Tensor  # [R + 1]
+    page_table: torch.Tensor  # [max_running + 1, pages] the whole table; row slots[r] belongs to row r
+    logit_rows: torch.Tensor  # [S] flat index of the token whose hidden state is turned into logits
 
 
 def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
-    """What the device needs of a batch, by name, for `to_device`."""
+    """The arrays of a batch that the device needs, by name, for `to_device`."""
     return {
         "slots": batch.slots,
         "cu_seqlens_q": batch.cu_seqlens_q,
@@ -256,14 +147,30 @@ def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
     }
 
 
-def device_batch(staged: dict[str, torch.Tensor], input_ids: torch.Tensor, page_table: torch.Tensor) -> DeviceBatch:
-    """Name the staged tensors as the model knows them.
+_ALIGNMENT = 4  # int32 words, 16 bytes
 
-    Args:
-        staged: `batch_arrays` on the device.
-        input_ids: [T] int32 tokens to feed.
-        page_table: [rows, pages] int32.
+
+def to_device(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy one-dimensional int32 arrays to the device in one transfer, and return them under their names.
+
+    A copy from host to device costs about the same for 40 bytes as for 40 KB, so everything a step needs travels in one
+    buffer. On CUDA the buffer is pinned and the copy asynchronous; PyTorch's allocator keeps a pinned buffer until the
+    copies that read it are done. Each array starts on a 16-byte boundary, because Triton compiles a kernel again for
+    each combination of arguments that happen to be aligned.
     """
+    starts = np.cumsum([0, *(-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())]).tolist()
+    buffer = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = buffer.numpy()
+    for start, array in zip(starts, arrays.values(), strict=False):
+        host[start : start + len(array)] = array
+    copy = buffer.to(device, non_blocking=True)
+    return {
+        name: copy[start : start + len(array)] for start, (name, array) in zip(starts, arrays.items(), strict=False)
+    }
+
+
+def device_batch(staged: dict[str, torch.Tensor], input_ids: torch.Tensor, page_table: torch.Tensor) -> DeviceBatch:
+    """Make a `DeviceBatch` of `batch_arrays` that `to_device` has copied."""
     return DeviceBatch(
         input_ids=input_ids,
         positions=staged["positions"],
@@ -274,3 +181,51 @@ def device_batch(staged: dict[str, torch.Tensor], input_ids: torch.Tensor, page_
         page_table=page_table,
         logit_rows=staged["logit_rows"],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced, on the host."""
+
+    tokens: Int32Array  # [S] sampled token of each sampling row
+    logprobs: list[TokenLogprobs | None] | None = None  # [S], None for rows that did not ask; None if no row asked
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Block until the step's tokens are on the host. Errors of the step are raised here or by ``launch``."""
+        ...
+
+
+class StepLauncher(Protocol):
+    """Runs steps in the order of their launch. An engine is one; benchmarks have another that computes nothing."""
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start a step and return at once where the device allows it."""
+        ...
+
+
+# The phases of a step, in this order; "fail" replaces the rest after an error. "compute" lies within "launch": there
+# the engine sends the step's kernels to the device. All others belong to the loop.
+StepPhase = Literal["schedule", "launch", "compute", "wait", "process", "fail"]
+
+
+class StepObserver(Protocol):
+    """Follows the steps of a loop, and of an engine in the same process. It must not raise."""
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """A phase of the step ``batch`` begins; ``schedule`` has no batch yet."""
+        ...
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        """A phase is over, possibly with an error.
+
+        A ``schedule`` that found nothing to run ends without a batch; a ``compute`` that raised does not end.
+        """
+        ...
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """These requests have ended. Each is reported once."""
+        ...

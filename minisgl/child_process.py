@@ -1,4 +1,8 @@
-"""Python's garbage collector, kept from stopping a process that has nothing to collect."""
+"""The child's side of a child process: its options, reports, heartbeats and end. `minisgl.processes` is the parent's.
+
+The parent writes options, then pings, to standard input; the child writes reports, heartbeats and answers to pings to
+standard output, one a line.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,12 @@ from minisgl.logs import configure_logs
 
 
 def freeze_heap() -> None:
-    """Take what lives now out of the collector's sight.
+    """Exclude all present objects from garbage collection, so that it doesn't stop the process.
 
-    Reference counts free nearly everything at once; the collector looks for the rest, cycles, and every now and then
-    it looks at all objects there are. After PyTorch and a model these are 200,000 to 400,000, none of them garbage, and
-    a look takes 0.1 to 0.2 s in which no other line of Python runs: no step is launched, no answer is sent.
+    After loading PyTorch and a model, 200,000 to 400,000 objects live, none of them garbage. A full collection visits
+    them all and stops Python for 0.1 to 0.2 s: no step is launched, no answer is sent.
 
-    For processes of our own, once they have started. In somebody else's it would keep their cycles for ever, until
-    `gc.unfreeze`.
+    For our own processes, once they have started. Cycles that exist now are never freed, until `gc.unfreeze`.
     """
     gc.collect()
     gc.freeze()
@@ -40,49 +42,35 @@ def freeze_heap() -> None:
 
 logger = logging.getLogger(__name__)
 
-
-BEAT_INTERVAL = 0.5
-"""Seconds between two heartbeats, and for which a loop without work sleeps at most."""
-BEAT = b""
-HERE = b"here"
-
-
+BEAT_INTERVAL = 0.5  # seconds between two heartbeats, and the longest sleep of a loop without work
+BEAT = b""  # the line of a heartbeat
+HERE = b"here"  # the line that answers a ping
 _PR_SET_PDEATHSIG = 1
 _writing = threading.Lock()  # the main loop reports, and the thread beside it answers
 
 
 class ChildOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every child is told.
+    """The options that every child has."""
 
-    Args:
-        name: of the process, for log lines and for its socket.
-        directory: of the sockets that it shares with other children, if there are any.
-        log_format: ``"text"`` or ``"json"``; None leaves Python's logging as it is.
-        sweeps: whether this child removes the directory when the parent has died. It must outlive it for that, while
-            the others are ended by the kernel.
-    """
-
-    name: str
-    directory: str = ""
-    log_format: str | None = None
-    sweeps: bool = False
+    name: str  # of the process, for log lines and for its socket
+    directory: str = ""  # of the sockets that it shares with other children, if there are any
+    log_format: str | None = None  # "text" or "json"; None leaves Python's logging as it is
+    sweeps: bool = False  # outlives a dead parent to remove the directory; the kernel ends the other children
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child has started. ``info`` is what the parent wants to know of it."""
+    """The child has started; ``info`` is for the parent."""
 
     info: dict[str, Any] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The child ends because of this."""
+    """The child ends because of this error."""
 
     failure: Failure
 
 
-Report = Ready | Failed
-
-
+ChildReport = Ready | Failed
 Options = TypeVar("Options", bound=ChildOptions)
 
 
@@ -94,7 +82,7 @@ class _Pulse:
 
 
 def beat() -> None:
-    """Tell the parent that the main loop goes on. Does nothing in a process that is no child."""
+    """Send a heartbeat of the main loop, if one is due. Does nothing in a process that is no child."""
     if _Pulse.fd is not None and (now := time.monotonic()) >= _Pulse.due:
         _Pulse.due = now + BEAT_INTERVAL
         _write_line(_Pulse.fd, BEAT)
@@ -102,10 +90,10 @@ def beat() -> None:
 
 @contextmanager
 def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Ready], None]]]:
-    """Live as a child: gives the options, and the function that reports to the parent.
+    """Run the ``with`` block as a child, with its options and a function that reports `Ready` to the parent.
 
-    With its report of `Ready` the child's heap is frozen, and its heartbeats begin. The process ends with the block:
-    with exit code 0 after SIGTERM, and with 1 after an error, which is reported and logged.
+    That report freezes the heap and starts the heartbeats. The process ends with the block: with exit code 0 after
+    SIGTERM, and with 1 after an error, which is reported and logged.
     """
     reports = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no report
@@ -116,7 +104,7 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
     signal.signal(signal.SIGTERM, _leave)
     _end_with_parent(commands, reports, options)
 
-    def report(what: Report) -> None:
+    def report(what: ChildReport) -> None:
         if isinstance(what, Ready):
             freeze_heap()
             _Pulse.fd = reports
@@ -133,7 +121,7 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # at once: an interpreter that has loaded PyTorch takes seconds to clean up for nobody
+        os._exit(code)  # at once: an interpreter that has loaded PyTorch takes seconds to clean up
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

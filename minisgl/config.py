@@ -1,4 +1,4 @@
-"""The options of an engine: one immutable record, checked once."""
+"""The options of an engine, checked on construction."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _STRINGS = (
 class EngineConfig:
     """All options of `minisgl.llm.LLM` and of the server.
 
-    An option that selects an implementation takes a name or ``"module:Class"``, a class of your own that fulfils the
-    protocol. ``tests/contracts`` tests whether it does.
+    An option that selects an implementation takes a name, or the ``"module:Class"`` of your own. ``tests/contracts``
+    tests whether a class fulfils the protocol.
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory, or a Hugging Face hub id.
@@ -82,7 +82,7 @@ class EngineConfig:
             ``max_graph_batch``.
         overlap: schedule and launch the next step while the device computes this one; False waits for each step. None
             is True on CUDA, which works asynchronously, and False on the CPU. The tokens are the same.
-        tensor_parallel_size: ranks that share the model, each on a GPU of its own, or as a process on the CPU.
+        tensor_parallel_size: ranks that share the model, each on its own GPU, or as a process on the CPU.
         control_plane: how the driver sends steps to the ranks: ``"shared-memory"`` or ``"zmq"``.
         all_reduce: how ranks add up partial results: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
             ``"ring"`` (sends and receives, between CPU ranks) or ``"peer-memory"`` (between GPUs; our own kernels, and
@@ -90,13 +90,12 @@ class EngineConfig:
             else ``"torch"``.
         distributed_timeout: seconds that a rank waits for another in a collective before the engine ends; the driver
             waits ten more for a step. It must exceed the longest step.
-        hang_timeout: seconds without a sign of life after which a process (a rank, or one of the server's) counts as
-            stopped and is killed, at least 1; None is never. A process that answers may take longer over a step:
-            ``distributed_timeout``.
+        hang_timeout: seconds without an answer after which a process (a rank, or one of the server's) is killed, at
+            least 1; None is never. A process that answers may take longer over a step: ``distributed_timeout``.
         verify_ranks: compare after every step what each rank received and sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs only
             ``config.json``.
-        seed: of dummy weights, and of requests without a seed of their own; from 0 to 2**63 - 1.
+        seed: of dummy weights, and of requests that give none; from 0 to 2**63 - 1.
         request_timeout: seconds after which an unfinished request ends with an error; None is never.
 
     Raises:
@@ -194,9 +193,9 @@ class EngineConfig:
 
     def _check_fusions(self) -> None:
         names = self.fusions
-        if names is None:
-            return
-        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        if names is not None and not (
+            isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
+        ):
             raise ConfigError(f"fusions: must be a tuple of names, such as ('norm', 'rope'), or None, got {names!r}")
 
     def _check_graph_batches(self) -> None:

@@ -1,4 +1,4 @@
-"""What attention layers find while a model runs: the batch on the device, and the backend that attends."""
+"""What attention layers read while a model runs: the step's tensors, and the attention backend to call."""
 
 from __future__ import annotations
 
@@ -19,37 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What is fixed about one attention layer.
+    """The constants of one attention layer."""
 
-    Args:
-        layer_id: index of the layer's KV in the cache.
-        num_heads, num_kv_heads: query and KV heads on this rank; the former is a multiple of the latter (GQA,
-            Ainslie et al. 2023).
-        head_dim: width of a head.
-        scale: factor on q·k, usually ``head_dim ** -0.5``.
-        sliding_window: number of most recent positions a token sees, itself included; None sees all.
-    """
-
-    layer_id: int
-    num_heads: int
+    layer_id: int  # index of the layer's KV in the cache
+    num_heads: int  # query heads on this rank, a multiple of the KV heads (GQA, Ainslie et al. 2023)
     num_kv_heads: int
     head_dim: int
-    scale: float
-    sliding_window: int | None = None
+    scale: float  # factor on q·k, usually head_dim ** -0.5
+    sliding_window: int | None = None  # most recent positions that a token sees, itself included; None sees all
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The backends that an engine uses.
-
-    Args:
-        prefill, decode: their names; equal if one backend attends for all rows.
-        reason: why these, for people to read.
-    """
+    """The attention backends that an engine uses, by name. The names are equal if one backend attends for all rows."""
 
     prefill: str
     decode: str
-    reason: str
+    reason: str  # why these, for the log
 
     @property
     def name(self) -> str:
@@ -58,21 +44,18 @@ class AttentionChoice:
 
 
 class AttentionBackend(Protocol):
-    """Computes causal attention of a batch.
+    """Computes causal attention of a batch: `plan` runs once a step on the host, `forward` once a layer."""
 
-    `plan` runs once a step on the host, before the model; `forward` runs once a layer inside it.
-    """
-
+    # Whether `forward` may be captured in a CUDA graph. For decode steps it then only launches work, waits for nothing,
+    # and reads memory that keeps its address and that the next `plan` for as many rows refreshes.
     capturable: bool
-    """Whether `forward` may be recorded in a CUDA graph: for decode steps it then launches work only, waits for
-    nothing, and reads only memory that keeps its address and that the next `plan` of as many rows refreshes."""
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """Prepare for one step. ``batch`` has the lengths on the host, ``inputs`` the same batch on the device.
 
         Returns:
-            Names the work that `forward` will launch: two decode steps with as many rows and equal answers launch the
-            same kernels with the same arguments, so that a graph captured for one serves the other.
+            A key of the work that `forward` will launch. Two decode steps with equal keys and equally many rows launch
+            the same kernels with the same arguments, so one CUDA graph serves both.
         """
         ...
 
@@ -82,7 +65,6 @@ class AttentionBackend(Protocol):
         Args:
             q: [T, num_heads, head_dim], rotary embedding applied.
             k, v: [T, num_kv_heads, head_dim] of the fed tokens; T as in `Batch`.
-            spec: the layer.
 
         Returns:
             [T, num_heads, head_dim], dtype of ``q``.
@@ -98,35 +80,21 @@ class KVTensors(Protocol):
 
 
 class PagedAttentionBackend(ABC):
-    """An `AttentionBackend` over a KV cache that stores first and then attends, so that a fused kernel may do the
-    storing."""
+    """An `AttentionBackend` that stores keys and values first and then attends, so that a fused kernel can store."""
 
     kv_cache: KVTensors
 
     @abstractmethod
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        """Attend over what is stored, this step's own keys and values included.
-
-        Args:
-            q: [T, num_heads, head_dim], rotary embedding applied.
-            spec: the layer.
-
-        Returns:
-            [T, num_heads, head_dim], dtype of ``q``.
-        """
+        """Attend over the stored keys and values, this step's included. Shapes as in `AttentionBackend.forward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One step, as the layers see it.
-
-    Args:
-        inputs: the step's tensors.
-        attention: the backend, already planned for this step.
-    """
+    """One step, as the layers see it."""
 
     inputs: DeviceBatch
-    attention: AttentionBackend
+    attention: AttentionBackend  # already planned for this step
 
 
 _CURRENT: ContextVar[ForwardContext] = ContextVar("minisgl_forward_context")
@@ -134,7 +102,7 @@ _CURRENT: ContextVar[ForwardContext] = ContextVar("minisgl_forward_context")
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Make ``context`` the current one inside the ``with`` block, and restore the one before on any exit."""
+    """Make ``context`` the current one inside the ``with`` block."""
     token = _CURRENT.set(context)
     try:
         yield context
@@ -143,11 +111,7 @@ def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
 
 
 def get_forward_context() -> ForwardContext:
-    """The current context.
-
-    Raises:
-        RuntimeError: called outside of a `forward_context` block.
-    """
+    """Return the current context. Raises `RuntimeError` outside of a `forward_context` block."""
     try:
         return _CURRENT.get()
     except LookupError:

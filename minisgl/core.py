@@ -38,47 +38,10 @@ from minisgl.trace import Trace, TraceObserver, observed
 logger = logging.getLogger(__name__)
 
 
-class Executor(StepLauncher, Protocol):
-    """Computes the steps of an engine: an `Engine` in this process, or a `RemoteExecutor` over the ranks' processes."""
-
-    model_config: ModelConfig
-    device: torch.device
-    """Of tensor-parallel ranks, the kind of device without an index."""
-    max_seq_len: int
-    num_pages: int
-    attention_choice: AttentionChoice
-    observers: list[StepObserver]
-    """Are told of the phase ``compute``, if that happens in this process."""
-
-    @property
-    def local_engine(self) -> Engine | None:
-        """The engine with its model, KV tensors and runner; None if there are several, in processes of their own."""
-        ...
-
-    def check(self) -> None:
-        """Raise `EngineDead` if the executor can compute nothing any more, which an idle one does not say by itself."""
-        ...
-
-    def close(self) -> None:
-        """End the executor's processes, if it has any. Calling it again does nothing."""
-        ...
-
-
-def build_executor(config: EngineConfig, path: Path) -> Executor:
-    """The executor that ``config`` asks for: one engine here, or a process for each tensor-parallel rank.
-
-    Raises:
-        ConfigError: an option cannot work here.
-        ModelLoadError: the checkpoint in ``path`` is not usable.
-        EngineDead: a rank's process ended while it started.
-    """
-    return build_engine(config, path) if config.tensor_parallel_size == 1 else RemoteExecutor(config, path)
-
-
 class EngineCore:
-    """An input processor, a scheduler, an executor, and the loop that joins them. Not for several threads at once.
+    """An input processor, a scheduler, an executor, and the loop that joins them. Not thread-safe.
 
-    Prepare requests with ``input_processor``, `add` them, and call `step` while `has_work`.
+    Make requests with ``input_processor``, `add` them, and call `step` while `has_work`.
 
     Raises:
         ConfigError: an option is unknown or cannot work here.
@@ -97,8 +60,7 @@ class EngineCore:
             )
         path = resolve_model(config.model)
         self.config = config
-        self.tokenizer = Tokenizer(path)
-        """Gives end-of-sequence ids and grammars what they need of the vocabulary; texts are encoded elsewhere."""
+        self.tokenizer = Tokenizer(path)  # for end-of-sequence ids and grammars; text is encoded elsewhere
         self.executor = build_executor(config, path)
         choice = self.executor.attention_choice
         logger.info("attention backend %s: %s", choice.name, choice.reason)
@@ -133,11 +95,7 @@ class EngineCore:
 
     @property
     def engine(self) -> Engine:
-        """The engine, with its model, KV tensors and runner, to look into.
-
-        Raises:
-            ConfigError: there are several, in processes of their own.
-        """
+        """The engine with its model, KV tensors and runner. `ConfigError` if there are several, in other processes."""
         engine = self.executor.local_engine
         if engine is None:
             raise ConfigError(
@@ -152,23 +110,18 @@ class EngineCore:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Enqueue a request of the input processor's.
-
-        Raises:
-            QueueFull: too many requests are waiting.
-        """
+        """Enqueue a request. Raises `QueueFull` if too many are waiting."""
         self.scheduler.add(request)
 
     def finish(self, uid: int, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request early; one that has ended is left alone. The next output reports it."""
+        """End a request early, unless it has ended already. The next output reports it."""
         self.scheduler.finish(uid, reason)
 
     def step(self) -> StepOutput:
-        """Run one step, if there is one to run, and return everything that became known since the last output.
+        """Run one step, if there is work, and return everything that became known since the last output.
 
         Raises:
-            EngineDead: the executor computes nothing any more. All requests have ended with this error; `take_output`
-                reports them.
+            EngineDead: the executor has died. All requests have ended with this error; `take_output` reports them.
         """
         try:
             return self.loop.step()
@@ -178,17 +131,18 @@ class EngineCore:
             raise
 
     def take_output(self) -> StepOutput:
-        """Everything that became known since the last output, without running a step."""
+        """Return everything that became known since the last output, without running a step."""
         return self.loop.take_output()
 
     def check(self) -> None:
-        """Raise `EngineDead` if the engine can compute nothing any more, which an idle one does not say by itself."""
+        """Raise `EngineDead` if a rank has ended; an idle engine would not notice."""
         self.executor.check()
 
     def close(self) -> None:
         """End the processes of a tensor-parallel engine. A single rank has none.
 
-        This also happens when the object is collected as garbage, and when the program ends."""
+        Also happens when the object is garbage-collected and when the program ends.
+        """
         self.executor.close()
 
     @contextmanager
@@ -199,13 +153,40 @@ class EngineCore:
 
     @contextmanager
     def trace(self, limit: int | None = None) -> Iterator[Trace]:
-        """Record every step inside the ``with`` block: what the host did when, what the device did, and for whom. What
-        the devices of several ranks did is not seen from here.
+        """Record every step inside the ``with`` block: what the host and the device did, when, and for which requests.
 
-        Args:
-            limit: most events to keep, the newest ones; None keeps all.
+        With several ranks, only the host is recorded. ``limit`` is the most events to keep, the newest ones.
         """
         engine = self.executor.local_engine
         trace = Trace(None if engine is None else engine.device, limit)
         with self.observe(TraceObserver(trace, self.scheduler.table)):
             yield trace
+
+
+class Executor(StepLauncher, Protocol):
+    """Computes the steps of an engine: an `Engine` in this process, or a `RemoteExecutor` over the ranks' processes."""
+
+    model_config: ModelConfig
+    device: torch.device  # of tensor-parallel ranks, the kind of device without an index
+    max_seq_len: int
+    num_pages: int
+    attention_choice: AttentionChoice
+    observers: list[StepObserver]  # are told of the phase "compute", if this process computes
+
+    @property
+    def local_engine(self) -> Engine | None:
+        """The engine with its model, KV tensors and runner; None if the ranks are other processes."""
+        ...
+
+    def check(self) -> None:
+        """Raise `EngineDead` if a rank has ended; an idle engine would not notice."""
+        ...
+
+    def close(self) -> None:
+        """End the executor's processes, if it has any. May be called twice."""
+        ...
+
+
+def build_executor(config: EngineConfig, path: Path) -> Executor:
+    """Build one engine in this process, or start a process for each tensor-parallel rank."""
+    return build_engine(config, path) if config.tensor_parallel_size == 1 else RemoteExecutor(config, path)

@@ -20,6 +20,7 @@ _NOTE = (
     "Read this note: 'The library will be closed on Friday because the heating is being repaired. It opens again on "
     "Monday at nine.'"
 )
+# All begin with the model's own system prompt, two of them with the same note as well.
 QUESTIONS = (
     "What is the capital of France? Answer briefly.",
     "What does a compiler do? Answer in one sentence.",
@@ -30,7 +31,6 @@ QUESTIONS = (
     "Give me one tip for learning a new language. Answer in one sentence.",
     "What is photosynthesis? Answer in one sentence.",
 )
-"""All begin with the model's own system prompt, two of them with the same note as well."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _filled(text: str, width: int) -> str:
-    """``text`` in lines that end before column ``width``, all but the first indented by three columns."""
     return textwrap.fill(text, width - 1, initial_indent="   ", subsequent_indent="   ").strip()
 
 

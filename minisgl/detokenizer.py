@@ -1,4 +1,4 @@
-"""From tokens to text, while they come: whole characters only, cut before a stop string."""
+"""From tokens to text as they come: whole characters only, cut before a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl.tokenizer import Tokenizer
 
 
 def complete_characters(data: bytes) -> tuple[str, bytes]:
-    """The text of ``data``, and the bytes at its end that may still become a character.
+    """Decode UTF-8, and return the text and the bytes at its end that may still become a character.
 
     Each byte that belongs to no character becomes one U+FFFD.
     """
@@ -26,31 +26,26 @@ def complete_characters(data: bytes) -> tuple[str, bytes]:
 
 
 REPLACEMENT = "\ufffd"
-_MAX_UNREAD = 32
-"""Tokens after which the window moves on even where no character ends; also most that are decoded at once."""
+_MAX_UNREAD = 32  # tokens after which the window moves on even inside a character; also most that are decoded at once
 
 
 class IncrementalDetokenizer:
-    """Turns one request's tokens into text piece by piece. The text is that of its tokens, however they were cut up.
+    """Turns one request's tokens into text, piece by piece.
 
     A token's text depends on its neighbours: a character may be spread over several tokens, and some tokenizers drop
-    the space before a first word. So a short window of tokens is decoded at every step, never the whole output, and
-    three offsets tell what is new (the scheme of vLLM and SGLang)::
+    the space before a first word. So each step decodes a short window of tokens, never the whole output, and three
+    offsets tell which text is new (the scheme of vLLM and SGLang)::
 
         all tokens:  forgotten | surrogate context | unread ...    |
                                surrogate           read            end
         window's text:         | sent already      ·    | held back |
                                0                        sent        end
 
-    The text leaves up to the last complete character: only U+FFFD at the very end may still become another one. Where
-    nothing is held back the window moves on: the tokens just read become the context of the next ones.
+    A U+FFFD at the very end may still become a character, so it is held back. If there is none, the window moves on:
+    the tokens just read become the context of the next ones.
 
-    With byte fallback (Llama 2), characters outside of the vocabulary are spelled in byte tokens, one a byte. Decoding
-    these would let one wrong byte spoil all bytes beside it, those included whose text has left. So they are put
-    together here, and each byte that belongs to no character becomes one U+FFFD, as it would alone.
-
-    Args:
-        tokenizer: the model's tokenizer; special tokens give no text.
+    With byte fallback (Llama 2), characters outside of the vocabulary are spelled in byte tokens, one a byte. The
+    tokenizer would let one wrong byte spoil its neighbours, some of them sent already, so bytes are decoded here.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -58,11 +53,10 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._read = 0
         self._sent = 0
-        self._bytes = b""
-        """The beginning of a character that byte tokens spell."""
+        self._bytes = b""  # the beginning of a character that byte tokens spell
 
     def feed(self, token_ids: int | Iterable[int]) -> str:
-        """Take one token or several; returns the text that is complete now, often empty."""
+        """Take one token or several, and return the text that is complete now, often empty."""
         ids = (token_ids,) if isinstance(token_ids, int) else token_ids
         spoken = [token_id for token_id in ids if token_id not in self._tokenizer.special_ids]
         pieces = []
@@ -72,7 +66,7 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """The rest of the text. A character that never became complete is shown as U+FFFD."""
+        """Return the rest of the text. An incomplete character becomes U+FFFD."""
         return self._tokenizer.decode(self._window)[self._sent :] + self._end_bytes()
 
     def _feed_bytes(self, token_ids: Iterable[int]) -> str:
@@ -102,33 +96,28 @@ class IncrementalDetokenizer:
         return piece
 
     def _move(self, unsent: int) -> None:
-        """Forget the context, make the unread tokens the new one, and find the sent offset again from its end."""
+        """Drop the context, make the unread tokens the new one, and compute the sent offset anew from its end."""
         context = self._window[self._read :]
         text = self._tokenizer.decode(context)
-        if not text:  # they are no context where they have no text by themselves
+        if not text:  # tokens without text cannot serve as context
             context = self._window[: self._read]
             text = self._tokenizer.decode(context)
         self._window, self._read, self._sent = context, len(context), len(text) - unsent
 
 
 class StopStrings:
-    """Watches one request's text for strings that end it.
+    """Finds the first of several non-empty strings in a text that comes in pieces, and cuts the text before it.
 
-    The string that is complete first counts, the longest if several end at the same character: what an observer who
-    reads character by character would see, however the text is cut into pieces.
-
-    Args:
-        strings: the stop strings, none of them empty.
+    The string that is complete first counts, the longest if several end at the same character.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._held = ""
-        self.matched: str | None = None
-        """The stop string that was found, or None."""
+        self.matched: str | None = None  # the string that was found
 
     def feed(self, piece: str) -> str:
-        """Take the next piece of text; returns what may be shown. After a match that is nothing."""
+        """Take the next piece of text, and return what may be shown: after a match, nothing."""
         if self.matched is not None:
             return ""
         text = self._held + piece
@@ -142,7 +131,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text held back for a stop string that never came."""
+        """Return the text that was held back for a stop string that never came."""
         held, self._held = self._held, ""
         return held
 
@@ -154,12 +143,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Tokens in, text out. A checkpoint without a tokenizer gives no text.
+    """Detokenizes one request and stops at its stop strings, which count only after ``min_tokens`` tokens.
 
-    Args:
-        tokenizer: the model's.
-        stop: strings that end the text.
-        min_tokens: how many tokens come before a stop string counts.
+    Without a tokenizer in the checkpoint there is no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -174,14 +160,13 @@ class TextStream:
         return self._stop.matched is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens; returns the text that may be shown. With stop strings, give one token at a time: else
-        nobody knows which of them ended the text."""
+        """Take new tokens, and return the text that may be shown. With stop strings, feed one token at a time."""
         text = "" if self._detokenizer is None else self._detokenizer.feed(token_ids)
         self._num_tokens += len(token_ids)
         return self._stop.feed(text) if self._num_tokens > self._min_tokens else text
 
     def finish(self) -> str:
-        """The rest of the text, after the last token."""
+        """Return the rest of the text, after the last token."""
         if self._detokenizer is None or self.stopped:
             return ""
         return self._stop.feed(self._detokenizer.finish()) + self._stop.finish()

@@ -1,6 +1,6 @@
-"""Every error that a user of minisgl can meet, so that ``except MiniSGLError`` catches them all.
+"""All errors that this package raises, below `MiniSGLError`, and checks that raise them.
 
-An error says three things: what was wrong, the limit or the names involved, and what to do about it.
+A message says what was wrong, the limit or the names involved, and what to do about it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ class ModelLoadError(MiniSGLError):
 
 
 class InvalidRequest(MiniSGLError, ValueError):
-    """One request is malformed. The engine has allocated nothing for it and goes on serving.
-
-    Args:
-        field: name of the offending field, e.g. ``"temperature"``.
-        message: what is wrong with it and which values are allowed.
-    """
+    """One request is malformed: ``field`` names what is wrong. The engine has allocated nothing for it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -56,21 +51,15 @@ class InvariantError(MiniSGLError, AssertionError):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error of this package as a message to another process.
+    """An error of this package as a message to another process."""
 
-    Args:
-        kind: name of a class of this module.
-        message: for people.
-        field: the request's field that is to blame, if ``kind`` names a kind of `InvalidRequest`.
-    """
-
-    kind: str
+    kind: str  # name of a class of this module
     message: str
-    field: str = ""
+    field: str = ""  # the request's field at fault, if ``kind`` names an `InvalidRequest`
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """``error`` as a message. An error of another package becomes a `MiniSGLError` whose text names its class."""
+        """Convert an error. One of another package becomes a `MiniSGLError` whose text names its class."""
         kind = type(error).__name__
         if isinstance(error, InvalidRequest):
             return cls(kind, error.message, error.field)
@@ -79,13 +68,13 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls("MiniSGLError", f"{kind}: {error}")
 
     def error(self) -> MiniSGLError:
-        """The error again, to be raised on this side."""
+        """The error that this message describes, to be raised in this process."""
         kind: type[MiniSGLError] = globals()[self.kind]
         return kind(self.field, self.message) if self.field else kind(self.message)
 
 
-def shown(value: object) -> str:
-    """``value`` for an error message: at most 80 characters, whatever a client has sent."""
+def short_repr(value: object) -> str:
+    """``repr(value)`` for an error message, cut to 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to write out integers of thousands of digits
@@ -96,9 +85,9 @@ def shown(value: object) -> str:
 def check_type(field: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Raise `InvalidRequest` unless ``value`` is one of ``kinds``; a bool never passes for a number."""
     if isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,)):
-        raise InvalidRequest(field, f"must be {expected}, got {shown(value)}")
+        raise InvalidRequest(field, f"must be {expected}, got {short_repr(value)}")
     if not isinstance(value, kinds):
-        raise InvalidRequest(field, f"must be {expected}, got {type(value).__name__} {shown(value)}")
+        raise InvalidRequest(field, f"must be {expected}, got {type(value).__name__} {short_repr(value)}")
 
 
 def reject_unknown(given: Mapping[str, object], allowed: set[str], what: str) -> None:

@@ -1,9 +1,8 @@
-"""Structured output: what a request generates is held to a JSON Schema or a regular expression. Told in chapter 15.
+"""Structured output: a request's tokens are constrained to a JSON Schema or a regular expression.
 
 A grammar describes bytes, a model writes tokens, and a token may be any piece of the output: half of a word, several
-brackets, a part of a character. llguidance (Guidance AI) walks a parser along the tree of all tokens' bytes and so
-finds which tokens may come next, one bit each. The sampler of chapter 5 turns the others' logits into −inf (Willard &
-Louf 2023). All of that is the host's work; chapter 12 hides what it can of it, see `minisgl.scheduler.constraints`.
+brackets, a part of a character. llguidance (Guidance AI) walks a parser along the tree of all tokens' bytes on the host
+and finds which tokens may come next, one bit each. The sampler sets the others' logits to −inf (Willard & Louf 2023).
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from minisgl.request import Int32Array, TokenConstraint
 from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
 
-_CACHED = 64
-"""Grammars that are kept compiled."""
+_MAX_CACHED = 64  # grammars that are kept compiled
+# A schema takes some hundreds of states. An expression can be written to take any number, of two kilobytes each.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""A schema takes some hundreds of states. An expression can be written to take any number, of two kilobytes each."""
+# Every way to spell the output in tokens is allowed. With forcing, llguidance tokenises what must come, and would take
+# a text such as <s> for the special token of that name.
 _RULE = '%llguidance {{"no_forcing": true}}\nstart: {}'
-"""Every way to spell the output in tokens is allowed. The library's other mode tokenises what must come and allows that
-alone, but takes a text such as ``<s>`` for the special token of that name."""
+# A space, or a new line and its indentation. Otherwise a model could write white space for ever.
 _WHITE_SPACE = " |\n[ \t]{0,32}"
-"""A space, or a new line and its indentation. A model that likes white space could otherwise write it for ever."""
 
 
 class Grammar:
-    """A `TokenConstraint`: one request's place in its grammar.
+    """A `TokenConstraint`: one request's position in its grammar.
 
     Args:
-        matcher: at the beginning of the grammar; belongs to this object from now on.
-        field: of the request that the grammar came in, for errors.
+        matcher: at the beginning of the grammar; this object advances it.
+        field: the request's field that had the grammar, for errors.
         on_error: called when the output cannot go on.
     """
 
@@ -49,12 +47,10 @@ class Grammar:
 
     @property
     def finished(self) -> bool:
-        """See `TokenConstraint.finished`."""
         return self.matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
-        """See `TokenConstraint.error`."""
         if not self.matcher.is_error():
             return None
         return (
@@ -63,7 +59,6 @@ class Grammar:
         )
 
     def accept(self, token: int) -> None:
-        """See `TokenConstraint.accept`."""
         self.matcher.consume_token(token)
         if self.matcher.is_error():
             self._on_error()
@@ -72,11 +67,10 @@ class Grammar:
 class Grammars:
     """Makes the constraints of requests, and the masks of steps.
 
-    The tokens' bytes are gathered for the first request that has a grammar; that takes some tenths of a second.
+    The first request with a grammar takes some tenths of a second, as all tokens' bytes are gathered for it.
 
     Args:
-        tokenizer: the model's.
-        vocab_size: the model's, which may be padded beyond the tokenizer's. What has no bytes is never allowed.
+        vocab_size: the model's, which may be padded beyond the tokenizer's. Tokens without bytes are never allowed.
         eos_ids: tokens that end an output, allowed exactly where a grammar may end.
     """
 
@@ -84,10 +78,10 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
-        self._compiled = lru_cache(maxsize=_CACHED)(self._compile)
+        self._compiled = lru_cache(maxsize=_MAX_CACHED)(self._compile)
 
     def constraint(self, params: SamplingParams) -> TokenConstraint | None:
-        """A new constraint of one request; None if its parameters ask for none.
+        """Make the constraint of one request; None if its parameters ask for none.
 
         Raises:
             InvalidRequest: naming the field whose grammar is malformed, too large, not supported or fits no output.
@@ -95,19 +89,18 @@ class Grammars:
         field, text = ("regex", params.regex) if params.json_schema is None else ("json_schema", params.json_schema)
         if text is None:
             return None
-        # Copies share what they find out about their grammar. It makes masks cheap, but where it has grown too large
-        # for one request it has for all: the next request begins anew.
+        # Copies share parser states, which makes masks cheap. Once these have grown too large for one request they have
+        # for all, so an error clears the cache and the next request compiles its grammar anew.
         return Grammar(self._compiled(field, text).deep_copy(), field, on_error=self._compiled.cache_clear)
 
     def masks(self, constraints: Sequence[TokenConstraint]) -> Int32Array:
-        """A `MaskMaker`, for constraints that were made here. It works on several cores, and without Python's lock."""
+        """A `MaskMaker` for `Grammar`s. It runs on several cores, without Python's lock."""
         masks: Int32Array = allocate_token_bitmask(len(constraints), self._tokens.vocab_size)
         matchers = [(cast(Grammar, constraint).matcher, row) for row, constraint in enumerate(constraints)]
         fill_next_token_bitmask_par(self._executor, matchers, masks)
         return masks
 
     def _compile(self, field: str, text: str) -> LLMatcher:
-        """A matcher at the beginning of the grammar, to be copied."""
         if not self._tokenizer.available:
             raise InvalidRequest(field, "needs a tokenizer and this model has none")
         try:
@@ -137,7 +130,7 @@ def _regex_rule(pattern: str) -> str:
 
 
 def _json_rule(schema: str) -> str:
-    """Unless lenient, llguidance refuses what it does not support."""
+    # Unless lenient, llguidance refuses what it does not support.
     grammar = LLMatcher.grammar_from_json_schema(
         schema, overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False}
     )
@@ -145,7 +138,7 @@ def _json_rule(schema: str) -> str:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What a matcher complains of, without the line of our rule and the states of its parser."""
+    """The matcher's error message without our rule's line and the parser's states."""
     noise = r"^at \d+\(\d+\): |\n +1 \|.*|<(state|non-verbose/)>.*"
     reason = re.sub(noise, "", matcher.get_error(), flags=re.DOTALL).strip()
     if reason == "NoExtensionBias":

@@ -20,15 +20,12 @@ from minisgl.tokenizer import Tokenizer
 
 
 class InputProcessor:
-    """Makes requests, and numbers them. It allocates nothing for them.
+    """Checks prompts and parameters, and makes numbered requests of them. It allocates no slot and no page.
 
     Args:
-        config: options of the engine.
-        tokenizer: the model's.
-        vocab_size: of the model.
         max_seq_len: tokens of the longest sequence.
-        max_kv_tokens: tokens that the KV cache has room for.
-        max_stop_ids: tokens that may end a request.
+        max_kv_tokens: tokens that fit the KV cache.
+        max_stop_ids: most tokens that may end a request.
     """
 
     def __init__(
@@ -41,11 +38,9 @@ class InputProcessor:
         max_kv_tokens: int,
         max_stop_ids: int,
     ) -> None:
-        self.eos_ids = tuple(token for token in tokenizer.eos_ids if token < vocab_size)
-        """Tokens that end a sequence of this model."""
+        self.eos_ids = tuple(token for token in tokenizer.eos_ids if token < vocab_size)  # they end a sequence
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
         self.next_uid = 0
-        """Number of the next request."""
         self._timeout = config.request_timeout
         self._has_text = tokenizer.available
         self._vocab_size = vocab_size
@@ -61,9 +56,8 @@ class InputProcessor:
 
         Args:
             prompt: token ids.
-            params: sampling parameters.
             streaming: report each token as it comes.
-            user: on whose behalf, for policies that are fair to users.
+            user: client that the requests are for, for policies that are fair to users.
 
         Raises:
             InvalidRequest: naming the field and its limit.
@@ -102,10 +96,10 @@ class InputProcessor:
         return tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that the KV cache could never finish, however idle the engine is.
+        """Refuse a request that the KV cache could never hold, even in an idle engine.
 
-        The server asks this before it accepts a request. Without it, as in `LLM.generate`, the request takes its place
-        in the queue and ends there with ``finish_reason`` ``"error"``, beside others that succeed.
+        The server calls this before it accepts a request. `LLM.generate` doesn't: there the request ends in the queue,
+        with ``finish_reason`` ``"error"``, and the other prompts succeed.
 
         Raises:
             ContextExceeded: naming the field and what would fit.
@@ -124,7 +118,7 @@ class InputProcessor:
 
 
 def check_prompt(prompt: object, vocab_size: int) -> Int32Array:
-    """Token ids as int32[len].
+    """Return token ids as int32[len].
 
     Raises:
         InvalidRequest: not a non-empty list of integers below ``vocab_size``.
@@ -145,18 +139,8 @@ def check_prompt(prompt: object, vocab_size: int) -> Int32Array:
     return ids.astype(np.int32)
 
 
-def _as_array(prompt: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Whatever ``prompt`` holds, as NumPy sees it; a plain list of integers in half the time that NumPy takes."""
-    if isinstance(prompt, list) and type(prompt[0]) is int:
-        try:
-            return np.frombuffer(array("q", prompt), dtype=np.int64)
-        except (TypeError, OverflowError):  # not all are integers of 64 bits
-            pass
-    return np.asarray(prompt)
-
-
 def check_lengths(prompt_len: int, max_tokens: int | None, min_tokens: int, max_seq_len: int) -> int:
-    """Most tokens that the sequence may have, prompt included.
+    """Return the most tokens that the sequence may have, prompt included.
 
     Raises:
         ContextExceeded: prompt and output do not fit ``max_seq_len``.
@@ -177,3 +161,12 @@ def check_lengths(prompt_len: int, max_tokens: int | None, min_tokens: int, max_
     if min_tokens > max_tokens:
         raise InvalidRequest("min_tokens", f"{min_tokens} exceed the {max_tokens} tokens that may be generated")
     return prompt_len + max_tokens
+
+
+def _as_array(prompt: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if isinstance(prompt, list) and type(prompt[0]) is int:  # in half the time that NumPy takes for a list
+        try:
+            return np.frombuffer(array("q", prompt), dtype=np.int64)
+        except (TypeError, OverflowError):  # not all are integers of 64 bits
+            pass
+    return np.asarray(prompt)

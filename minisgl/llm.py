@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,22 +18,21 @@ from minisgl.context import AttentionChoice
 from minisgl.core import EngineCore
 from minisgl.engine.engine import Engine
 from minisgl.errors import EngineDead, InvalidRequest, check_type
-from minisgl.outputs import Delta, Generation, RequestOutput
-from minisgl.request import FinishReason
+from minisgl.outputs import Completion, CompletionAssembler, Delta, RequestMetrics, RequestOutput
+from minisgl.request import FinishReason, Request, TokenLogprobs
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.scheduler import StepOutput
+from minisgl.tokenizer import Tokenizer
 from minisgl.trace import Trace
 
-_BAR = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+PromptInput = str | Sequence[int]  # text or token ids
+Messages = Sequence[Mapping[str, Any]]  # a conversation: each message has a role and a content
 
 
 class LLM:
-    """A model, ready to generate: an `EngineCore`, with a tokenizer before it and the assembling of text behind it.
+    """A model, ready to generate: an `EngineCore` between a tokenizer and the assembling of text.
 
-    Not for several threads at once; several instances may live side by side.
+    Not thread-safe; several instances may live side by side.
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory with a checkpoint, or a Hugging Face hub id.
@@ -51,46 +50,13 @@ class LLM:
         self.scheduler = self.core.scheduler
         self.loop = self.core.loop
         self.executor = self.core.executor
-        """Computes the steps, here or in the ranks' processes."""
         self.model_config = self.executor.model_config
         self.max_seq_len = self.core.max_seq_len
         self._generations: dict[int, Generation] = {}
 
-    @property
-    def engine(self) -> Engine:
-        """The engine, with its model, KV memory and runner, to look into.
-
-        Raises:
-            ConfigError: there are several, in processes of their own.
-        """
-        return self.core.engine
-
-    def close(self) -> None:
-        """Give the memory of the device back, and end the processes of a tensor-parallel engine. Requests get an
-        `EngineDead` after that.
-
-        This also happens when the object is collected as garbage, and when the program ends."""
-        self.core.close()
-
-    def check(self) -> None:
-        """See whether the engine still lives, which an idle one does not say by itself.
-
-        Raises:
-            EngineDead: a rank has ended.
-        """
-        self.core.check()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    # -- what most callers use ---------------------------------------------------------------------------------
-
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
@@ -119,29 +85,25 @@ class LLM:
             raise InvalidRequest("params", message)
         groups = [self.prepare(prompt, each) for prompt, each in zip(each_prompt, params, strict=True)]
         self._run([generation for group in groups for generation in group], progress)
-        return [_output(group) for group in groups]
+        return [RequestOutput(group[0].request.prompt, [each.completion() for each in group]) for group in groups]
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one conversation, or a list of them, in the model's chat template.
 
-        Args:
-            messages: dicts with ``role`` and ``content``; or a list of such lists.
-            params, progress: as in `generate`.
-
         Returns:
-            One output for one conversation, a list for a list.
+            One output for one conversation, a list for a list. Otherwise as `generate`.
         """
         is_list = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages[0], Mapping)
-        conversations = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
+        conversations = cast(Sequence[Messages], messages if is_list else [messages])
         outputs = self.generate([self.tokenizer.encode_chat(each) for each in conversations], params, progress)
         return outputs if is_list else outputs[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+    def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Generate for one prompt and yield text as it comes. Closing the iterator aborts the request.
 
         Raises:
@@ -163,12 +125,30 @@ class LLM:
             for generation in group:
                 self.abort(generation)
 
-    # -- what the server and the curious use -------------------------------------------------------------------
+    def _run(self, generations: Sequence[Generation], progress: bool) -> None:
+        """Submit as the queue has room, and step until all are finished."""
+        todo = deque(generations)
+        unfinished = {generation.request.uid for generation in generations}
+        try:
+            with _ProgressBar(len(unfinished), progress) as bar:
+                while unfinished:
+                    while todo and self.scheduler.waiting.has_room:
+                        self.submit(todo.popleft())
+                    bar.begin_step()
+                    output = self.step()
+                    done = unfinished & {request.uid for request in output.finished}
+                    unfinished -= done
+                    bar.end_step(output, len(done))
+        finally:
+            for generation in generations:
+                self.abort(generation)
+
+    # -- one request at a time: prepare it, submit it, and step ---------------------------------------------------
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, streaming: bool = False, user: str = ""
+        self, prompt: PromptInput, params: SamplingParams, streaming: bool = False, user: str = ""
     ) -> list[Generation]:
-        """Check a prompt and its parameters, and make its ``n`` generations for a user. Nothing is allocated yet.
+        """Check a prompt and its parameters, and make its ``n`` generations. Nothing is allocated yet.
 
         Raises:
             InvalidRequest: naming the field and its limit.
@@ -186,16 +166,6 @@ class LLM:
         self.core.add(generation.request)
         self._generations[generation.request.uid] = generation
 
-    def abort(self, generation: Generation) -> None:
-        """End a generation early; one that has ended, or was never submitted, is left alone.
-
-        After the last request this waits for the step that may be in flight still: an idle engine holds nothing.
-        """
-        self.core.finish(generation.request.uid)
-        self._deliver(self.core.take_output())
-        if not self.scheduler.requests and self.core.has_work:
-            self.step()
-
     def step(self) -> StepOutput:
         """Run one step of the engine and hand its tokens to their generations.
 
@@ -210,23 +180,15 @@ class LLM:
         self._deliver(output)
         return output
 
-    @property
-    def attention_backend(self) -> AttentionChoice:
-        """The attention backends of prefill and decode, often the same, and why it is these."""
-        return self.executor.attention_choice
-
-    @contextmanager
-    def trace(self, limit: int | None = None) -> Iterator[Trace]:
-        """Record every step inside the ``with`` block, see `EngineCore.trace`.
-
-        Args:
-            limit: most events to keep, the newest ones; None keeps all.
-        """
-        with self.core.trace(limit) as trace:
-            yield trace
+    def abort(self, generation: Generation) -> None:
+        """End a generation early. One that has ended, or was never submitted, is left alone."""
+        self.core.finish(generation.request.uid)
+        self._deliver(self.core.take_output())
+        if not self.scheduler.requests and self.core.has_work:  # a step in flight: an idle engine must hold nothing
+            self.step()
 
     def _deliver(self, output: StepOutput) -> None:
-        """Pass on news. Requests that were added to the scheduler by hand have no generation to tell."""
+        """Hand new tokens to their generations. Requests added to the scheduler directly have none."""
         for event in output.events:
             generation = self._generations.get(event.request.uid)
             if generation is not None and generation.on_token(event.token_id, event.logprobs):
@@ -238,43 +200,133 @@ class LLM:
             if generation is not None:
                 generation.on_finish()
 
-    def _run(self, generations: Sequence[Generation], progress: bool) -> None:
-        """Submit as the queue has room, and step until all are finished."""
-        todo = deque(generations)
-        unfinished = {generation.request.uid for generation in generations}
-        rates = {"prefill": "–", "decode": "–"}  # of the last step that did either
-        try:
-            with tqdm(total=len(unfinished), disable=not progress, desc="requests", bar_format=_BAR) as bar:
-                while unfinished:
-                    while todo and self.scheduler.waiting.has_room:
-                        self.submit(todo.popleft())
-                    start = time.perf_counter()
-                    output = self.step()
-                    elapsed = time.perf_counter() - start
-                    for kind, tokens in (("prefill", output.prefill_tokens), ("decode", output.decode_tokens)):
-                        if tokens:
-                            rates[kind] = f"{tokens / elapsed:.0f} tok/s"
-                    done = unfinished & {request.uid for request in output.finished}
-                    unfinished -= done
-                    bar.set_postfix(rates, refresh=False)
-                    bar.update(len(done))
-        finally:
-            for generation in generations:
-                self.abort(generation)
+    # -- the engine behind it -------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine with its model, KV tensors and runner. `ConfigError` if there are several, in other processes."""
+        return self.core.engine
+
+    @property
+    def attention_backend(self) -> AttentionChoice:
+        """The attention backends of prefill and decode, and why these were chosen."""
+        return self.executor.attention_choice
+
+    def trace(self, limit: int | None = None) -> AbstractContextManager[Trace]:
+        """Record every step inside a ``with`` block; ``limit`` is the most events to keep, the newest ones."""
+        return self.core.trace(limit)
+
+    def check(self) -> None:
+        """Raise `EngineDead` if a rank has ended; an idle engine would not notice."""
+        self.core.check()
+
+    def close(self) -> None:
+        """Free the device's memory and end the ranks' processes. Requests get an `EngineDead` after that.
+
+        Also happens when the object is garbage-collected and when the program ends.
+        """
+        self.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-# `help(LLM)` and an editor's hints show the options themselves, which are written down in one place only.
+class Generation:
+    """One of the ``n`` continuations of a prompt, from submission to its end.
+
+    Text is decoded token by token only for streaming and for stop strings; otherwise once, at the end.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, index: int, streaming: bool) -> None:
+        self.request = request
+        self.finished = False
+        self.deltas: deque[Delta] = deque()  # pieces that were not taken yet, if streaming
+        self._streaming = streaming
+        stop = tuple(request.params.stop)
+        self._incremental = streaming or bool(stop)
+        self._assembler = CompletionAssembler(tokenizer, index, stop, request.params.min_tokens)
+        self._text = ""
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Take a new token. Returns True if its text completes a stop string, so that the request must end."""
+        if not self._incremental:
+            return False
+        self._assembler.add([token_id], [logprobs] if logprobs else [])
+        self._take()
+        return self._assembler.ended
+
+    def on_finish(self) -> None:
+        """Note that the request has ended, after its last token."""
+        self.finished = True
+        if self._incremental and not self._assembler.ended:
+            self._end()
+
+    def completion(self) -> Completion:
+        """The whole answer of a finished request."""
+        request = self.request
+        if not self._assembler.ended:
+            self._assembler.add(request.output)
+            self._end()
+        assert self._assembler.finish_reason is not None
+        return Completion(
+            token_ids=request.output,
+            text=self._text,
+            finish_reason=self._assembler.finish_reason,
+            error=request.error,
+            cached_tokens=request.cached_tokens,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            metrics=RequestMetrics.of(request),
+        )
+
+    def _end(self) -> None:
+        assert self.request.finish_reason is not None, "the request is not finished"
+        self._assembler.finish(self.request.finish_reason.value, self.request.error)
+        self._take()
+
+    def _take(self) -> None:
+        delta = self._assembler.take()
+        self._text += delta.text
+        if self._streaming:
+            self.deltas.append(delta)
+
+
+def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    """One text, or one list of token ids, is a list of one prompt."""
+    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+    return [cast(PromptInput, prompts)] if is_single else list(cast(Sequence[PromptInput], prompts))
+
+
+class _ProgressBar:
+    """Counts finished requests, and shows the throughput of the last step that did prefill or decode."""
+
+    def __init__(self, total: int, visible: bool) -> None:
+        layout = "{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
+        self._bar = tqdm(total=total, disable=not visible, desc="requests", bar_format=layout)
+        self._rates = {"prefill": "–", "decode": "–"}
+
+    def __enter__(self) -> _ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin_step(self) -> None:
+        self._start = time.perf_counter()
+
+    def end_step(self, output: StepOutput, finished: int) -> None:
+        elapsed = time.perf_counter() - self._start
+        for kind, tokens in (("prefill", output.prefill_tokens), ("decode", output.decode_tokens)):
+            if tokens:
+                self._rates[kind] = f"{tokens / elapsed:.0f} tok/s"
+        self._bar.set_postfix(self._rates, refresh=False)
+        self._bar.update(finished)
+
+
+# `help(LLM)` and editors show the options as keyword arguments, though they are written down in EngineConfig alone.
 _options = inspect.signature(EngineConfig)
 _positional = [_options.parameters["model"].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)]
 _keywords = [parameter for name, parameter in _options.parameters.items() if name != "model"]
 LLM.__signature__ = _options.replace(parameters=_positional + _keywords, return_annotation=LLM)  # type: ignore[attr-defined]
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text, or one list of token ids, is a list of one prompt."""
-    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
-    return [cast(Prompt, prompts)] if is_single else list(cast(Sequence[Prompt], prompts))
-
-
-def _output(group: Sequence[Generation]) -> RequestOutput:
-    return RequestOutput(group[0].request.prompt, [generation.completion() for generation in group])

@@ -1,8 +1,7 @@
-"""Child processes, seen from their parent: started, watched and ended, for ranks and for the server's workers alike.
+"""Child processes, seen from their parent: ranks and the server's workers are started, watched and ended here.
 
-A child is lost when it has died, and also when it stands still: it is stopped (SIGSTOP, a debugger), or its main loop
-hangs. `ChildProcess` notices both, kills what stands still, and says which process it was and what is known of why.
-What that means for the others is decided by `minisgl.distributed.remote_executor` and `minisgl.server.process_engine`.
+A child is lost when it has died, and also when it hangs: because it is stopped (SIGSTOP, a debugger) or its main loop
+makes no progress. `ChildProcess` notices both, kills a child that hangs, and tells why it ended.
 """
 
 from __future__ import annotations
@@ -21,35 +20,29 @@ from typing import IO, Any
 
 import msgspec
 
-from minisgl.child_process import BEAT, HERE, ChildOptions, Failed, Ready, Report
+from minisgl.child_process import BEAT, HERE, ChildOptions, ChildReport, Failed, Ready
 from minisgl.errors import EngineDead
 
-decode = msgspec.json.Decoder[Report](Report).decode
+_decode_report = msgspec.json.Decoder[ChildReport](ChildReport).decode
 
-GRACE = 5.0
-"""Seconds that processes have to end by themselves."""
-_LAST_WORDS = 1.0
-"""Seconds to read on after a child has ended. Its output has no end as long as a process that it has started lives."""
+GRACE = 5.0  # seconds that processes have to end after SIGTERM
+_DRAIN = 1.0  # seconds to read on after a child has ended; processes that it has started may keep its output open
 
 
 class ChildProcess:
-    """``python -m MODULE``, whose other side is `minisgl.child_process`.
+    """``python -m MODULE`` as a child, whose side of the protocol is `minisgl.child_process`.
 
-    A new interpreter, not a fork and not ``multiprocessing``: notebooks and scripts without a main guard can start it.
-    It has a session of its own, so that Ctrl-C in a terminal reaches the parent alone, which ends the children when it
-    is time; and what the child has started, such as a compiler, ends with it.
+    A new interpreter instead of a fork or ``multiprocessing``, so that notebooks and scripts without a main guard can
+    start it. It gets its own session: Ctrl-C in a terminal reaches only the parent, and processes that the child has
+    started, such as a compiler, are ended with it.
 
     Args:
-        module: its main module.
-        options: what it is told.
-        title: how errors call it; None is "the NAME process".
-        hang_timeout: seconds without a sign of life after which a child that was ready is killed; None never does.
+        title: its name in errors; None is "the NAME process".
+        hang_timeout: seconds without an answer after which a child that was ready is killed; None never does.
         turn_timeout: seconds without a heartbeat after which it is killed even if it answers, because its main loop
-            hangs: more than the longest turn takes. None is ``hang_timeout``.
-        environment: variables that it gets where this process has none of that name.
-        pass_fds: open files that it inherits.
-        prefix: what its lines begin with when they are passed on to this process's stderr; None lets it write there
-            itself.
+            hangs; must exceed the longest turn. None is ``hang_timeout``.
+        environment: defaults of environment variables.
+        prefix: before each line that it writes to stderr, which this process then passes on; None leaves stderr alone.
 
     Raises:
         OSError, RuntimeError: the system does not allow for the process or its threads.
@@ -69,10 +62,8 @@ class ChildProcess:
     ) -> None:
         self.name = options.name
         self.title = f"the {options.name} process" if title is None else title
-        self.ready: Future[Ready] = Future()
-        """Set when the child is at work. If it dies before: its own error, or `EngineDead`."""
-        self.exited: Future[EngineDead] = Future()
-        """Set when the child has ended, whenever and however that happens: what is known of why."""
+        self.ready: Future[Ready] = Future()  # if the child dies before: its own error, or EngineDead
+        self.exited: Future[EngineDead] = Future()  # why the child has ended, set once it has
         self._hang_timeout = hang_timeout
         self._turn_timeout = hang_timeout if turn_timeout is None else turn_timeout
         self._prefix = prefix
@@ -96,12 +87,12 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As `subprocess.Popen.returncode`; None while the child lives."""
+        """Minus the number of the signal that killed it; None while the child lives."""
         return self._process.returncode
 
     @property
-    def stands_still(self) -> bool:
-        """Whether it was killed because it stood still."""
+    def hung(self) -> bool:
+        """Whether it was killed because it made no progress."""
         return self._hung is not None
 
     def terminate(self) -> None:
@@ -113,7 +104,7 @@ class ChildProcess:
         self._process.kill()
 
     def answers(self, timeout: float) -> bool:
-        """Whether the child answers a ping within ``timeout`` seconds. One that is stopped does not."""
+        """Whether the child answers a ping within ``timeout`` seconds."""
         with self._pinging:
             self._ping()
             number = self._pings
@@ -124,8 +115,7 @@ class ChildProcess:
     def _watch(
         self, command: list[str], options: ChildOptions, popen: dict[str, Any], started: Future[subprocess.Popen[bytes]]
     ) -> None:
-        """Start the child and sleep until it ends. The thread lives as long as the child because on Linux the child is
-        killed with the thread that has started it."""
+        # This thread lives as long as the child, because Linux kills the child with the thread that has started it.
         try:
             readers = self._start(command, options, popen)
         except BaseException as error:
@@ -137,16 +127,16 @@ class ChildProcess:
         code = process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where zombies are left
             os.killpg(process.pid, signal.SIGKILL)
-        join_threads(readers, _LAST_WORDS)
+        join_threads(readers, _DRAIN)
         with contextlib.suppress(OSError):  # it did not read its options, the rest of which would be written now
             process.stdin.close()
-        reason = self._hung or explain(self.title, code, self._failed, self._last_line)
+        reason = self._hung or exit_error(self.title, code, self._failed, self._last_line)
         if not self.ready.done():
             self.ready.set_exception(self._failed.failure.error() if self._failed else reason)
         self.exited.set_result(reason)
 
     def _start(self, command: list[str], options: ChildOptions, popen: dict[str, Any]) -> list[threading.Thread]:
-        """Start the child, tell it its options, and return the threads that read what it says."""
+        """Start the child, send it its options, and return the threads that read its output."""
         process = self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, **popen
         )
@@ -163,7 +153,7 @@ class ChildProcess:
             raise
         return readers
 
-    # -- in the thread that reads its reports --------------------------------------------------------------------------
+    # -- in the thread that reads its reports and answers --------------------------------------------------------------
 
     def _read_reports(self, stdout: IO[bytes]) -> None:
         with stdout:
@@ -173,7 +163,7 @@ class ChildProcess:
 
     def _take_report(self, line: bytes) -> None:
         try:
-            report = decode(line)
+            report = _decode_report(line)
         except msgspec.MsgspecError:  # a library printed this before the child took over its standard output
             self._pass_on(line)
             return
@@ -183,9 +173,9 @@ class ChildProcess:
             self.ready.set_result(report)
 
     def _lines(self, fd: int) -> Iterator[bytes]:
-        """All lines until the child closes its end, or is killed because it stands still.
+        """All lines until the child closes its end, or is killed because it hangs.
 
-        Time counts only while the pipe is empty: what has come while this process stood still itself is read first.
+        Time counts only while the pipe is empty, so a pause of this process is not held against the child.
         """
         poll = select.poll()
         poll.register(fd, select.POLLIN)
@@ -226,7 +216,7 @@ class ChildProcess:
             self._hung = EngineDead(f"{self.title} {what}")
             self.kill()
 
-    # -- what it says beside its reports -------------------------------------------------------------------------------
+    # -- its other output ----------------------------------------------------------------------------------------------
 
     def _read_output(self, stderr: IO[bytes]) -> None:
         with stderr:
@@ -240,15 +230,8 @@ class ChildProcess:
         print(f"{self._prefix or ''}{text}", file=sys.stderr)
 
 
-def explain(title: str, code: int, failed: Failed | None, last_line: str = "") -> EngineDead:
-    """What is known of why a child has ended.
-
-    Args:
-        title: what to call it, such as "the scheduler process".
-        code: its exit code; minus the number of the signal that has killed it.
-        failed: its report of an error, if there was one.
-        last_line: of its output, where that is known.
-    """
+def exit_error(title: str, code: int, failed: Failed | None, last_line: str = "") -> EngineDead:
+    """Describe why a child has ended, from its exit code, its report of an error and the last line of its output."""
     if failed is not None:
         return EngineDead(f"{title} died: {failed.failure.message}")
     if code < 0:
@@ -257,7 +240,7 @@ def explain(title: str, code: int, failed: Failed | None, last_line: str = "") -
 
 
 def wait_until_ready(children: Sequence[ChildProcess], timeout: float) -> None:
-    """Wait for all, or for the first that cannot get ready.
+    """Wait until all children are ready, or the first fails.
 
     Raises:
         MiniSGLError: the error that kept a child from getting ready.
@@ -271,8 +254,8 @@ def wait_until_ready(children: Sequence[ChildProcess], timeout: float) -> None:
         raise EngineDead(f"not ready within {timeout:g} s: {names}; look at the log, or raise start_timeout")
 
 
-def end(children: Sequence[ChildProcess]) -> None:
-    """Have all children end, by force if need be, and wait until they have."""
+def end_processes(children: Sequence[ChildProcess]) -> None:
+    """Terminate all children, kill those that are still alive after `GRACE` seconds, and wait for their ends."""
     for child in children:
         child.terminate()
     exited = [child.exited for child in children]
@@ -284,7 +267,7 @@ def end(children: Sequence[ChildProcess]) -> None:
 
 
 def join_threads(threads: Sequence[threading.Thread], timeout: float) -> None:
-    """Wait so many seconds for all of them together, but never for the thread that calls this."""
+    """Wait ``timeout`` seconds for all threads together, except the calling one."""
     deadline = time.monotonic() + timeout
     for thread in threads:
         if thread is not threading.current_thread():
@@ -298,7 +281,7 @@ def _run_thread(name: str, job: Any, *arguments: object) -> threading.Thread:
 
 
 def _module_path() -> str:
-    """Of a child: modules are found where this process finds them."""
+    # A child finds modules where this process finds them.
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 

@@ -1,4 +1,4 @@
-"""Look up an implementation that an option names: in the table of its protocol, or by its import path."""
+"""Find the implementation that an option names: in the registry of its protocol, or by its import path."""
 
 from __future__ import annotations
 
@@ -10,42 +10,34 @@ from minisgl.errors import ConfigError
 
 T = TypeVar("T")
 
-
-Table = Mapping[str, T | str]
-"""Name → implementation (a class or another factory), or → ``"module:Class"``, which is imported when it is chosen.
-
-Each protocol has one such table, written in one place. An import path keeps the table below the modules that it names,
-and Triton or FlashInfer out of a process that does not use them."""
+# Name → implementation (a class or another factory), or → "module:Class", imported when it is chosen. A path lets a
+# registry name modules that import it, and keeps Triton or FlashInfer out of processes that do not use them.
+Registry = Mapping[str, T | str]
 
 
-def resolve(field: str, name: str, table: Table[T]) -> T:
+def resolve(field: str, name: str, registry: Registry[T]) -> T:
     """Load the implementation that ``name`` selects.
 
     Args:
         field: the option that gave the name, for error messages.
-        name: a key of ``table``, or the ``"module:Class"`` of an implementation from outside.
-        table: of the protocol.
+        name: a key of ``registry``, or the ``"module:Class"`` of an implementation from outside.
 
     Raises:
         ConfigError: the name is unknown, or its module or class cannot be imported.
     """
-    if name in table:
-        found = table[name]
+    if name in registry:
+        found = registry[name]
     elif ":" in name:
         found = name
     else:
-        known = ", ".join(sorted(table))
+        known = ", ".join(sorted(registry))
         raise ConfigError(f"{field}: unknown name {name!r}; choose from {known}, or give module:Class of your own")
     implementation: T = import_path(field, found) if isinstance(found, str) else found
     return implementation
 
 
 def import_path(field: str, path: str) -> Any:
-    """Import what ``path`` (``"module:Class"``) names.
-
-    Raises:
-        ConfigError: there is no such module, or nothing of that name in it.
-    """
+    """Import the class or function of ``path``, ``"module:Class"``. Raises `ConfigError` if that fails."""
     module, colon, attribute = path.partition(":")
     if not colon:
         raise ConfigError(f"{field}: must have the form module:Class, got {path!r}")

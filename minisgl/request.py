@@ -36,22 +36,16 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one generated position, in nats, of the model's own distribution (before penalties).
+    """Log-probabilities of one generated position, in nats, of the model's own distribution (before penalties)."""
 
-    Args:
-        token_id: the sampled token.
-        logprob: its log-probability.
-        top: (token id, log-probability) of the likeliest tokens, best first.
-    """
-
-    token_id: int
+    token_id: int  # the sampled token
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the likeliest tokens, best first
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When the stations of a request's life were passed, in seconds of ``time.perf_counter``; 0.0 is not yet."""
+    """When a request reached each station of its life, in seconds of ``time.perf_counter``; 0.0 is not yet."""
 
     arrived: float = 0.0
     admitted: float = 0.0
@@ -61,49 +55,32 @@ class RequestTimes:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to be generated. A prompt with ``n`` completions is n of these.
+    """One sequence to generate. A prompt with ``n`` completions is n requests.
 
-    Everything that a decode step touches for *every* request lives in `RunningTable`, as one array a field; this
-    object holds what is read once in a while.
-
-    Args:
-        uid: unique in its engine, never reused; also the order of arrival.
-        prompt: token ids, int32[prompt_len].
-        params: sampling parameters (``n`` is ignored here).
-        max_len: most tokens the sequence may have, prompt included.
-        stop_ids: tokens that end the request: end-of-sequence ids (unless ignored) and ``stop_token_ids``.
-        seed: sampling seed, always set.
-        watched: True if somebody wants to see each token as it comes (streaming, stop strings, log-probabilities).
-        deadline: ``time.perf_counter`` value after which the request is ended with an error; None is never.
-        user: who asked, for policies that are fair to users; the empty string is nobody in particular.
-        constraint: decides which tokens it may generate, and has followed all that the host has seen; None is any.
+    Everything that a decode step touches for *every* request lives in `RunningTable`, one array a field. This object
+    holds the rest.
     """
 
-    uid: int
-    prompt: Int32Array
-    params: SamplingParams
-    max_len: int
-    stop_ids: tuple[int, ...] = ()
+    uid: int  # unique in its engine, never reused; also the order of arrival
+    prompt: Int32Array  # [prompt_len] token ids
+    params: SamplingParams  # n is ignored here
+    max_len: int  # most tokens the sequence may have, prompt included
+    stop_ids: tuple[int, ...] = ()  # tokens that end the request: end-of-sequence ids (unless ignored), stop_token_ids
     seed: int = 0
-    watched: bool = False
-    deadline: float | None = None
-    user: str = ""
-    constraint: TokenConstraint | None = None
+    watched: bool = False  # report every token as it comes: for streaming, stop strings and log-probabilities
+    deadline: float | None = None  # time.perf_counter value at which the request ends with an error; None is never
+    user: str = ""  # client that sent it, for policies that are fair to users; empty if unknown
+    constraint: TokenConstraint | None = None  # decides which tokens may come next; None allows all
 
     state: RequestState = RequestState.WAITING
-    slot: int = -1
-    """Row in the running table; −1 while the request is not running."""
-    output: list[int] = field(default_factory=list)
-    """Generated token ids. Complete once the request has left the running table, see `RunningTable.release`."""
+    slot: int = -1  # row in the running table; −1 while the request is not running
+    output: list[int] = field(default_factory=list)  # generated ids, written when it leaves the running table
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None
-    """Why, if ``finish_reason`` is ``error``."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
+    error: str | None = None  # what went wrong, if finish_reason is "error"
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache at the first admission
     preemptions: int = 0
-    bypassed: int = 0
-    """How often a later request was admitted before this one."""
+    bypassed: int = 0  # how often a later request was admitted before this one
     times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
@@ -116,14 +93,11 @@ class Request:
 
 
 class TokenConstraint(Protocol):
-    """A state machine on the host that follows one request's output, token by token.
-
-    Chapter 15 tells of grammars, the constraint that comes with the engine (`minisgl.grammar`).
-    """
+    """A state machine on the host that follows one request's output token by token, such as a grammar."""
 
     @property
     def finished(self) -> bool:
-        """True once the output is complete and nothing but its end may follow."""
+        """True once the output is complete and only its end may follow."""
         ...
 
     @property
@@ -132,13 +106,10 @@ class TokenConstraint(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Take the next token of the output. Tokens that end the request are tokens, too."""
+        """Take the next token of the output, including one that ends the request."""
         ...
 
 
+# Makes the masks of a step, int32[C, words], for C constraints in their present states. Bit t % 32 (the lowest is 0) of
+# word t // 32 is set if token t may come next. Bits beyond the vocabulary mean nothing.
 MaskMaker = Callable[[Sequence[TokenConstraint]], Int32Array]
-"""Makes the masks of a step, int32[C, words], for C constraints in the states in which they are.
-
-Words hold 32 tokens each, the lowest bit the lowest id: bit ``t % 32`` of word ``t // 32`` is set if token t may come
-next. There are enough words for the model's vocabulary, and further bits mean nothing.
-"""

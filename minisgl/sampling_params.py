@@ -1,4 +1,4 @@
-"""How a request wants its tokens sampled and when it wants to stop."""
+"""How the tokens of a request are sampled, and when it stops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minisgl.errors import InvalidRequest, check_type, reject_unknown, shown
+from minisgl.errors import InvalidRequest, check_type, reject_unknown, short_repr
 
 _MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
@@ -17,7 +17,7 @@ _MAX_REGEX = 8192
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Immutable; every field is checked on construction.
+    """How one request is sampled and when it ends; every field is checked on construction.
 
     Args:
         max_tokens: most tokens to generate, at least 1; None means as many as the context has room for.
@@ -35,8 +35,8 @@ class SamplingParams:
         stop: strings that end the text; the text is cut before the first one. A single string is allowed.
         stop_token_ids: token ids that end the request in addition to the model's end-of-sequence ids.
         ignore_eos: generate on past end-of-sequence ids (``stop_token_ids`` still count).
-        seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens whatever else is in the
-            batch. None draws one from the engine's own seed.
+        seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens in any batch. None draws one
+            from the engine's seed.
         logprobs: report this many most likely tokens a step (0 to 20) beside the sampled one; None reports nothing.
         n: number of independent completions of the prompt, 1 to 128; completion i samples with ``seed + i``.
         json_schema: JSON text of a JSON Schema, up to 65,536 characters: the output is a value that it describes.
@@ -120,7 +120,7 @@ def _integer(field: str, value: object, low: int, high: int) -> None:
     check_type(field, value, int, limit)
     assert isinstance(value, int)
     if not low <= value <= high:
-        raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
+        raise InvalidRequest(field, f"must be {limit}, got {short_repr(value)}")
 
 
 def _number(field: str, value: object, low: float, high: float, open_low: bool = False) -> None:
@@ -128,7 +128,7 @@ def _number(field: str, value: object, low: float, high: float, open_low: bool =
     check_type(field, value, (int, float), limit)
     assert isinstance(value, (int, float))
     if not low <= value <= high or (open_low and value == low):
-        raise InvalidRequest(field, f"must be {limit}, got {shown(value)}")
+        raise InvalidRequest(field, f"must be {limit}, got {short_repr(value)}")
 
 
 def _text(field: str, value: object, longest: int) -> None:
@@ -149,7 +149,7 @@ def _json_object(field: str, text: str) -> None:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(field, f"must be the text of a JSON object: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidRequest(field, f"must be the text of a JSON object, got {shown(value)}")
+        raise InvalidRequest(field, f"must be the text of a JSON object, got {short_repr(value)}")
 
 
 def _strings(value: object) -> tuple[str, ...]:

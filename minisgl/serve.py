@@ -13,8 +13,7 @@ from minisgl.logs import configure_logs
 from minisgl.server.config import ServerConfig, add_options, given_options
 from minisgl.server.launch import serve
 
-_KEY = "MINISGL_API_KEY"
-"""Environment variable of `ServerConfig.api_key`."""
+_KEY = "MINISGL_API_KEY"  # environment variable of `ServerConfig.api_key`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,21 +1,17 @@
 """The running requests as a structure of arrays: one row (slot) a request, one NumPy array a field.
 
-A decode step touches every running request. With one Python object a request that costs microseconds each and
-milliseconds a step; with one array a field it is a dozen NumPy calls, whatever the number of requests.
+A decode step touches every running request. With Python objects, that costs microseconds each and milliseconds a step;
+with arrays it is a dozen NumPy calls for any number of requests.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl.errors import InvariantError
 from minisgl.request import Int32Array, Request, RequestState
 
 NO_TOKEN = -1
-
-
-IntpArray = npt.NDArray[np.intp]
 
 
 class RunningTable:
@@ -29,11 +25,6 @@ class RunningTable:
 
     ``kv_len < token_len`` always holds for a request with work to do: the next step feeds it the tokens
     ``kv_len … token_len``. One token left means decode, more means prefill: the two differ in nothing else.
-
-    Args:
-        max_running: number of slots.
-        max_seq_len: width of the token rows.
-        max_stop_ids: most stop tokens a request can have.
     """
 
     def __init__(self, max_running: int, max_seq_len: int, max_stop_ids: int = 64) -> None:
@@ -49,19 +40,13 @@ class RunningTable:
         self.known_len = np.zeros(rows, dtype=np.int32)
         self.prompt_len = np.zeros(rows, dtype=np.int32)
         self.max_len = np.zeros(rows, dtype=np.int32)
-        self.num_pages = np.zeros(rows, dtype=np.int32)
-        """Leading entries of the request's page-table row that are in use."""
-        self.in_flight = np.zeros(rows, dtype=np.int32)
-        """Launched steps that have this slot in their batch and whose results are not processed yet."""
-        self.active = np.zeros(rows, dtype=bool)
-        """True while the request may be scheduled; False once it is finished or preempted, or the slot is free."""
-        self.prefilling = np.zeros(rows, dtype=bool)
-        """True until the step that feeds the request's last known token is launched."""
-        self.ended = np.zeros(rows, dtype=bool)
-        """True once the request is finished: tokens that a launched step still samples for it are dropped."""
+        self.num_pages = np.zeros(rows, dtype=np.int32)  # leading entries of the page-table row that are in use
+        self.in_flight = np.zeros(rows, dtype=np.int32)  # launched steps whose results are not processed yet
+        self.active = np.zeros(rows, dtype=bool)  # may be scheduled: neither finished, preempted, nor a free slot
+        self.prefilling = np.zeros(rows, dtype=bool)  # until the step that feeds the last known token is launched
+        self.ended = np.zeros(rows, dtype=bool)  # finished: tokens that a launched step still samples are dropped
         self.watched = np.zeros(rows, dtype=bool)
-        self.constrained = np.zeros(rows, dtype=bool)
-        """True for a request with a `TokenConstraint`."""
+        self.constrained = np.zeros(rows, dtype=bool)  # has a `TokenConstraint`
         self.stop_ids = np.full((rows, max_stop_ids), NO_TOKEN, dtype=np.int32)
         self._free = list(range(rows - 1, -1, -1))
         self._order: Int32Array = np.zeros(0, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""How few tokens a text can have, told by its length: what is far too long is refused without being tokenized."""
+"""Text to token ids and back: the checkpoint's tokenizer, its end-of-sequence ids and its chat template."""
 
 from __future__ import annotations
 
@@ -9,152 +9,25 @@ from typing import Any
 
 from minisgl.errors import ContextExceeded, InvalidRequest, ModelLoadError, check_type
 
-_SHRINKING = {"Prepend": 1, "NFC": 4}
-"""Normalizers that never make a text shorter, or at most so many times: no character decomposes into more than four
-others (UAX #15, Unicode Normalization Forms), so composing takes no more than four together."""
-
-
-def characters_per_token(backend: Any) -> int | None:
-    """Most characters of a text that one token can stand for; None where that cannot be told.
-
-    It can for BPE where a tokenizer neither drops nor swallows characters: the strings of its vocabulary have one
-    character for each byte (byte-level) or character that they stand for.
-
-    Args:
-        backend: a tokenizer of transformers.
-    """
-    raw = getattr(backend, "backend_tokenizer", None)
-    if raw is None:
-        return None
-    parts = json.loads(raw.to_str())
-    shrinking = _shrinking(parts["normalizer"])
-    added = parts["added_tokens"]
-    swallows = any(token["lstrip"] or token["rstrip"] for token in added)
-    if parts["model"]["type"] != "BPE" or shrinking is None or swallows or not _keeps_all(parts["pre_tokenizer"]):
-        return None
-    return shrinking * max(map(len, (*parts["model"]["vocab"], *(token["content"] for token in added))))
-
-
-def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """How many times shorter a normalizer can make a text; None if nobody knows."""
-    match normalizer:
-        case None:
-            return 1
-        case {"type": "Sequence", "normalizers": steps}:
-            factors = [_shrinking(step) for step in steps]
-            known = [factor for factor in factors if factor is not None]
-            return max(known, default=1) if len(known) == len(factors) and sum(f > 1 for f in known) <= 1 else None
-        case {"type": "Replace", "pattern": {"String": pattern}, "content": content} if len(content) >= len(pattern):
-            return 1
-        case {"type": kind}:
-            return _SHRINKING.get(kind)
-    return None
-
-
-def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a pre-tokenizer only cuts: none of the text gets lost between the pieces."""
-    match pre_tokenizer:
-        case None | {"type": "ByteLevel" | "Digits" | "Metaspace"}:
-            return True
-        case {"type": "Split", "behavior": str(behavior)}:
-            return behavior != "Removed"
-        case {"type": "Sequence", "pretokenizers": steps}:
-            return all(map(_keeps_all, steps))
-    return False
-
-
-def load_eos_ids(path: Path) -> tuple[int, ...]:
-    """All end-of-sequence ids of the checkpoint in directory ``path``.
-
-    ``generation_config.json`` knows best (chat models list several ids there), then ``config.json``, then the
-    tokenizer's own end token. Empty if none of them names one.
-
-    Raises:
-        ModelLoadError: one of the files is no JSON object, or its ``eos_token_id`` is no integer and no list of them.
-    """
-    for name in ("generation_config.json", "config.json"):
-        value = _read(path / name).get("eos_token_id")
-        if value is not None:
-            return _ids(value, path / name)
-    return _tokenizer_eos(path)
-
-
-def _ids(value: object, file: Path) -> tuple[int, ...]:
-    items = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise ModelLoadError(f"{file}: eos_token_id must be an integer or a list of integers, got {value!r}")
-    return tuple(items)
-
-
-def _tokenizer_eos(path: Path) -> tuple[int, ...]:
-    token = _read(path / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = _read(path / "tokenizer.json").get("added_tokens", [])
-    return tuple(entry["id"] for entry in added if entry["content"] == text)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{file} is not valid JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} must hold a JSON object, got {type(content).__name__}; download it again")
-    return content
-
-
-_PROBE = "🦊"
-"""A character of four bytes, to see whether byte tokens are read as bytes."""
-
-
-def find_byte_tokens(backend: Any) -> dict[int, int]:
-    """Token id → byte, for the bytes of characters beyond ASCII; empty if the tokenizer has no byte fallback.
-
-    The tokens of ASCII bytes are left out: each is a whole character, and so as good as a word.
-
-    Args:
-        backend: a tokenizer of transformers.
-    """
-    values = range(0x80, 0x100)
-    ids = backend.convert_tokens_to_ids([f"<0x{value:02X}>" for value in values])
-    tokens = dict(zip(ids, values, strict=True))
-    if None in tokens or len(tokens) < len(values):
-        return {}
-    by_value = {value: token_id for token_id, value in tokens.items()}
-    spelled: str = backend.decode([by_value[value] for value in _PROBE.encode()])
-    return tokens if spelled.strip() == _PROBE else {}
-
-
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """The tokenizer of the checkpoint in directory ``path``. `ModelLoadError` if its files cannot be read.
 
-    A directory without tokenizer files makes a tokenizer that knows its `eos_ids` only: an engine with dummy weights
-    can run on token ids. Its other methods raise `InvalidRequest`; `available` tells.
-
-    Args:
-        path: directory of the checkpoint.
-
-    Raises:
-        ModelLoadError: the tokenizer files are there but cannot be read.
+    Without tokenizer files it has `eos_ids` only, `available` is False and other methods raise `InvalidRequest`: an
+    engine can run on token ids alone.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.eos_ids = load_eos_ids(path)
-        """Every token that ends a sequence, see `load_eos_ids`."""
         self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
-        self.special_ids = frozenset(self._find_special_ids())
-        """Control tokens, which `decode` leaves out."""
+        self.special_ids = frozenset(self._find_special_ids())  # control tokens, which `decode` leaves out
         self.byte_tokens = {} if self._backend is None else find_byte_tokens(self._backend)
-        """Token id → byte, see `find_byte_tokens`."""
+        # With byte fallback, a token that has text in any place: the byte of an A.
         self.anchor: list[int] = self._require("anchor").convert_tokens_to_ids(["<0x41>"]) if self.byte_tokens else []
-        """With byte fallback, a token that has text wherever it stands: the byte of an A."""
         self._characters_per_token = characters_per_token(self._backend)
 
     @property
@@ -164,7 +37,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """What transformers made of the tokenizer files, None where there are none."""
+        """The transformers tokenizer, or None."""
         return self._backend
 
     @property
@@ -173,11 +46,9 @@ class Tokenizer:
         return len(self._require("prompt"))
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
-        """Token ids of ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
+        """Tokenize ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
 
-        Args:
-            text: any.
-            limit: a text that cannot have so few tokens is refused before it is tokenized.
+        A text that must have more than ``limit`` tokens, by its length, is refused without being tokenized.
 
         Raises:
             InvalidRequest: ``prompt`` is no string, no valid Unicode or too long, or the checkpoint has no tokenizer.
@@ -198,9 +69,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's chat template.
-
-        The template writes all special tokens itself, so the tokenizer adds none: no second BOS.
+        """Tokenize a conversation in the model's chat template, which writes all special tokens itself.
 
         Args:
             messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
@@ -226,7 +95,7 @@ class Tokenizer:
         return self._encode("messages", text, False, limit)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``, special tokens left out; bytes that are no valid UTF-8 become U+FFFD."""
+        """Text of ``token_ids`` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
         text: str = self._require("token_ids").decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -237,7 +106,7 @@ class Tokenizer:
         return self.spell([token_id])
 
     def spell(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``, special tokens by name: what the model reads, for people to look at."""
+        """Text of ``token_ids`` with special tokens by name, to show what the model reads."""
         text: str = self._require("token_ids").decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
 
@@ -274,8 +143,7 @@ class Tokenizer:
 def _load(path: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # A checkpoint that asks for no class of its own gets the general one at once: the search for others would import
-    # half of PyTorch into processes that never compute anything.
+    # AutoTokenizer imports half of PyTorch, so checkpoints that need no special class get the general one at once.
     loader = PreTrainedTokenizerFast if _wants_general_class(path) else AutoTokenizer
     try:
         return loader.from_pretrained(path, local_files_only=True)
@@ -320,3 +188,114 @@ def _check_content(field: str, content: object) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise InvalidRequest(field, f'parts must be {{"type": "text", "text": "…"}}, got {part!r}')
     return "".join(part["text"] for part in content)
+
+
+# How many times shorter a normalizer can make a text. NFC composes at most four characters into one, since no character
+# decomposes into more (UAX #15, Unicode Normalization Forms).
+_SHRINKING = {"Prepend": 1, "NFC": 4}
+
+
+def characters_per_token(backend: Any) -> int | None:
+    """Most characters of a text that one token of a transformers tokenizer can stand for; None if unknown.
+
+    Known for BPE tokenizers that drop no characters: each string of the vocabulary has one character for each byte
+    (byte-level) or character that it stands for.
+    """
+    raw = getattr(backend, "backend_tokenizer", None)
+    if raw is None:
+        return None
+    parts = json.loads(raw.to_str())
+    shrinking = _shrinking(parts["normalizer"])
+    added = parts["added_tokens"]
+    swallows = any(token["lstrip"] or token["rstrip"] for token in added)
+    if parts["model"]["type"] != "BPE" or shrinking is None or swallows or not _keeps_all(parts["pre_tokenizer"]):
+        return None
+    return shrinking * max(map(len, (*parts["model"]["vocab"], *(token["content"] for token in added))))
+
+
+def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
+    """How many times shorter a normalizer can make a text; None if unknown."""
+    match normalizer:
+        case None:
+            return 1
+        case {"type": "Sequence", "normalizers": steps}:
+            factors = [_shrinking(step) for step in steps]
+            known = [factor for factor in factors if factor is not None]
+            return max(known, default=1) if len(known) == len(factors) and sum(f > 1 for f in known) <= 1 else None
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content} if len(content) >= len(pattern):
+            return 1
+        case {"type": kind}:
+            return _SHRINKING.get(kind)
+    return None
+
+
+def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether a pre-tokenizer only cuts the text, without dropping any of it."""
+    match pre_tokenizer:
+        case None | {"type": "ByteLevel" | "Digits" | "Metaspace"}:
+            return True
+        case {"type": "Split", "behavior": str(behavior)}:
+            return behavior != "Removed"
+        case {"type": "Sequence", "pretokenizers": steps}:
+            return all(map(_keeps_all, steps))
+    return False
+
+
+def load_eos_ids(path: Path) -> tuple[int, ...]:
+    """Read all end-of-sequence ids of the checkpoint in directory ``path``; empty if it names none.
+
+    ``generation_config.json`` comes first (chat models list several ids there), then ``config.json``, then the
+    tokenizer's own end token.
+
+    Raises:
+        ModelLoadError: a file is no JSON object, or its ``eos_token_id`` neither an integer nor a list of them.
+    """
+    for name in ("generation_config.json", "config.json"):
+        value = _read(path / name).get("eos_token_id")
+        if value is not None:
+            return _ids(value, path / name)
+    return _tokenizer_eos(path)
+
+
+def _ids(value: object, file: Path) -> tuple[int, ...]:
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise ModelLoadError(f"{file}: eos_token_id must be an integer or a list of integers, got {value!r}")
+    return tuple(items)
+
+
+def _tokenizer_eos(path: Path) -> tuple[int, ...]:
+    token = _read(path / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = _read(path / "tokenizer.json").get("added_tokens", [])
+    return tuple(entry["id"] for entry in added if entry["content"] == text)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not valid JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} must hold a JSON object, got {type(content).__name__}; download it again")
+    return content
+
+
+_PROBE = "🦊"  # a character of four bytes, to test whether byte tokens are decoded as bytes
+
+
+def find_byte_tokens(backend: Any) -> dict[int, int]:
+    """Map token id → byte, for the bytes of characters beyond ASCII; empty without byte fallback.
+
+    Tokens of ASCII bytes are left out, because each is a whole character.
+    """
+    values = range(0x80, 0x100)
+    ids = backend.convert_tokens_to_ids([f"<0x{value:02X}>" for value in values])
+    tokens = dict(zip(ids, values, strict=True))
+    if None in tokens or len(tokens) < len(values):
+        return {}
+    by_value = {value: token_id for token_id, value in tokens.items()}
+    spelled: str = backend.decode([by_value[value] for value in _PROBE.encode()])
+    return tokens if spelled.strip() == _PROBE else {}

@@ -1,4 +1,4 @@
-"""A recorder of what happened when: spans and instants on a few tracks, for timelines, Perfetto and summaries."""
+"""Tracing: what host, device and requests did when, as events for timelines, Perfetto and summaries."""
 
 from __future__ import annotations
 
@@ -22,30 +22,20 @@ from minisgl.request import Request
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.table import RunningTable
 
-_DeviceSpan = tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]
-"""Name, args, and the device's events at its two ends."""
-
+_DeviceSpan = tuple[str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]  # name, args, events at start and end
+# The engine's thread; the device; admissions, preemptions and ends of requests.
 HOST, DEVICE, REQUESTS = TRACKS = ("host", "device", "requests")
-"""What the engine's thread does; what the device computes; what becomes of the requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened.
+    """A span or an instant on one of the `TRACKS`."""
 
-    Args:
-        name: of the event, such as ``"schedule"``.
-        track: one of `TRACKS`.
-        start: seconds of ``time.perf_counter``.
-        duration: seconds; None is an instant.
-        args: details, ready for JSON.
-    """
-
-    name: str
+    name: str  # such as "schedule"
     track: str
-    start: float
-    duration: float | None = None
-    args: dict[str, Any] = field(default_factory=dict)
+    start: float  # seconds of time.perf_counter
+    duration: float | None = None  # seconds; None is an instant
+    args: dict[str, Any] = field(default_factory=dict)  # details, ready for JSON
 
     @property
     def end(self) -> float:
@@ -54,32 +44,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a trace says in numbers.
+    """A trace in numbers. Host time is scheduling, launching and processing, without waiting and computing."""
 
-    Args:
-        steps: steps that were launched.
-        host_median, host_p95: seconds that the host works on one step: to schedule, launch and process it. Waiting is
-            not work, and neither is what a CPU computes as the device.
-        gpu_idle: share of the time from the end of a decode step to the end of the next in which the GPU did nothing.
-            None if no two decode steps follow each other, and on a CPU, which takes turns with the host by nature.
-    """
-
-    steps: int
-    host_median: float
+    steps: int  # that were launched
+    host_median: float  # seconds a step
     host_p95: float
-    gpu_idle: float | None
+    gpu_idle: float | None  # idle share between the ends of consecutive decode steps; None on a CPU or without such
 
 
 class Trace:
-    """Collects events. `LLM.trace` makes one and has every step of the engine recorded in it.
+    """Collects events: at most ``limit``, the newest ones. `LLM.trace` records every step of an engine in one.
 
-    On CUDA a device span is measured by the device itself, between two events in its stream. One more event, recorded
-    while the device is idle, ties its clock to the host's. A span begins when the device reaches the first event: if it
-    has run dry by then, the time that the host needs to pack the step's inputs (some 0.1 ms) still looks busy.
-
-    Args:
-        device: whose clock measures device spans; None and the CPU are measured by the host's.
-        limit: most events to keep, the newest ones; None keeps all.
+    On CUDA, a device span is measured between two events in the device's stream. One more event, recorded while the
+    device is idle, ties its clock to the host's. A span begins when the device reaches the first event, so on an idle
+    device the time in which the host packs the step's inputs (some 0.1 ms) counts as busy.
     """
 
     def __init__(self, device: torch.device | None = None, limit: int | None = None) -> None:
@@ -96,7 +74,7 @@ class Trace:
             self._reference_time = (before + time.perf_counter()) / 2
 
     def device_mark(self) -> float | torch.cuda.Event:
-        """A point in what the device has been given to do: its own event on CUDA, else a time."""
+        """Mark the present end of the device's work: an event in its stream on CUDA, else the time."""
         if not self.on_cuda:
             return time.perf_counter()
         mark = torch.cuda.Event(enable_timing=True)
@@ -104,7 +82,7 @@ class Trace:
         return mark
 
     def add_device_span(self, name: str, start: float | torch.cuda.Event, args: dict[str, Any]) -> None:
-        """Record the time that the device takes for what it was given since `device_mark` returned ``start``."""
+        """Record the device's work since `device_mark` returned ``start``."""
         end = self.device_mark()
         if isinstance(start, float):
             assert isinstance(end, float)
@@ -114,11 +92,11 @@ class Trace:
             self._unresolved.append((name, args, start, end))
 
     def instant(self, name: str, track: str = REQUESTS, at: float | None = None, **args: Any) -> None:
-        """Record a moment: ``at``, in seconds of ``time.perf_counter``, or now."""
+        """Record an instant: ``at``, in seconds of ``time.perf_counter``, or now."""
         self._events.append(Event(name, track, time.perf_counter() if at is None else at, None, args))
 
     def add(self, event: Event) -> None:
-        """Record what was measured elsewhere."""
+        """Record an event that was measured elsewhere."""
         self._events.append(event)
 
     @property
@@ -132,12 +110,7 @@ class Trace:
         return sorted(self._events, key=lambda event: event.start)
 
     def export(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
-        """Write Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` open.
-
-        Args:
-            path: of the file.
-            about: where the trace comes from, ready for JSON. It goes into ``otherData``.
-        """
+        """Write Chrome's trace format, which https://ui.perfetto.dev opens. ``about`` goes into ``otherData``."""
         tracks = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": track}}
             for tid, track in enumerate(TRACKS)
@@ -155,7 +128,7 @@ class Trace:
         return cls._of(events, 0.0, record["otherData"]["on_cuda"])
 
     def excerpt(self, first: int, count: int) -> Trace:
-        """The events of ``count`` steps from the step ``first`` on, as a trace of their own that begins with them."""
+        """Return a new trace of ``count`` steps, from the step ``first`` on."""
         events = [event for event in self.events if first <= event.args.get("step", -1) < first + count]
         return self._of(events, min((event.start for event in events), default=self.start), self.on_cuda)
 
@@ -166,13 +139,13 @@ class Trace:
         return trace
 
     def _as_json(self, event: Event) -> dict[str, Any]:
-        """One event; times are in microseconds since the trace began."""
+        # Times are in microseconds since the trace began.
         kind = {"ph": "i", "s": "t"} if event.duration is None else {"ph": "X", "dur": event.duration * 1e6}
         place = {"pid": 0, "tid": TRACKS.index(event.track), "ts": (event.start - self.start) * 1e6}
         return {"name": event.name, **kind, **place, "args": event.args}
 
     def summary(self) -> Summary:
-        """Host time a step, and how idle the GPU was."""
+        """Compute the host's time a step, and how idle the GPU was."""
         host: defaultdict[int, float] = defaultdict(float)
         on_device: list[Event] = []
         for event in self.events:
@@ -190,21 +163,13 @@ class Trace:
 
 
 class TraceObserver:
-    """Records the steps that it is told of.
+    """A `StepObserver` that records steps in a trace; ``args["step"]`` of an event is the step's number, from 0.
 
-    Every step has a number, ``step``, counted from 0 and found in the ``args`` of all its events:
-
-    - on the track ``host``, the spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` says
-      what was launched: ``rows``, ``tokens``, and in the order of the rows ``uids``, tokens ``fed``, and positions
-      ``cached`` in the KV cache before them. The first ``decode`` rows are decode rows, the others prefill;
-      ``constrained`` rows sample under a mask, which was made within ``schedule``;
-    - on the track ``device``, if an engine tells of its work, one span: ``decode``, ``prefill`` or ``mixed``;
-    - on the track ``requests``, the instants ``admit``, ``preempt`` and ``finish``, with the ``uid``, and the last with
-      the ``reason``.
-
-    Args:
-        trace: takes the events.
-        table: the running requests, to which a batch's slots refer.
+    - On the track ``host``: spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` has the
+      numbers of ``rows``, ``tokens``, leading ``decode`` rows and ``constrained`` rows, which sample under a mask, and
+      for each row its ``uids``, tokens ``fed`` and tokens ``cached`` before.
+    - On the track ``device``, if the engine is observed too: a span ``decode``, ``prefill`` or ``mixed``.
+    - On the track ``requests``: instants ``admit``, ``preempt`` and ``finish`` with ``uid``, the last with ``reason``.
     """
 
     def __init__(self, trace: Trace, table: RunningTable) -> None:
@@ -212,10 +177,9 @@ class TraceObserver:
         self._table = table
         self._start = 0.0
         self._device_start: float | torch.cuda.Event = 0.0
+        # Requests that ran before the step being scheduled, and how often each had been preempted by then.
         self._running: list[tuple[Request, int]] = []
-        """Requests that ran before the step being scheduled, and how often each had been preempted by then."""
-        self._numbers: dict[int, int] = {}
-        """Of the steps that are not processed yet, by the identity of their batches."""
+        self._numbers: dict[int, int] = {}  # of steps that are not processed yet, by the identity of their batches
         self._next = 0
 
     def begin(self, phase: StepPhase, batch: Batch | None) -> None:
@@ -254,7 +218,7 @@ class TraceObserver:
             self._trace.instant("finish", at=request.times.finished, uid=request.uid, reason=reason)
 
     def _step(self, batch: Batch) -> dict[str, Any]:
-        """Empty for a step that was launched before the trace began."""
+        # Empty for a step that was launched before the trace began.
         number = self._numbers.get(id(batch))
         return {} if number is None else {"step": number}
 
@@ -279,7 +243,7 @@ class TraceObserver:
 
 @contextmanager
 def observed(observer: StepObserver, *observers: list[StepObserver]) -> Iterator[None]:
-    """Let ``observer`` be among these ``observers``, of loops and engines, inside the ``with`` block."""
+    """Add ``observer`` to lists of observers, of loops and engines, inside the ``with`` block."""
     for each in observers:
         each.append(observer)
     try:
@@ -291,13 +255,7 @@ def observed(observer: StepObserver, *observers: list[StepObserver]) -> Iterator
 
 @contextmanager
 def recorded(trace: Trace, loop: EngineLoop, engine: Engine | None = None) -> Iterator[None]:
-    """Record all that the loop does inside the ``with`` block, with a `TraceObserver`.
-
-    Args:
-        trace: takes the events.
-        loop: to follow.
-        engine: computes the loop's steps, and tells what the device does.
-    """
+    """Record the steps of a loop inside the ``with`` block, and the device's work if its engine is given."""
     engines = [] if engine is None else [engine.observers]
     with observed(TraceObserver(trace, loop.scheduler.table), loop.observers, *engines):
         yield

@@ -20,7 +20,7 @@ import pytest
 from minisgl import processes
 from minisgl.child_process import Failed, freeze_heap
 from minisgl.errors import ConfigError, EngineDead, Failure, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
-from minisgl.processes import ChildProcess, end, explain, wait_until_ready
+from minisgl.processes import ChildProcess, end_processes, exit_error, wait_until_ready
 from tests.children import Behaviour
 
 ERRORS = [QueueFull("full"), EngineDead("dead"), ConfigError("page_size: no"), ModelLoadError("gone")]
@@ -81,7 +81,7 @@ def test_of_a_child_that_has_ended_no_file_stays_open(tmp_path: Path) -> None:  
     ],
 )
 def test_how_a_child_has_ended(code: int, failed: Failed | None, says: str) -> None:
-    error = explain("the scheduler process", code, failed)
+    error = exit_error("the scheduler process", code, failed)
     assert isinstance(error, EngineDead)
     assert str(error) == says
 
@@ -130,10 +130,10 @@ def test_all_are_ended_the_stubborn_by_force(
 ) -> None:
     wait_until_ready([children["works"], children["stubborn"]], LONG)
     monkeypatch.setattr(processes, "GRACE", LONG)
-    end([children["works"]])
+    end_processes([children["works"]])
     assert "exit code 0" in str(children["works"].exited.result(LONG))
     monkeypatch.setattr(processes, "GRACE", 2.0)
-    end(list(children.values()))
+    end_processes(list(children.values()))
     assert "killed by SIGKILL" in str(children["stubborn"].exited.result(LONG))
 
 
@@ -147,10 +147,10 @@ def test_a_child_that_is_stopped_is_named_and_killed(tmp_path: Path) -> None:
     error = child.exited.result(LONG)
     assert 1.0 < time.monotonic() - begun < 10.0
     assert str(error) == "the works process has not answered for 2 s; it is stopped or hangs"
-    assert child.stands_still
+    assert child.hung
     assert child.exit_code == -signal.SIGKILL
     assert not other.exited.done()
-    end([other])
+    end_processes([other])
 
 
 def test_a_child_that_stops_for_a_moment_lives_on(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_child_that_stops_for_a_moment_lives_on(tmp_path: Path) -> None:
         assert child.answers(LONG)
     time.sleep(3.0)
     assert not child.exited.done()
-    end([child])
+    end_processes([child])
 
 
 def test_a_main_loop_that_hangs_is_noticed_although_a_thread_beside_it_answers(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_long_turn_or_start_is_not_taken_for_a_hang(tmp_path: Path) -> None:
     starting = start("hangs", str(tmp_path), hang_timeout=1.0)
     assert "the computes process died: ArithmeticError: the result is 42" in str(busy.exited.result(LONG))
     assert not starting.exited.done()
-    end([starting])
+    end_processes([starting])
 
 
 def test_a_parent_that_was_stopped_itself_does_not_blame_its_children(tmp_path: Path) -> None:
@@ -200,14 +200,14 @@ def test_a_parent_that_was_stopped_itself_does_not_blame_its_children(tmp_path: 
 
 STOPPED = """
 import time
-from minisgl.processes import end, wait_until_ready
+from minisgl.processes import end_processes, wait_until_ready
 from tests.test_processes import start
 child = start("works", {directory!r}, hang_timeout=1.0)
 wait_until_ready([child], 120)
 print("ready", flush=True)
 time.sleep(4)
 print(child.exited.result(0) if child.exited.done() else "the child lives", flush=True)
-end([child])
+end_processes([child])
 """
 
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from minisgl.errors import ConfigError
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 from minisgl.table import RunningTable
 
-TOYS: Table[type] = {"b": int, "a": str, "lazy": "minisgl.table:RunningTable", "gone": "no_such_module:Toy"}
+TOYS: Registry[type] = {"b": int, "a": str, "lazy": "minisgl.table:RunningTable", "gone": "no_such_module:Toy"}
 
 
 def test_a_name_in_the_table_is_found() -> None:
@@ -38,7 +38,7 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
 
 def test_what_is_not_chosen_is_not_imported() -> None:
     """Tables name what lies above them, and packages that may be missing, by path."""
-    tables = "attention.registry engine.sampler kvcache.prefix models.config scheduler.policy distributed.control_plane"
+    tables = "attention.select engine.sampler kvcache.prefix models.config scheduler.policy distributed.control_plane"
     code = f"""
 import importlib, sys
 for name in "{tables}".split():

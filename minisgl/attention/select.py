@@ -15,7 +15,7 @@ from minisgl.config import EngineConfig
 from minisgl.context import AttentionBackend, AttentionChoice
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 
 _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -52,7 +52,7 @@ def _flashinfer(kv_cache: KVCache, version: str | None = None) -> AttentionBacke
     return flashinfer_attention(kv_cache, version)
 
 
-ATTENTION_BACKENDS: Table[AttentionFactory] = {
+ATTENTION_BACKENDS: Registry[AttentionFactory] = {
     "torch": TorchAttention,
     "triton": "minisgl.attention.triton.backend:TritonAttention",
     "cascade": "minisgl.attention.cascade:CascadeAttention",

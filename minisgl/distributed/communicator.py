@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from minisgl.errors import ConfigError
 from minisgl.layers.sharding import Communicator
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 
 if TYPE_CHECKING:
     from minisgl.distributed.peer_all_reduce import PeerAllReduce
@@ -64,7 +64,7 @@ class TorchCommunicator(Communicator):
         return stacked.view(self.size, rows, width).transpose(0, 1).reshape(rows, self.size * width)
 
 
-COMMUNICATORS: Table[Callable[[dist.ProcessGroup, torch.device], Communicator]] = {
+COMMUNICATORS: Registry[Callable[[dist.ProcessGroup, torch.device], Communicator]] = {
     "torch": TorchCommunicator,
     "ring": "minisgl.distributed.communicator:RingCommunicator",
 }

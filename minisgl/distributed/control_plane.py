@@ -8,14 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
-
-import zmq
+from typing import TYPE_CHECKING, Protocol
 
 from minisgl.child_process import beat
 from minisgl.distributed.messages import Endpoint
 from minisgl.errors import EngineDead
-from minisgl.registry import Table
+from minisgl.registry import Registry
+
+if TYPE_CHECKING:
+    import zmq
 
 SPIN_SECONDS = 50e-6  # that a rank polls for a step before it sleeps; waking up takes about as long
 
@@ -66,7 +67,7 @@ class ControlPlane(Protocol):
         ...
 
 
-CONTROL_PLANES: Table[type[ControlPlane]] = {
+CONTROL_PLANES: Registry[type[ControlPlane]] = {
     "shared-memory": "minisgl.distributed.shared_memory:SharedMemoryPlane",
     "zmq": "minisgl.distributed.control_plane:ZmqPlane",
 }
@@ -114,6 +115,8 @@ class ZmqPlane:
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:
+        import zmq  # here and below, because only this plane needs the library
+
         self._num_ranks = num_ranks
         self._check = check
         self._sent = 0
@@ -145,6 +148,8 @@ class ZmqPlane:
         self._sent += 1
 
     def _try_send(self, message: bytes) -> bool:
+        import zmq
+
         try:
             self._socket.send(message, zmq.DONTWAIT)
         except zmq.Again:
@@ -164,6 +169,8 @@ class ZmqReceiver:
     """A rank's end of a `ZmqPlane`. ZeroMQ does not report that the driver died; `child_process` does."""
 
     def __init__(self, endpoint: Endpoint) -> None:
+        import zmq
+
         self._expected = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)

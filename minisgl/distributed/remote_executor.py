@@ -249,7 +249,7 @@ class RankProcesses:
                 ended.append(rank)
         children = [self.children[rank] for rank in ended]
         for child in children:
-            if child.stands_still or child.exit_code == -signal.SIGKILL:
+            if child.hung or child.exit_code == -signal.SIGKILL:
                 return str(child.exited.result())
         blamed = next((child for child in children if (child.exit_code or 0) < 0), children[0])
         error, hanging = str(blamed.exited.result()), self._find_hanging()

@@ -22,7 +22,6 @@ from minisgl.engine.random import draw
 from minisgl.engine.sampling import A, DeviceSampling, HostSampling, LogprobStage, RandomStage, TokenHistory
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
-from minisgl.registry import Table
 from minisgl.request import Int32Array, TokenLogprobs
 
 
@@ -136,7 +135,7 @@ class FusedSampler(DefaultSampler):
         return SampledTokens(tokens, logprobs)
 
 
-SAMPLERS: Table[Callable[[], Sampler]] = {"default": DefaultSampler, "triton": FusedSampler}
+SAMPLERS: Registry[Callable[[], Sampler]] = {"default": DefaultSampler, "triton": FusedSampler}
 
 
 class Logprobs(NamedTuple, Generic[A]):

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from minisgl.kvcache.pool import KVCache
-from minisgl.registry import Table
+from minisgl.registry import Registry
 from minisgl.request import Int32Array
 
 
@@ -48,7 +48,7 @@ class NoPageStore:
         return 0
 
 
-PAGE_STORES: Table[Callable[[KVCache], PageStore]] = {"none": NoPageStore}
+PAGE_STORES: Registry[Callable[[KVCache], PageStore]] = {"none": NoPageStore}
 
 
 class PageOffloader:

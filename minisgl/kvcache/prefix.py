@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minisgl.errors import ConfigError
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 from minisgl.request import Int32Array
 
 Handle = Any
@@ -124,7 +124,7 @@ class NoPrefixCache:
 
 
 # Each builds a cache from the page size.
-PREFIX_CACHES: Table[Callable[[int], PrefixCache]] = {
+PREFIX_CACHES: Registry[Callable[[int], PrefixCache]] = {
     "radix": "minisgl.kvcache.radix:RadixCache",
     "block-hash": "minisgl.kvcache.block_hash:BlockHashCache",
     "none": NoPrefixCache,
@@ -163,7 +163,7 @@ class LeastRecentlyUsed:
         pass
 
 
-EVICTION_POLICIES: Table[Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
+EVICTION_POLICIES: Registry[Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
 
 
 def select_prefix_cache(prefix_cache: str, eviction_policy: str = "lru") -> Callable[[int], PrefixCache]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _wavelengths(rope: RopeSettings, head_dim: int) -> torch.Tensor:
     return torch.pow(rope.theta, exponents)
 
 
-ROPE_TYPES: Table[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] = {
+ROPE_TYPES: Registry[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] = {
     "default": default_frequencies,
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,

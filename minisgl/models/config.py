@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from minisgl.errors import ModelLoadError
 from minisgl.layers.rotary import ROPE_TYPES, RopeSettings
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -132,7 +132,7 @@ class Architecture(Protocol):
         ...
 
 
-MODELS: Table[Architecture] = {
+MODELS: Registry[Architecture] = {
     "LlamaForCausalLM": "minisgl.models.architectures:Llama",
     "MistralForCausalLM": "minisgl.models.architectures:Mistral",
     "Qwen2ForCausalLM": "minisgl.models.architectures:Qwen2",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from minisgl.errors import ConfigError
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 from minisgl.request import Request
 
 MAX_BYPASS = 64  # later requests that may be admitted before an earlier one; after that, all wait for it
@@ -64,7 +64,7 @@ class LongestPrefixMatch:
         return sorted(waiting, key=lambda request: (request.bypassed < MAX_BYPASS, -cached_len(request)))
 
 
-QUEUE_POLICIES: Table[Callable[[], QueuePolicy]] = {"fcfs": FirstComeFirstServed, "lpm": LongestPrefixMatch}
+QUEUE_POLICIES: Registry[Callable[[], QueuePolicy]] = {"fcfs": FirstComeFirstServed, "lpm": LongestPrefixMatch}
 
 
 # -- the batch -----------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Static:
         return StepPlan(prefill_tokens=load.max_prefill_tokens if still_filling else 0, decode=False)
 
 
-BATCH_POLICIES: Table[Callable[[], BatchPolicy]] = {"prefill-first": PrefillFirst, "mixed": Mixed, "static": Static}
+BATCH_POLICIES: Registry[Callable[[], BatchPolicy]] = {"prefill-first": PrefillFirst, "mixed": Mixed, "static": Static}
 
 
 # -- admission -----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Reserve:
         return demand.at_most + demand.promised <= demand.available
 
 
-ADMISSION_POLICIES: Table[Callable[[], AdmissionPolicy]] = {"optimistic": Optimistic, "reserve": Reserve}
+ADMISSION_POLICIES: Registry[Callable[[], AdmissionPolicy]] = {"optimistic": Optimistic, "reserve": Reserve}
 
 
 # -- all three -----------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Policies:
         )
 
 
-def _build(option: str, name: str, table: Table[Callable[[], P]], method: str) -> P:
+def _build(option: str, name: str, table: Registry[Callable[[], P]], method: str) -> P:
     make = resolve(option, name, table)
     if not hasattr(make, method):
         raise ConfigError(f"{option}: {name!r} has no method {method!r}; is it a policy of another kind?")

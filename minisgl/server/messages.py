@@ -11,7 +11,7 @@ import msgspec
 
 from minisgl.child_process import ChildOptions
 from minisgl.config import EngineConfig
-from minisgl.errors import Failure, InvalidRequest, shown
+from minisgl.errors import Failure, InvalidRequest, short_repr
 from minisgl.request import TokenLogprobs
 from minisgl.sampling_params import SamplingParams
 
@@ -90,7 +90,7 @@ def pack(token_ids: Sequence[int]) -> bytes:
         return array("i", token_ids).tobytes()
     except OverflowError:
         bad = next(token_id for token_id in token_ids if not -(2**31) <= token_id < 2**31)
-        raise InvalidRequest("prompt", f"token id {shown(bad)} is outside of every vocabulary") from None
+        raise InvalidRequest("prompt", f"token id {short_repr(bad)} is outside of every vocabulary") from None
 
 
 def encode(message: Submit) -> bytes:

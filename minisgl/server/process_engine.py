@@ -22,7 +22,7 @@ import zmq.asyncio
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, EngineDead, MiniSGLError, QueueFull
 from minisgl.models.hub import resolve_model
-from minisgl.processes import ChildProcess, end, wait_until_ready
+from minisgl.processes import ChildProcess, end_processes, wait_until_ready
 from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import (
@@ -118,7 +118,7 @@ class Topology:
     def stop(self) -> None:
         """End all processes, and remove the sockets' directory. From any thread; a second call waits for the first."""
         with self._stopping:
-            end(self.children)
+            end_processes(self.children)
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start_tokenizer(self) -> TokenizerLink:

@@ -13,7 +13,7 @@ import zmq
 from minisgl.child_process import Ready, child_process
 from minisgl.core import EngineCore
 from minisgl.errors import ConfigError, Failure, MiniSGLError
-from minisgl.outputs import Metrics
+from minisgl.outputs import RequestMetrics
 from minisgl.request import FinishReason, Request
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.scheduler import StepOutput
@@ -126,7 +126,8 @@ class EngineStage:
         started = {request.uid: request for request in requests if request.uid in self._unstarted}
         self._unstarted -= started.keys()
         return [
-            Started(request.uid, request.cached_tokens, Metrics.of(request).queue_time) for request in started.values()
+            Started(request.uid, request.cached_tokens, RequestMetrics.of(request).queue_time)
+            for request in started.values()
         ]
 
     def _tokens(self, output: StepOutput) -> list[Token]:

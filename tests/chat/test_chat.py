@@ -1,4 +1,4 @@
-"""TODO"""
+"""Chatting: the session and its commands, interrupts, and partners that answer from an engine or a server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -19,14 +20,14 @@ import pytest
 
 from minisgl.batch import Batch, StepPhase
 from minisgl.chat import (
+    ChatPartner,
+    ChatSession,
+    DeferredInterrupt,
     EnginePartner,
-    Interrupt,
-    Messages,
+    History,
     NoAnswer,
     NoServer,
-    Partner,
     ServerPartner,
-    Session,
     printable,
 )
 from minisgl.errors import InvalidRequest
@@ -48,10 +49,10 @@ class Parrot:
     def __init__(self, trouble: BaseException | None = None, reason: str = "stop") -> None:
         self.trouble = trouble
         self.reason = reason
-        self.heard: list[Messages] = []
+        self.heard: list[History] = []
         self.closed = 0
 
-    def answer(self, messages: Messages) -> Generator[str, None, str]:
+    def answer(self, messages: History) -> Generator[str, None, str]:
         self.heard.append(messages)
         try:
             yield "answer "
@@ -65,10 +66,10 @@ class Parrot:
 
 def run(partner: Parrot, lines: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    Session(partner).run()
+    ChatSession(partner).run()
 
 
-def said(messages: Messages) -> list[str]:
+def said(messages: History) -> list[str]:
     return [message["content"] for message in messages]
 
 
@@ -140,7 +141,7 @@ def test_an_interrupt_at_the_prompt_is_no_end(
 
     monkeypatch.setattr("minisgl.chat._read", next_line)
     parrot = Parrot()
-    Session(parrot).run()
+    ChatSession(parrot).run()
     assert said(parrot.heard[0]) == ["one"]
     assert "/exit" in capsys.readouterr().out
 
@@ -178,12 +179,12 @@ class Interrupting:
 
 
 def test_the_first_waits_and_the_second_does_not() -> None:
-    with Interrupt() as interrupt:
-        interrupt.look()
+    with DeferredInterrupt() as interrupt:
+        interrupt.raise_pending()
         press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
-            interrupt.look()
-        interrupt.look()
+            interrupt.raise_pending()
+        interrupt.raise_pending()
         press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
             press_ctrl_c()
@@ -191,7 +192,7 @@ def test_the_first_waits_and_the_second_does_not() -> None:
 
 def test_afterwards_all_is_as_usual() -> None:
     usual = signal.getsignal(signal.SIGINT)
-    with pytest.raises(ValueError, match="trouble"), Interrupt():
+    with pytest.raises(ValueError, match="trouble"), DeferredInterrupt():
         raise ValueError("trouble")
     assert signal.getsignal(signal.SIGINT) is usual
 
@@ -212,7 +213,7 @@ def test_an_interrupt_within_a_step_leaves_the_prefix_cache_alone(
     assert_idle_and_clean(llm)
 
 
-def whole(partner: Partner, messages: list[dict[str, str]]) -> tuple[str, str]:
+def whole(partner: ChatPartner, messages: list[dict[str, str]]) -> tuple[str, str]:
     """Text and finish reason of an answer."""
     text, answer = "", partner.answer(messages)
     while True:
@@ -361,3 +362,9 @@ def test_an_engine_of_ones_own_answers_like_a_server(tmp_path: Path) -> None:
     assert_idle_and_clean(llm)
     with pytest.raises(InvalidRequest, match="64"):
         whole(partner, [{"role": "user", "content": "word " * 600}])
+
+
+def test_a_chat_with_a_server_loads_no_engine() -> None:
+    code = "import sys, minisgl.chat; print(sorted({'torch', 'transformers', 'minisgl.llm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

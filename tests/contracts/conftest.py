@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.registry import Table, resolve
+from minisgl.registry import Registry, resolve
 
-Contracts = dict[str, tuple[Table[Any], type]]
+Contracts = dict[str, tuple[Registry[Any], type]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

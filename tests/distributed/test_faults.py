@@ -24,8 +24,7 @@ from minisgl.distributed import remote_executor
 from minisgl.distributed.rank_process import open_store
 from minisgl.distributed.remote_executor import RemoteExecutor
 from minisgl.errors import EngineDead, ModelLoadError
-from minisgl.llm import LLM
-from minisgl.outputs import Generation
+from minisgl.llm import LLM, Generation
 from tests.distributed import broken
 from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, ranks_of, step_for_ever, tokens, wait_for
 from tests.model_zoo import tiny_checkpoint

@@ -12,8 +12,7 @@ import pytest
 from minisgl.kvcache.block_hash import BlockHashCache
 from minisgl.kvcache.prefix import NoPrefixCache, PrefixCache
 from minisgl.kvcache.radix import RadixCache
-from minisgl.llm import LLM
-from minisgl.outputs import Generation
+from minisgl.llm import LLM, Generation
 from minisgl.request import Int32Array
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.live import view as live_view
