@@ -122,8 +122,8 @@ class ItemResult:
 class Report:
     """What is written as JSON.
 
-    ``verdict`` is ``passed`` for all points, ``slow`` if only performance tests failed, and ``failed`` if others did. Or
-    it says why grading came to no end: ``no-import``, ``not-gradable`` (methods are missing), ``exited``,
+    ``verdict`` is ``passed`` for all points, ``slow`` if only performance tests failed, ``failed`` otherwise. Or it
+    says why grading came to no end: ``no-import``, ``not-gradable`` (methods are missing), ``exited``,
     ``time-limit``, ``output-limit``, ``processes`` (it forked, or left something running).
     """
 
