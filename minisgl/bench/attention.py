@@ -184,8 +184,8 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
     page_index, page_value = table.take_changes()
     slots, fed, cached, none = (np.array(each, dtype=np.int32) for each in (range(rows), step.fed, step.cached, ()))
     num_decode = rows if step.decodes else 0
-    changes = {"page_index": page_index, "page_value": page_value}
-    batch = build_batch(slots, fed, cached, table.rows, PAGE_SIZE, none, none, num_decode=num_decode, **changes)
+    args = (slots, fed, cached, table.rows, PAGE_SIZE, none, none, num_decode)
+    batch = build_batch(*args, page_index=page_index, page_value=page_value)
     staged = to_device(batch_arrays(batch), device)
     ids = torch.zeros(batch.num_tokens, dtype=torch.int32, device=device)
     inputs = device_batch(staged, ids, torch.from_numpy(table.rows).to(device))

@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from msgspec import Meta, Struct, structs
-from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from minisgl.bench.gpu_timing import Call, microseconds
 from minisgl.bench.host import STEPS, measure_planes
@@ -157,13 +157,13 @@ def run_all_reduce(ranks: Sequence[int]) -> Report:
 def _run_ranks(size: int) -> Times:
     """Start processes that run `measure_all_reduce`, and read the times that the first has written."""
     with tempfile.TemporaryDirectory() as directory:
-        ranks = multiprocessing.start_processes(measure_all_reduce, (size, directory), size, join=False)
+        ranks: Any = start_processes(measure_all_reduce, (size, directory), size, join=False)  # type: ignore[no-untyped-call]
         end = time.monotonic() + _RANKS_TIMEOUT
         try:
             while not ranks.join(timeout=1.0):
                 if time.monotonic() > end:
                     raise ConfigError(f"ranks: {size} ranks did not end in {_RANKS_TIMEOUT:.0f} s")
-        except multiprocessing.ProcessException as error:
+        except ProcessException as error:
             raise ConfigError(f"ranks: [{error.error_index}] of {size} failed: {str(error).strip()[-2000:]}") from error
         finally:
             for process in ranks.processes:
