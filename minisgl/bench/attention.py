@@ -170,11 +170,11 @@ def attend_calls(
 
 def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch, DeviceBatch]:
     """A step over pages in random order."""
-    seq_lens = np.add(step.fed, step.cached)
+    rows, seq_lens = len(step.fed), np.add(step.fed, step.cached)
     num_pages = -(-seq_lens // PAGE_SIZE)
     shared = step.shared // PAGE_SIZE
     total = shared + int((num_pages - shared).sum())
-    table = PageTable(len(step.fed), int(seq_lens.max()), PAGE_SIZE, dummy_page=total)
+    table = PageTable(rows, int(seq_lens.max()), PAGE_SIZE, dummy_page=total)
     pages = np.random.default_rng(1).permutation(total).astype(np.int32)
     used = shared
     for slot, count in enumerate(num_pages.tolist()):
@@ -182,19 +182,10 @@ def paged(step: Step, layers: int, device: torch.device) -> tuple[KVCache, Batch
         table.write(slot, shared, pages[used : used + count - shared])
         used += count - shared
     page_index, page_value = table.take_changes()
-    nothing = np.zeros(0, dtype=np.int32)
-    batch = build_batch(
-        np.arange(len(step.fed), dtype=np.int32),
-        np.array(step.fed, dtype=np.int32),
-        np.array(step.cached, dtype=np.int32),
-        table.rows,
-        PAGE_SIZE,
-        sample_rows=nothing,
-        output_index=nothing,
-        num_decode=len(step.fed) if step.decodes else 0,
-        page_index=page_index,
-        page_value=page_value,
-    )
+    slots, fed, cached, none = (np.array(each, dtype=np.int32) for each in (range(rows), step.fed, step.cached, ()))
+    num_decode = rows if step.decodes else 0
+    args = (slots, fed, cached, table.rows, PAGE_SIZE, none, none, num_decode)
+    batch = build_batch(*args, page_index=page_index, page_value=page_value)
     staged = to_device(batch_arrays(batch), device)
     ids = torch.zeros(batch.num_tokens, dtype=torch.int32, device=device)
     inputs = device_batch(staged, ids, torch.from_numpy(table.rows).to(device))

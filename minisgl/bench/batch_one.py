@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from minisgl.batch import Batch, DeviceBatch, build_batch
-from minisgl.bench.gpu_timing import copy_bandwidth
+from minisgl.bench.gpu_timing import Call, copy_bandwidth, launched, milliseconds
 from minisgl.bench.offline import ALL_OFF
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import make_engine, model_dir
@@ -39,7 +37,6 @@ _FUSIONS = {
     "rope": "QK-norm, rotation and KV store as one kernel",
     "activation": "SiLU·mul as one kernel",
 }
-DecodeStep = Callable[[], object]
 
 
 class Version(NamedTuple):
@@ -80,7 +77,7 @@ def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int]
     details: list[Table] = []
     for version in _versions(runner):
         steps = [partial(version.runner.run, batch, HostSampling()) for batch in batches]
-        times = [_milliseconds(step, runner.device, repeat) for step in steps]
+        times = [_step_milliseconds(step, runner.device, repeat) for step in steps]
         launches = _launches(steps[1], runner.device)
         alone = sum(launch.end - launch.start for launch in launches) / 1e3
         rows.append([version.name, len(launches), *times, alone])
@@ -136,47 +133,23 @@ def _decode_step(runner: ModelRunner, length: int) -> Batch:
     page_size = runner.kv_cache.page_size
     pages = np.arange(-(-length // page_size), dtype=np.int32)
     runner.state.page_table[0, : len(pages)] = torch.from_numpy(pages)
-    zero = np.zeros(1, dtype=np.int32)
-    return build_batch(
-        slots=zero,
-        q_lens=np.ones(1, dtype=np.int32),
-        kv_lens=np.full(1, length - 1, dtype=np.int32),
-        page_table=pages[None, :],
-        page_size=page_size,
-        sample_rows=zero,
-        output_index=zero,
-        num_decode=1,
-    )
+    zero, one, cached = (np.array([value], dtype=np.int32) for value in (0, 1, length - 1))
+    return build_batch(zero, one, cached, pages[None], page_size, zero, zero, num_decode=1)
 
 
-def _milliseconds(step: DecodeStep, device: torch.device, repeat: int) -> float:
+def _step_milliseconds(step: Call, device: torch.device, repeat: int) -> float:
     """Median time of a step among others that are launched one after another, without waiting for any."""
-    times: list[float] = []
-    for _ in range(repeat + 1):  # the first warms up
-        _synchronize(device)
-        start = time.perf_counter()
+
+    def steps() -> None:
         for _ in range(_TIMED_STEPS):
             step()
-        _synchronize(device)
-        times.append((time.perf_counter() - start) / _TIMED_STEPS * 1e3)
-    return statistics.median(times[1:])
+
+    return milliseconds([steps] * (repeat + 1), device) / _TIMED_STEPS
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _launches(step: DecodeStep, device: torch.device) -> list[Launch]:
+def _launches(step: Call, device: torch.device) -> list[Launch]:
     """Everything that a step launches on the device, in order; on a CPU, PyTorch's operators."""
-    activities, kind = [ProfilerActivity.CPU], DeviceType.CPU
-    if device.type == "cuda":
-        activities, kind = [*activities, ProfilerActivity.CUDA], DeviceType.CUDA
-    _synchronize(device)
-    with profile(activities=activities, acc_events=True) as recorded:
-        step()
-        _synchronize(device)
-    events = [event for event in recorded.events() or [] if event.device_type == kind and event.cpu_parent is None]
+    events = launched(step, device)
     launches = [Launch(_short(event.name), event.time_range.start, event.time_range.end) for event in events]
     return sorted(launches, key=lambda launch: launch.start)
 

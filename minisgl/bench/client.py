@@ -2,8 +2,8 @@
 
 It must not be what it measures. A thousand streams bring tens of thousands of pieces a second, and a full HTTP library
 takes longer for each than the server does. This client knows just the HTTP/1.1 that it needs (RFC 9112): one request a
-connection, and a response in chunks, of a known length, or until the connection ends. When a piece arrives it notes the
-time and keeps the bytes; they are parsed after the end.
+connection, and a response in chunks, of a known length, or until the connection ends. It notes the time of each piece
+and keeps the bytes, which are parsed after the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,6 +23,8 @@ from msgspec import Struct
 from minisgl.bench.load import LoadError, PlannedRequest, completion_body, prompt_tokens
 
 _DONE = b"[DONE]"
+_CLOSED = "the connection closed before the end of the response"
+_READ_SIZE = 2**16
 _TICK = 0.01  # seconds between two looks at the clock
 
 
@@ -87,113 +89,47 @@ class RequestRecord:
         return self.ended - self.due
 
 
-class _End(Enum):
-    """How an exchange ended."""
+class _Exchange:
+    """The response to a request that asks for ``Connection: close``."""
 
-    COMPLETE = "the response is complete"
-    CLOSED = "the connection closed before the end of the response"
-    GARBLED = "the response is no HTTP"
-    LEFT = "the client left"
-
-
-class _Exchange(asyncio.Protocol):
-    """Writes a request, which asks for ``Connection: close``, reads the response, and leaves after so many pieces."""
-
-    def __init__(self, request: bytes, leave_after: int | None = None) -> None:
-        self.finished: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+    def __init__(self) -> None:
         self.status = 0  # of HTTP; 0 until the response has begun
         self.body = bytearray()  # without the framing
         self.times: list[float] = []  # when each piece of the body came, by `time.perf_counter`
         self.lengths: list[int] = []  # of the body then, in bytes
-        self.ended = 0.0
-        self._request = request
-        self._leave_after = leave_after
-        self._unread = bytearray()
-        self._remaining: int | None = None
-        self._chunked = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
-        if self._leave_after == 0:
-            self._end(_End.LEFT)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        if self.finished.done():
-            return
-        self._unread += data
-        length = len(self.body)
+    async def read(self, reader: asyncio.StreamReader, leave_after: int | None) -> Outcome:
+        """Read to the end, or to the piece after which the client leaves: finished, left, closed or unreadable."""
+        if leave_after == 0:
+            return Outcome.LEFT
         try:
-            end = self._read()
-        except ValueError:  # a status or a length that is no number
-            end = _End.GARBLED
-        if len(self.body) > length:
-            self.times.append(now)
-            self.lengths.append(len(self.body))
-            if end is None and len(self.times) == self._leave_after:
-                end = _End.LEFT
-        if end is not None:
-            self._end(end)
+            async for piece in self._pieces(reader):
+                self.body += piece
+                self.times.append(time.perf_counter())
+                self.lengths.append(len(self.body))
+                if len(self.times) == leave_after:
+                    return Outcome.LEFT
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return Outcome.CLOSED
+        except (asyncio.LimitOverrunError, ValueError):  # no HTTP, or a length that is no number
+            return Outcome.UNREADABLE
+        return Outcome.FINISHED
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.finished.done():
-            until_closed = self.status and not self._chunked and self._remaining is None and error is None
-            self._end(_End.COMPLETE if until_closed else _End.CLOSED)
-
-    def abort(self) -> None:
-        """Drop the connection, and all that was to be sent on it."""
-        self._transport.abort()
-
-    def _end(self, end: _End) -> None:
-        self.ended = time.perf_counter()
-        self.finished.set_result(end)
-        self._transport.close()
-
-    def _read(self) -> _End | None:
-        if not self.status and not self._read_head():
-            return None
-        if self._chunked:
-            return self._read_chunks()
-        self.body += self._unread
-        self._unread.clear()
-        return _End.COMPLETE if self._remaining is not None and len(self.body) >= self._remaining else None
-
-    def _read_head(self) -> bool:
-        """Read status and headers; False while they are not complete."""
-        end = self._unread.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        status, *headers = bytes(self._unread[:end]).split(b"\r\n")
-        del self._unread[: end + 4]
+    async def _pieces(self, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
         version, code, *_ = status.split(b" ")
-        if not version.startswith(b"HTTP/1."):
+        if not version.startswith(b"http/1."):
             raise ValueError("not HTTP")
         self.status = int(code)
-        for header in headers:
-            name, _, value = header.partition(b":")
-            match name.lower():
-                case b"content-length":
-                    self._remaining = int(value)
-                case b"transfer-encoding":
-                    self._chunked = b"chunked" in value.lower()
-        return True
-
-    def _read_chunks(self) -> _End | None:
-        """Read all chunks that are complete."""
-        unread, start = self._unread, 0
-        while (line_end := unread.find(b"\r\n", start)) >= 0:
-            size = int(unread[start:line_end].partition(b";")[0], 16)
-            if size == 0:
-                return _End.COMPLETE
-            after = line_end + 2 + size
-            if len(unread) < after + 2:
-                break
-            self.body += unread[line_end + 2 : after]
-            start = after + 2
-        del unread[:start]
-        return None
+        headers = {name: value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+        if b"chunked" in headers.get(b"transfer-encoding", b""):
+            while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                yield (await reader.readexactly(size + 2))[:-2]
+        elif b"content-length" in headers:
+            yield await reader.readexactly(int(headers[b"content-length"]))
+        else:
+            while piece := await reader.read(_READ_SIZE):
+                yield piece
 
 
 class _Choice(Struct):
@@ -221,23 +157,20 @@ class _Message(Struct):
 _decode = msgspec.json.Decoder(_Message).decode
 
 
-def _read_answer(record: RequestRecord, exchange: _Exchange, end: _End) -> None:
-    """Fill in ``record`` from the bytes of the response."""
-    record.status, record.ended = exchange.status, exchange.ended
+def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
+    """The outcome and its message. Fills in the tokens of ``record`` from the bytes of the response."""
+    if end is Outcome.LEFT:
+        return end, ""
+    if end is Outcome.UNREADABLE:
+        return end, "the response is no HTTP"
+    read = _read_stream if record.status == 200 and record.planned.stream else _read_body
     try:
-        if end is _End.LEFT:
-            record.outcome = Outcome.LEFT
-        elif end is _End.GARBLED:
-            record.outcome, record.message = Outcome.UNREADABLE, end.value
-        elif record.status == 200 and record.planned.stream:
-            record.outcome, record.message = _read_stream(record, exchange, end)
-        else:
-            record.outcome, record.message = _read_body(record, exchange, end)
+        return read(record, exchange, end)
     except msgspec.MsgspecError as error:
-        record.outcome, record.message = Outcome.UNREADABLE, f"{error}: {bytes(exchange.body[:80])!r}"
+        return Outcome.UNREADABLE, f"{error}: {bytes(exchange.body[:80])!r}"
 
 
-def _read_stream(record: RequestRecord, exchange: _Exchange, end: _End) -> tuple[Outcome, str]:
+def _read_stream(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
     finished = False
     for data, arrived in _events(exchange.body, exchange.lengths, exchange.times):
         if data == _DONE:
@@ -251,12 +184,12 @@ def _read_stream(record: RequestRecord, exchange: _Exchange, end: _End) -> tuple
             finished |= choice.finish_reason is not None
             if choice.text or (finished and not record.token_times):
                 record.token_times.append(arrived)
-    return (Outcome.CLOSED, end.value) if end is _End.CLOSED else (Outcome.UNREADABLE, "a stream without [DONE]")
+    return (end, _CLOSED) if end is Outcome.CLOSED else (Outcome.UNREADABLE, "a stream without [DONE]")
 
 
-def _read_body(record: RequestRecord, exchange: _Exchange, end: _End) -> tuple[Outcome, str]:
-    if end is _End.CLOSED:
-        return Outcome.CLOSED, end.value
+def _read_body(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
+    if end is Outcome.CLOSED:
+        return end, _CLOSED
     message = _decode(exchange.body)
     if message.error is not None and record.status >= 400:
         return Outcome.REFUSED, message.error.message
@@ -314,24 +247,24 @@ class Client:
 
     async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
         """Send a request now, or late if it was ``due`` before, and wait for its end. No error is raised."""
-        exchange = _Exchange(self._request(planned), planned.leave_after)
-        sent = time.perf_counter()
+        request, exchange, sent = self._request(planned), _Exchange(), time.perf_counter()
         record = RequestRecord(planned, sent if due is None else due, sent, sent, Outcome.TIMEOUT)
         self.in_flight += 1
         self._unfinished.add(exchange)
-        connected = False
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: exchange, self._address.host, self._address.port)
-                connected = True
-                end = await exchange.finished
-            _read_answer(record, exchange, end)
+                reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
+                writer.write(request)
+                end = await exchange.read(reader, planned.leave_after)
+            writer.close()
+            record.ended, record.status = time.perf_counter(), exchange.status
+            record.outcome, record.message = _read_answer(record, exchange, end)
         except TimeoutError:
             record.ended, record.status = time.perf_counter(), exchange.status
             record.message = f"no end after {self._timeout:g} s"
-            if connected:
-                exchange.abort()
+            if writer is not None:
+                writer.transport.abort()  # without sending the rest
         except OSError as error:
             record.ended, record.outcome, record.message = time.perf_counter(), Outcome.UNREACHABLE, str(error)
         finally:

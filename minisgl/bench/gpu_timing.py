@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from minisgl.errors import ConfigError
 
@@ -77,14 +79,34 @@ def buffers_needed(bytes_moved: int) -> int:
     return 1 if bytes_moved <= cache // 4 else math.ceil(2 * cache / bytes_moved) + 1
 
 
-def launches(call: Call) -> int:
-    """Number of kernels, copies and fills that one call starts."""
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(calls: Iterable[Call], device: torch.device) -> float:
+    """Median time of the calls on host and device; the first warms up and is not counted."""
+    times: list[float] = []
+    for call in calls:
+        synchronize(device)
+        start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.profiler.DeviceType.CUDA for event in profiler.events() or [])
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
+def launched(call: Call, device: torch.device) -> list[FunctionEvent]:
+    """Kernels, copies and fills that one call starts; on a CPU, PyTorch's operators."""
+    activities, kind = [ProfilerActivity.CPU], DeviceType.CPU
+    if device.type == "cuda":
+        activities, kind = [*activities, ProfilerActivity.CUDA], DeviceType.CUDA
+    synchronize(device)
+    with profile(activities=activities, acc_events=True) as profiler:
+        call()
+        synchronize(device)
+    return [each for each in profiler.events() or [] if each.device_type == kind and each.cpu_parent is None]
 
 
 def copy_bandwidth() -> float:

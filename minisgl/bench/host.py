@@ -33,7 +33,7 @@ _VOCAB = 50_000
 _SUFFIX_LEN = 64  # own tokens of a request behind the shared prefix
 _PROMPT_LENS = (32, 96)  # unequal, so that decoding requests need new pages at different steps, as real ones do
 _FILLING_STEPS = 64  # decode steps that may run before the last request is prefilled
-_WARM_UP_STEPS = 16
+WARM_UP_STEPS = 16
 _PREFILL_ROUNDS = 11
 
 STEPS = {
@@ -111,23 +111,33 @@ def _decode_micros(running: int, steps: int, page_size: int, watched: bool) -> l
     """Microseconds of each timed step: schedule, launch nothing, account for the tokens, collect what became known."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(*_PROMPT_LENS, size=running)
-    output_len = _FILLING_STEPS + _WARM_UP_STEPS + steps
+    output_len = _FILLING_STEPS + WARM_UP_STEPS + steps
     loop = _loop(running, _PROMPT_LENS[1] + output_len, page_size)
     for uid, length in enumerate(lengths.tolist()):
         prompt = rng.integers(_VOCAB, size=length, dtype=np.int32)
         loop.scheduler.add(_request(uid, prompt, output_len, watched))
+    prefill_all(loop)
+    return [seconds * 1e6 for seconds in decode_seconds(loop, running, steps)]
+
+
+def prefill_all(loop: EngineLoop) -> None:
+    """Run steps until no request waits, and `WARM_UP_STEPS` more."""
     while len(loop.scheduler.waiting):
         loop.step()
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         loop.step()
-    micros: list[float] = []
+
+
+def decode_seconds(loop: EngineLoop, rows: int, steps: int) -> list[float]:
+    """Seconds that each of so many steps takes; all must decode ``rows`` requests."""
+    seconds: list[float] = []
     for _ in range(steps):
         start = time.perf_counter()
         output = loop.step()
-        micros.append((time.perf_counter() - start) * 1e6)
-        if (output.prefill_tokens, output.decode_tokens) != (0, running):
-            raise AssertionError(f"not a decode step of {running} requests")
-    return micros
+        seconds.append(time.perf_counter() - start)
+        if (output.prefill_tokens, output.decode_tokens) != (0, rows):
+            raise AssertionError(f"not a decode step of {rows} requests")
+    return seconds
 
 
 def _prefill_micros(requests: int, prefix_len: int, page_size: int) -> float:

@@ -17,7 +17,7 @@ from minisgl.bench.gpu_timing import (
     buffers_needed,
     copy_bandwidth,
     eager_microseconds,
-    launches,
+    launched,
     microseconds,
     require_cuda,
 )
@@ -321,7 +321,7 @@ def _layer_table(shape: LayerShape, tokens: int, repeat: int) -> Table:
         compiled = name == "torch.compile"
         whole, half = (_layers_call(model.model, shape, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
         times = [min(microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
-        counts = [launches(call) for call in (whole, half)]
+        counts = [len(launched(call, _DEVICE)) for call in (whole, half)]
         between = _LAYERS - _LAYERS // 2
         rows.append([name, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between])
     title = f"one layer of Qwen3-{shape.name} but for attention, {tokens} tokens"

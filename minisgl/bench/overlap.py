@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, cast
 
 from minisgl.batch import Batch
+from minisgl.bench.host import WARM_UP_STEPS, decode_seconds, prefill_all
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.bench.workloads import make_engine, model_dir
 from minisgl.llm import LLM
@@ -25,7 +26,6 @@ from minisgl.trace import DEVICE, Trace, recorded
 _ON_OFF = {False: "off", True: "on"}
 _PHASES = ("schedule", "launch", "wait", "process")
 _INPUT_LEN = 32
-_WARM_UP_STEPS = 16
 _SPARE_STEPS = 8  # tokens left to generate after the last timed step, so that no request ends before it
 _REPEATS = 3
 _EXCERPT_STEPS = 8
@@ -85,23 +85,14 @@ def _decode(
     """Seconds from the end of each timed step to the end of the next; all decode ``rows`` requests with new prompts."""
     scheduler = cast(Scheduler, _SlowScheduler(llm.scheduler, added / 1e3)) if added else llm.scheduler
     loop = EngineLoop(scheduler, llm.engine, depth=int(overlap))
-    output_len = _WARM_UP_STEPS + steps + _SPARE_STEPS
+    output_len = WARM_UP_STEPS + steps + _SPARE_STEPS
     params = SamplingParams(temperature=0.6, max_tokens=output_len, ignore_eos=True)
     for _ in range(rows):
         prompt = [rng.randint(0, llm.model_config.vocab_size - 1) for _ in range(_INPUT_LEN)]
         llm.scheduler.add(llm.prepare(prompt, params)[0].request)
-    while len(llm.scheduler.waiting):
-        loop.step()
-    for _ in range(_WARM_UP_STEPS):
-        loop.step()
-    seconds: list[float] = []
+    prefill_all(loop)
     with nullcontext() if trace is None else recorded(trace, loop, llm.engine):
-        for _ in range(steps):
-            start = time.perf_counter()
-            output = loop.step()
-            seconds.append(time.perf_counter() - start)
-            if (output.prefill_tokens, output.decode_tokens) != (0, rows):
-                raise AssertionError(f"not a decode step of {rows} requests")
+        seconds = decode_seconds(loop, rows, steps)
     while llm.scheduler.has_work:
         loop.step()
     return seconds

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from minisgl.bench.gpu_timing import milliseconds
 from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, model_dir
 from minisgl.kvcache.prefix import select_prefix_cache
@@ -145,7 +147,7 @@ def _prefill_milliseconds(llm: LLM, length: int) -> float:
     """Milliseconds to prefill so many tokens and to sample the next, alone on the device."""
     prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
     one = SamplingParams(temperature=0.0, max_tokens=1)
-    return _milliseconds(lambda prompt: llm.generate([prompt], one), prompts.tolist(), llm.engine.device)
+    return milliseconds((partial(llm.generate, [prompt], one) for prompt in prompts.tolist()), llm.engine.device)
 
 
 def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
@@ -162,39 +164,22 @@ def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
     host = torch.zeros((2, layers, count, *page), dtype=cache.k.dtype, pin_memory=device.type == "cuda")
     buffer = host.to(device)
 
-    def pieces(_: object) -> None:
+    def pieces() -> None:
         for half, tensor in enumerate((cache.k, cache.v)):
             for layer in range(layers):
                 for index, place in enumerate(pages):
                     tensor[layer, place].copy_(host[half, layer, index], non_blocking=True)
 
-    def copy_in(_: object) -> None:
+    def copy_in() -> None:
         buffer.copy_(host, non_blocking=True)
         cache.k.index_copy_(1, places, buffer[0])
         cache.v.index_copy_(1, places, buffer[1])
 
-    def copy_out(_: object) -> None:
+    def copy_out() -> None:
         torch.index_select(cache.k, 1, places, out=buffer[0])
         torch.index_select(cache.v, 1, places, out=buffer[1])
         host.copy_(buffer, non_blocking=True)
 
-    rounds = range(_REPEATS + 1)
-    in_pieces, at_once, out = (_milliseconds(call, rounds, device) for call in (pieces, copy_in, copy_out))
+    calls = (pieces, copy_in, copy_out)
+    in_pieces, at_once, out = (milliseconds([call] * (_REPEATS + 1), device) for call in calls)
     return in_pieces, at_once, out
-
-
-def _milliseconds(call: Callable[[Any], object], arguments: Sequence[Any], device: torch.device) -> float:
-    """Median time of a call with each of the arguments; the first is not counted."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    times: list[float] = []
-    for argument in arguments:
-        wait()
-        start = time.perf_counter()
-        call(argument)
-        wait()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[1:])

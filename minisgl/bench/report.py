@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +22,7 @@ from minisgl.kvcache.sizing import total_memory
 from minisgl.trace import Trace
 
 Cell = str | int | float
+_TARGET_FIELDS = ("name", "value", "aim", "met", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,8 @@ class Report:
         record = {
             **about,
             "settings": self.settings,
-            "tables": [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables],
-            "targets": [
-                {"name": t.name, "value": t.value, "aim": t.aim, "met": t.met, "verdict": t.verdict}
-                for t in self.targets
-            ],
+            "tables": [asdict(table) for table in self.tables],
+            "targets": [{name: getattr(each, name) for name in _TARGET_FIELDS} for each in self.targets],
             "samples": self.samples,
         }
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -160,8 +160,8 @@ def model_of(host: str, port: int) -> str:
     """The name of the model that a server has; raises `ServerFailed` if it does not say."""
     url = f"http://{host}:{port}/v1/models"
     try:
-        name: str = json.loads(_get(host, port, "/v1/models")[1])["data"][0]["id"]
-    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        name: str = _get(host, port, "/v1/models").json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ServerFailed(f"{url} does not name a model ({error!r}); is an OpenAI-compatible server there?") from error
     return name
 
@@ -172,15 +172,11 @@ def allow_many_sockets() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Status and body of a small page. Raises `OSError` or `http.client.HTTPException`."""
-    connection = http.client.HTTPConnection(host, port, timeout=5.0)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+def _get(host: str, port: int, path: str) -> httpx.Response:
+    """A small page, on a connection of its own, which the server may not find open afterwards."""
+    return httpx.get(
+        httpx.URL(scheme="http", host=host, port=port, path=path), timeout=5.0, trust_env=False, verify=False
+    )
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, timeout: float) -> None:
@@ -191,8 +187,8 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, 
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerFailed(f"the server ended with exit code {process.returncode}:\n{last_lines()}")
-        with contextlib.suppress(OSError, http.client.HTTPException):  # it does not listen yet
-            if _get(HOST, port, "/health")[0] == 200:
+        with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
+            if _get(HOST, port, "/health").status_code == 200:
                 return
         time.sleep(_POLL)
     raise ServerFailed(f"the server did not answer within {timeout:g} s; raise --start-timeout:\n{last_lines()}")
@@ -288,10 +284,10 @@ class Gauges(NamedTuple):
 def read_gauges(host: str, port: int) -> Gauges | None:
     """The gauges at ``/metrics`` now; None if the server has none, or other ones."""
     try:
-        status, body = _get(host, port, "/metrics")
-    except (OSError, http.client.HTTPException):
+        answer = _get(host, port, "/metrics")
+    except httpx.HTTPError:
         return None
-    return parse_gauges(body.decode()) if status == 200 else None
+    return parse_gauges(answer.text) if answer.status_code == 200 else None
 
 
 def parse_gauges(text: str) -> Gauges | None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import Meta, Struct, structs
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from minisgl.bench.gpu_timing import Call, microseconds
 from minisgl.bench.host import STEPS, measure_planes
@@ -47,30 +47,21 @@ Times = Mapping[str, Mapping[str, float]]
 """Microseconds by the way that was taken and the number of rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelRun:
+class ParallelRun(Struct, frozen=True, forbid_unknown_fields=True):
     """An engine, and how often each workload runs on it."""
 
     model: str  # a name from `SHAPES`, which gets random weights, or what `minisgl.llm.LLM` takes
-    ranks: int  # that share it
-    repeat: int  # runs of each workload, with new prompts; the median counts
+    ranks: Annotated[int, Meta(ge=1)]  # that share it
+    repeat: Annotated[int, Meta(ge=1)]  # runs of each workload, with new prompts; the median counts
     all_reduce: str = "auto"  # as in `EngineConfig`: ``"torch"`` between GPUs is NCCL alone. One rank adds up nothing
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "repeat"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"run: {name} must be an integer of at least 1, got {value!r}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ParallelRun:
-        """From values by name; raises `ConfigError` if a name is unknown, or one without a default is missing."""
-        names = [field.name for field in fields(cls)]
-        wrong = [name for name in values if name not in names]
-        wrong += [name for name in ("model", "ranks", "repeat") if name not in values]
-        if wrong:
-            raise ConfigError(f"run: {wrong[0]} is unknown or missing; what a run can have is {', '.join(names)}")
-        return cls(**values)
+        """From values by name; raises `ConfigError` if one is unknown, missing or wrong."""
+        try:
+            return msgspec.convert(dict(values), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"run: {error}; give model=M ranks=N, [repeat=N], [all_reduce=NAME]") from error
 
     @property
     def title(self) -> str:
@@ -109,7 +100,7 @@ def run_tp(
     tables = [_workload_table(cases, workloads, medians), measure_planes([size for size in sizes if size > 1], steps)]
     settings = {
         "options": dict(options),
-        "runs": [asdict(case) for case in cases],
+        "runs": [structs.asdict(case) for case in cases],
         "workloads": {**{name: WORKLOADS[name].summary for name in workloads}, **STEPS},
         "steps": steps,
     }
@@ -166,31 +157,19 @@ def run_all_reduce(ranks: Sequence[int]) -> Report:
 def _run_ranks(size: int) -> Times:
     """Start processes that run `measure_all_reduce`, and read the times that the first has written."""
     with tempfile.TemporaryDirectory() as directory:
-        logs = [Path(directory, f"rank-{rank}.log") for rank in range(size)]  # what libraries say, if the rank fails
-        ranks = [_start_rank(rank, size, directory, log) for rank, log in enumerate(logs)]
+        ranks: Any = start_processes(measure_all_reduce, (size, directory), size, join=False)  # type: ignore[no-untyped-call]
         end = time.monotonic() + _RANKS_TIMEOUT
         try:
-            codes: list[int | None] = [None]
-            while None in codes:
-                codes = [process.poll() for process in ranks]
-                failed = [rank for rank, code in enumerate(codes) if code]
-                if failed or time.monotonic() > end:
-                    said = "".join(logs[rank].read_text(errors="replace") for rank in failed[:1]).strip()
-                    who = f"{failed or 'all'} of {size}"
-                    raise ConfigError(f"ranks: {who} failed or did not end in {_RANKS_TIMEOUT:.0f} s: {said[-2000:]}")
-                time.sleep(0.05)
+            while not ranks.join(timeout=1.0):
+                if time.monotonic() > end:
+                    raise ConfigError(f"ranks: {size} ranks did not end in {_RANKS_TIMEOUT:.0f} s")
+        except ProcessException as error:
+            raise ConfigError(f"ranks: [{error.error_index}] of {size} failed: {str(error).strip()[-2000:]}") from error
         finally:
-            for process in ranks:
+            for process in ranks.processes:
                 process.kill()
-                process.wait()
         times: Times = json.loads(Path(directory, "times.json").read_text(encoding="utf-8"))
         return times
-
-
-def _start_rank(rank: int, size: int, directory: str, log: Path) -> subprocess.Popen[bytes]:
-    code = f"from minisgl.bench.tensor_parallel import measure_all_reduce as run; run({rank}, {size}, {directory!r})"
-    with log.open("wb") as output:
-        return subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=subprocess.STDOUT)
 
 
 def _all_reduce_tables(size: int, times: Times) -> list[Table]:

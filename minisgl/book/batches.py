@@ -18,7 +18,6 @@ def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:
 
     Args:
         texts: [T] text of each token.
-        batch: the step.
         page_size: tokens a page.
     """
     columns, line = 8, 86

@@ -57,8 +57,6 @@ def chart(
     Args:
         lines: name → points in the order in which the line goes through them, at least one.
         marks: name → the point where the number stands.
-        title: what is drawn.
-        across, up: the axes.
         limits: name → height of a line across that should not be exceeded.
         dots: give each point a dot and each line its colour.
     """
@@ -225,18 +223,14 @@ class LoadPoint:
     """A server under one load.
 
     Args:
-        rate: requests offered a second.
-        throughput: output tokens a second.
-        ttft_p50, ttft_p95: time to first token in seconds, median and 95th percentile.
-        tpot_p50, tpot_p95: time per output token after the first in seconds, median and 95th percentile.
         goodput: requests a second that finished within the limits (DistServe, Zhong et al. 2024); None without limits.
     """
 
-    rate: float
-    throughput: float
-    ttft_p50: float
+    rate: float  # requests offered a second
+    throughput: float  # output tokens a second
+    ttft_p50: float  # time to first token in seconds, median and 95th percentile
     ttft_p95: float
-    tpot_p50: float
+    tpot_p50: float  # time per output token after the first in seconds, median and 95th percentile
     tpot_p95: float
     goodput: float | None = None
 
@@ -305,7 +299,6 @@ def bars(things: Mapping[str, Mapping[str, float]], title: str, unit: str) -> Pi
 
     Args:
         things: name → part → size, none negative.
-        title: what is drawn.
         unit: of the sizes, which are written with three digits.
     """
     parts = list(dict.fromkeys(part for sizes in things.values() for part in sizes))
@@ -349,7 +342,6 @@ def loads(schedules: Mapping[str, Sequence[Load]], title: str, unit: str) -> Pic
 
     Args:
         schedules: name → what each processor does, one after the other.
-        title: what is drawn.
         unit: of the work, in the singular; each takes equally long.
     """
     left, line = MARGIN + 96.0, 20

@@ -32,17 +32,11 @@ _STUB = re.compile(r"NotImplementedError\W+(Chapter \d+, task \d+: [\w.]+)")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test.
+    """What became of one test."""
 
-    Args:
-        test: ``file::test[parameters]``.
-        failure: the exception, on one line; None if the test passed.
-        details: the whole report of the failure.
-    """
-
-    test: str
-    failure: str | None = None
-    details: str = ""
+    test: str  # ``file::test[parameters]``
+    failure: str | None = None  # the exception, on one line; None if the test passed
+    details: str = ""  # the whole report of the failure
 
     @property
     def stub(self) -> str | None:
@@ -56,12 +50,10 @@ def check(sources: Sources, number: int, directory: Path, timeout: int) -> bool:
 
     Args:
         sources: the checkout whose tests are run; the folder's own copies may have been changed.
-        number: of the chapter.
         directory: the reader's; it is not written to.
         timeout: seconds that one test may take.
 
-    Raises:
-        CourseError: there is nothing to check, or the tests end without a result.
+    Raises `CourseError` if there is nothing to check, or the tests end without a result.
     """
     chapter = sources.table.chapter_with_tasks(number)
     find_package(directory, chapter)
@@ -153,8 +145,7 @@ def run_tests(
         package: folder that holds the package.
         launch: runs pytest.
 
-    Raises:
-        CourseError: the process ended without a result, or pytest is not installed.
+    Raises `CourseError` if the process ended without a result, or pytest is not installed.
     """
     for name in ("pytest", "pytest_timeout", "hypothesis"):
         if find_spec(name) is None:

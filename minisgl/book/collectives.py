@@ -23,17 +23,13 @@ class Transfer:
     """One message of a collective.
 
     Args:
-        when: number of the turn, or a time in any unit; transfers with the same take place at once.
-        source, destination: ranks.
-        chunk: which part of the tensor; None is all of it.
-        nbytes: of the message.
         kind: ``"add"``: the destination adds it to what it has; ``"take"``: it replaces what it has.
     """
 
-    when: float
+    when: float  # number of the turn, or a time in any unit; transfers with the same take place at once
     source: int
     destination: int
-    chunk: int | None
+    chunk: int | None  # which part of the tensor; None is all of it
     nbytes: int
     kind: Literal["add", "take"]
 
@@ -88,8 +84,7 @@ def turns(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
 def partial_sums(transfers: Sequence[Transfer]) -> Iterator[Sums]:
     """What every rank has of every chunk before the first turn, and after each. In a turn, all send, then receive.
 
-    Raises:
-        ConfigError: a chunk arrives to be taken while another one of it arrives at the same rank.
+    Raises `ConfigError` if a chunk arrives to be taken while another one of it arrives at the same rank.
     """
     chunks = 1 + max((transfer.chunk or 0 for transfer in transfers), default=0)
     sums: Sums = [[Counter([rank]) for _ in range(chunks)] for rank in range(_num_ranks(transfers))]
@@ -145,7 +140,6 @@ def reduce_player(transfers: Sequence[Transfer], name: str = "all-reduce") -> Pl
 
     Args:
         transfers: such as `ring_all_reduce` makes; errors as of `partial_sums`.
-        name: of the schedule.
     """
     in_turns, sums = turns(transfers), list(partial_sums(transfers))
     frames, captions, sent = [], [], Counter[int]()
@@ -315,19 +309,12 @@ Crossing = tuple[str, str, float, float]
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Where two methods take the same time.
+    """Where two methods take the same time."""
 
-    Args:
-        below: the fastest for smaller messages.
-        above: the fastest for larger ones.
-        nbytes: of the message.
-        microseconds: that both take.
-    """
-
-    below: str
-    above: str
+    below: str  # the fastest for smaller messages
+    above: str  # the fastest for larger ones
     nbytes: float
-    microseconds: float
+    microseconds: float  # that both take
 
 
 def collective_costs(costs: Sequence[Cost], title: str) -> Picture:
@@ -337,8 +324,7 @@ def collective_costs(costs: Sequence[Cost], title: str) -> Picture:
         costs: in any order, at least one.
         title: which collective, between which devices.
 
-    Raises:
-        ConfigError: a size or a time is not positive, or there are two times for one method and size; names it.
+    Raises `ConfigError` if a size or a time is not positive, or there are two times for one method and size; names it.
     """
     lines = {
         method: [(nbytes / 1024, microseconds) for nbytes, microseconds in sorted(times.items())]

@@ -35,15 +35,12 @@ class Task:
     """Functions that are written together, and the tests that pass once they are.
 
     Args:
-        chapter, number: the task's place; tasks of a chapter count from 1, in the order of the table.
-        title: what is to be done, in a few words.
-        stubs: the functions.
         tests: ``file``, ``file::test``, or ``file::test[parameter]`` for the cases that have this parameter.
     """
 
-    chapter: int
+    chapter: int  # the task's place; tasks of a chapter count from 1, in the order of the table
     number: int
-    title: str
+    title: str  # what is to be done, in a few words
     stubs: tuple[Stub, ...]
     tests: tuple[str, ...]
 
@@ -59,38 +56,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Concept:
-    """A part of a serving engine that a chapter teaches.
+    """A part of a serving engine that a chapter teaches."""
 
-    Args:
-        title: its name in the field.
-        modules: that hold it.
-        test: ``file`` or ``file::test`` that fails without it.
-        chapters: the one that introduces it, and later ones that take it up again.
-    """
-
-    title: str
-    modules: tuple[str, ...]
-    test: str
-    chapters: tuple[int, ...]
+    title: str  # its name in the field
+    modules: tuple[str, ...]  # that hold it
+    test: str  # ``file`` or ``file::test`` that fails without it
+    chapters: tuple[int, ...]  # the one that introduces it, and later ones that take it up again
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """One chapter.
-
-    Args:
-        number: of the chapter.
-        title: of the chapter.
-        introduces: modules, ``package.module``, and single definitions, ``package.module:Definition``.
-        concepts: what it teaches first.
-        tasks: what its reader writes.
-    """
+    """One chapter."""
 
     number: int
     title: str
-    introduces: tuple[str, ...]
-    concepts: tuple[Concept, ...]
-    tasks: tuple[Task, ...]
+    introduces: tuple[str, ...]  # modules, ``package.module``, and single definitions, ``package.module:Definition``
+    concepts: tuple[Concept, ...]  # what it teaches first
+    tasks: tuple[Task, ...]  # what its reader writes
 
 
 @dataclass(frozen=True)
@@ -101,22 +83,14 @@ class Table:
     reference: tuple[str, ...]
 
     def chapter(self, number: int) -> Chapter:
-        """The chapter of that number.
-
-        Raises:
-            CourseError: there is none.
-        """
+        """The chapter of that number. Raises `CourseError` if there is none."""
         if number not in self.chapters:
             known = ", ".join(map(str, self.chapters))
             raise CourseError(f"chapter {number} is not in the course; choose one of {known}")
         return self.chapters[number]
 
     def chapter_with_tasks(self, number: int) -> Chapter:
-        """The chapter of that number, which has something to write.
-
-        Raises:
-            CourseError: there is none, or it has no tasks.
-        """
+        """The chapter of that number. Raises `CourseError` if there is none, or if it has no tasks."""
         chapter = self.chapter(number)
         if not chapter.tasks:
             known = ", ".join(str(each.number) for each in self.chapters.values() if each.tasks)
@@ -135,11 +109,7 @@ class Table:
 
 
 def load_table(path: Path = TABLE) -> Table:
-    """Read the table.
-
-    Raises:
-        CourseError: it is not well formed; the message names the entry.
-    """
+    """Read the table. Raises `CourseError` if it is not well formed; the message names the entry."""
     raw = tomllib.loads(path.read_text(encoding="utf-8"))
     _only(raw, {"chapter", "reference"}, str(path))
     chapters = [_chapter(entry) for entry in raw.get("chapter", [])]

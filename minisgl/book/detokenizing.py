@@ -24,23 +24,14 @@ _NEW, _HELD = 4, 1
 
 @dataclass(frozen=True, slots=True)
 class DetokenizerStep:
-    """What a detokenizer does with one token.
+    """What a detokenizer does with one token."""
 
-    Args:
-        token: the bytes that the new token stands for.
-        surrogate: tokens before this one are never looked at again.
-        read: tokens before this one have become text; from ``surrogate`` on they are the context of what follows.
-        window: text of the tokens from ``surrogate`` on, the new one included.
-        sent: characters of ``window`` that had been sent before.
-        piece: the text that is sent now; often empty.
-    """
-
-    token: bytes
-    surrogate: int
-    read: int
-    window: str
-    sent: int
-    piece: str
+    token: bytes  # the bytes that the new token stands for
+    surrogate: int  # tokens before this one are never looked at again
+    read: int  # tokens before this one have become text; from ``surrogate`` on they are the context of what follows
+    window: str  # text of the tokens from ``surrogate`` on, the new one included
+    sent: int  # characters of ``window`` that had been sent before
+    piece: str  # the text that is sent now; often empty
 
 
 def detokenizer_steps(steps: Sequence[DetokenizerStep]) -> Player:
@@ -49,8 +40,7 @@ def detokenizer_steps(steps: Sequence[DetokenizerStep]) -> Player:
     Args:
         steps: one a token, at least one.
 
-    Raises:
-        ConfigError: offsets that do not lie in the tokens so far, or in the window; names the step.
+    Raises `ConfigError` if offsets lie outside of the tokens so far, or of the window; names the step.
     """
     for number, step in enumerate(steps):
         if not 0 <= step.surrogate <= step.read <= number + 1 or not 0 <= step.sent <= len(step.window):

@@ -33,37 +33,25 @@ class Item:
     """A line of the rubric. Its points are given if every one of its tests passes.
 
     Args:
-        name: what is asked for.
-        points: that it is worth.
         tests: ``file``, ``file::test`` or ``file::Class``; the file is beside ``assignment.toml`` or in the checkout.
-        performance: the tests count operations: a submission that fails only them is slow, and not wrong.
     """
 
     name: str
-    points: int
+    points: int  # that it is worth
     tests: tuple[str, ...]
-    performance: bool = False
+    performance: bool = False  # the tests count operations: a submission that fails only them is slow, and not wrong
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """An assignment as ``assignment.toml`` in its folder describes it.
-
-    Args:
-        name, folder: where handout, starter and tests are.
-        title: in a few words.
-        starter_fails: what the first failure of the starter says.
-        solution: ``module:Class`` that earns all points.
-        time_limit: seconds that a submission is given, unless the command says otherwise.
-        items: the rubric.
-    """
+    """An assignment as ``assignment.toml`` in its folder describes it."""
 
     name: str
-    folder: Path
+    folder: Path  # where handout, starter and tests are
     title: str
-    starter_fails: str
-    solution: str
-    time_limit: float
+    starter_fails: str  # what the first failure of the starter says
+    solution: str  # ``module:Class`` that earns all points
+    time_limit: float  # seconds that a submission is given, unless the command says otherwise
     items: tuple[Item, ...]
 
     @property
@@ -72,11 +60,7 @@ class Assignment:
         return sum(item.points for item in self.items)
 
     def tests(self, item: Item) -> list[str]:
-        """The tests of an item, with absolute paths.
-
-        Raises:
-            CourseError: a file is not there.
-        """
+        """The tests of an item, with absolute paths. Raises `CourseError` if a file is not there."""
         found = []
         for test in item.tests:
             file, separator, name = test.partition("::")
@@ -95,8 +79,7 @@ def names() -> list[str]:
 def load(name: str) -> Assignment:
     """The assignment called ``name``, or the one in the folder ``name``, such as a teacher's own copy.
 
-    Raises:
-        CourseError: there is none, or its table is not valid.
+    Raises `CourseError` if there is none, or its table is not valid.
     """
     folder = FOLDER / name if name in names() else Path(name).resolve()
     file = folder / "assignment.toml"
@@ -139,42 +122,33 @@ class ItemResult:
 class Report:
     """What is written as JSON.
 
-    Args:
-        assignment, submission: what was graded.
-        verdict: ``passed``: all points. ``slow``: all but those for performance. ``failed``: some tests did not pass.
-            Or why grading did not come to its end: ``no-import``, ``not-gradable`` (it does not have the methods),
-            ``exited``, ``time-limit``, ``output-limit``, ``processes`` (it forked, or left something running).
-        message: the reason of the verdict, in a sentence.
-        points, max_points: over all items.
-        items: the rubric.
-        seconds, time_limit: that grading took, and that it was given.
-        output, output_bytes: the first 4,000 bytes that were printed, and how many there were.
+    ``verdict`` is ``passed`` for all points, ``slow`` if only performance tests failed, ``failed`` otherwise. Or it
+    says why grading came to no end: ``no-import``, ``not-gradable`` (methods are missing), ``exited``,
+    ``time-limit``, ``output-limit``, ``processes`` (it forked, or left something running).
     """
 
     assignment: str
     submission: str
     verdict: str
-    message: str
+    message: str  # the reason of the verdict, in a sentence
     points: int
     max_points: int
     items: list[ItemResult]
-    seconds: float
+    seconds: float  # that grading took
     time_limit: float
-    output: str
-    output_bytes: int
+    output: str  # the first 4,000 bytes that were printed
+    output_bytes: int  # that were printed in all
 
 
 def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
     """Grade a submission in a process of its own, on the CPU.
 
     Args:
-        assignment: what was handed out.
         submission: ``module:Class``; the module is looked for in ``cwd`` first.
         time_limit: seconds; None is the assignment's own.
         cwd: the submission's folder; None is the current one.
 
-    Raises:
-        CourseError: the assignment names tests that do not exist, or this system has no process groups.
+    Raises `CourseError` if the assignment names tests that do not exist, or this system has no process groups.
     """
     if os.name != "posix":
         raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")

@@ -97,21 +97,13 @@ _ROWS_TOP, _ROWS_BOTTOM = 252.0, 292.0
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Pages by what they are for, at one moment.
+    """Pages by what they are for, at one moment."""
 
-    Args:
-        read: in the rows of running requests.
-        idle: cached and in no row.
-        promised: that the running requests may still take if all of them generate as much as they may.
-        running: number of running requests.
-        preempted: how many lost their pages since the moment before.
-    """
-
-    read: int
-    idle: int
-    promised: int
-    running: int
-    preempted: int = 0
+    read: int  # in the rows of running requests
+    idle: int  # cached and in no row
+    promised: int  # that the running requests may still take if all of them generate as much as they may
+    running: int  # number of running requests
+    preempted: int = 0  # how many lost their pages since the moment before
 
     @classmethod
     def of(cls, memory: KVMemory, preempted: int = 0) -> PoolUse:
@@ -128,7 +120,6 @@ def pool_use(moments: Sequence[PoolUse], num_pages: int, title: str, span: int =
     Args:
         moments: one a step.
         num_pages: of the pool.
-        title: what is drawn.
         span: steps that the picture has room for, if more than there are: to compare pictures.
     """
     span = max(span, len(moments))
@@ -197,8 +188,7 @@ def memory_budget(parts: Mapping[str, int], total: int, title: str = "Device mem
         total: bytes of the whole.
         title: what the whole is.
 
-    Raises:
-        ConfigError: a part is negative, or the parts are more than the whole.
+    Raises `ConfigError` if a part is negative, or the parts are more than the whole.
     """
     used = sum(parts.values())
     if min(parts.values(), default=0) < 0 or used > total or total <= 0:

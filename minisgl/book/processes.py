@@ -17,41 +17,25 @@ _METER_LEFT, _METER = 330.0, 180.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process at one moment.
-
-    Args:
-        name: of the process.
-        pid: of the operating system.
-        waits_for: what it waits for.
-        parent: name of the process that has started it; empty for the first.
-        ended: how it ended; empty while it lives.
-    """
+    """A process at one moment."""
 
     name: str
-    pid: int
+    pid: int  # of the operating system
     waits_for: str
-    parent: str = ""
-    ended: str = ""
+    parent: str = ""  # name of the process that has started it; empty for the first
+    ended: str = ""  # how it ended; empty while it lives
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A queue between two processes at one moment.
+    """A queue between two processes at one moment."""
 
-    Args:
-        source, destination: names of the processes.
-        kind: of its messages.
-        depth: messages in it.
-        highest: most there have been.
-        bound: most there may be; None if there is no bound.
-    """
-
-    source: str
+    source: str  # names of the processes
     destination: str
-    kind: str
-    depth: int
-    highest: int
-    bound: int | None
+    kind: str  # of its messages
+    depth: int  # messages in it
+    highest: int  # most there have been
+    bound: int | None  # most there may be; None if there is no bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +196,13 @@ _WINDOW = 10
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message between two processes.
+    """One message between two processes."""
 
-    Args:
-        time: when it was sent, in seconds of any clock that all share.
-        source, destination: names of the processes.
-        kind: its type.
-        summary: some of its fields, in a few words.
-    """
-
-    time: float
-    source: str
+    time: float  # when it was sent, in seconds of any clock that all share
+    source: str  # names of the processes
     destination: str
-    kind: str
-    summary: str = ""
+    kind: str  # its type
+    summary: str = ""  # some of its fields, in a few words
 
 
 def message_sequence(messages: Sequence[Message]) -> Picture:

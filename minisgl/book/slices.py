@@ -72,8 +72,7 @@ def weight_slices(matrices: Sequence[SlicedMatrix]) -> Picture:
     Args:
         matrices: at least one, in the order in which a token meets them, such as `decoder_slices` makes.
 
-    Raises:
-        ConfigError: they are not divided among the same number of ranks.
+    Raises `ConfigError` if they are not divided among the same number of ranks.
     """
     ranks = {len(matrix.ranges) for matrix in matrices}
     if len(ranks) != 1:
@@ -189,8 +188,7 @@ def decoder_slices(config: ModelConfig, ranks: int, layer: int = 0) -> list[Slic
         ranks: how many share it.
         layer: which layer; they differ where only some have experts.
 
-    Raises:
-        ConfigError: the ranks cannot share heads or widths equally (names the size), or there is no such layer.
+    Raises `ConfigError` if the ranks cannot share heads or widths equally (names the size), or there is no such layer.
     """
     if ranks < 1 or not 0 <= layer < config.num_layers:
         raise ConfigError(

@@ -25,8 +25,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def repository() -> Path:
     """The checkout that this package runs from.
 
-    Raises:
-        CourseError: the package was installed without its tests and chapters.
+    Raises `CourseError` if the package was installed without its tests and chapters.
     """
     root = Path(minisgl.__file__).parents[1]
     if not (root / TESTS).is_dir() or not (root / "chapters").is_dir():
@@ -131,8 +130,7 @@ def files_with_tests(chapter: Chapter) -> list[str]:
 def write(files: Files, directory: Path) -> None:
     """Write a folder that is not there yet, or is empty.
 
-    Raises:
-        CourseError: something is there, or cannot be written. Nothing that was there is changed.
+    Raises `CourseError` if something is there, or cannot be written. Nothing that was there is changed.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CourseError(f"{directory} is there already and is not an empty folder; name a new one")
@@ -148,8 +146,7 @@ def write(files: Files, directory: Path) -> None:
 def find_package(directory: Path, chapter: Chapter) -> None:
     """Make sure that a folder holds a package in which a chapter's tasks can be written.
 
-    Raises:
-        CourseError: it does not.
+    Raises `CourseError` if it does not.
     """
     if not (directory / PACKAGE / "__init__.py").is_file():
         raise CourseError(
@@ -206,8 +203,7 @@ def with_stubs(source: str, messages: Mapping[str, str]) -> str:
         source: text of a module.
         messages: qualified name of a function → what the error says.
 
-    Raises:
-        CourseError: there is no such function, or more than one.
+    Raises `CourseError` if there is no such function, or more than one.
     """
     functions = _functions(ast.parse(source))
     lines = source.splitlines(keepends=True)

@@ -24,22 +24,14 @@ _MARK = "MINISGL_SUPERVISED"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended.
+    """How a program ended."""
 
-    Args:
-        seconds: that it ran.
-        exit_code: of the process; None if it was stopped.
-        stopped: why it was: ``"time"`` or ``"output"``.
-        output, output_bytes: the beginning of what it wrote to both streams, and how much that was.
-        left_behind: processes that it had started and that still ran when it ended by itself.
-    """
-
-    seconds: float
-    exit_code: int | None
-    stopped: str | None
-    output: str
+    seconds: float  # that it ran
+    exit_code: int | None  # of the process; None if it was stopped
+    stopped: str | None  # why it was: ``"time"`` or ``"output"``
+    output: str  # the beginning of what it wrote to both streams, and how much that was
     output_bytes: int
-    left_behind: int
+    left_behind: int  # processes that it had started and that still ran when it ended by itself
 
 
 def run_bounded(

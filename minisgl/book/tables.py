@@ -84,21 +84,13 @@ class MeasuredTable:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Tables of a benchmark.
-
-    Args:
-        name: the benchmark's.
-        origin: a sentence: where the numbers come from, and why from there.
-        live: True if they were measured here and now.
-        tables: the results.
-        traces: of some of the steps, by name.
-    """
+    """Tables of a benchmark."""
 
     name: str
-    origin: str
-    live: bool
+    origin: str  # a sentence: where the numbers come from, and why from there
+    live: bool  # True if they were measured here and now
     tables: Sequence[MeasuredTable]
-    traces: Mapping[str, Trace] = field(default_factory=dict)
+    traces: Mapping[str, Trace] = field(default_factory=dict)  # of some of the steps, by name
 
     def show(self, title_part: str | None = None) -> None:
         """Display the tables whose title has this part, or all, below the sentence on their origin."""
@@ -139,8 +131,7 @@ def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
         run: measures.
         gpus: CUDA devices that it takes.
 
-    Raises:
-        ConfigError: there are neither so many CUDA devices nor a kept result.
+    Raises `ConfigError` if there are neither so many CUDA devices nor a kept result.
     """
     if _enough(gpus):
         origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
@@ -154,8 +145,7 @@ def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
 def kept(name: str) -> Measured:
     """Read a result of ``benchmarks/results``, on every machine: it takes longer than a notebook may.
 
-    Raises:
-        ConfigError: there is none.
+    Raises `ConfigError` if there is none.
     """
     record = _read(name)
     cores, load = (record["hardware"][each] for each in ("cores", "load_average_before"))

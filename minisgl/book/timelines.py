@@ -52,23 +52,14 @@ def step_timeline(steps: Sequence[Mapping[int, int]]) -> Picture:
 
 @dataclass(slots=True)
 class _Life:
-    """What a trace says of one request.
+    """What a trace says of one request."""
 
-    Args:
-        fed: tokens fed by step.
-        cached: positions in the KV cache before each of these steps.
-        decoded: the steps in which it was a decode row.
-        preempted: steps at whose beginning it was preempted.
-        finished_by: how many steps had been launched when it finished; None while it runs.
-        reason: why it finished.
-    """
-
-    fed: dict[int, int] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
-    decoded: set[int] = field(default_factory=set)
-    preempted: list[int] = field(default_factory=list)
-    finished_by: int | None = None
-    reason: str = "not finished"
+    fed: dict[int, int] = field(default_factory=dict)  # tokens fed by step
+    cached: dict[int, int] = field(default_factory=dict)  # positions in the KV cache before each of these steps
+    decoded: set[int] = field(default_factory=set)  # the steps in which it was a decode row
+    preempted: list[int] = field(default_factory=list)  # steps at whose beginning it was preempted
+    finished_by: int | None = None  # how many steps had been launched when it finished; None while it runs
+    reason: str = "not finished"  # why it finished
 
     def until(self, step: int) -> _Life:
         """The part that was over when so many steps had been launched."""
@@ -268,7 +259,6 @@ def kernel_timeline(versions: Mapping[str, Sequence[Span]], title: str) -> Pictu
 
     Args:
         versions: name → kernels in the order in which they begin. A kernel has one number in all versions.
-        title: what is drawn.
     """
     kernels = list(dict.fromkeys(name for spans in versions.values() for name, _, _ in spans))
     longest = max((end for spans in versions.values() for _, _, end in spans), default=0.0)
