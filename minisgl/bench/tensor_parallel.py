@@ -157,7 +157,7 @@ def run_all_reduce(ranks: Sequence[int]) -> Report:
 def _run_ranks(size: int) -> Times:
     """Start processes that run `measure_all_reduce`, and read the times that the first has written."""
     with tempfile.TemporaryDirectory() as directory:
-        ranks: Any = start_processes(measure_all_reduce, (size, directory), size, join=False)  # type: ignore[no-untyped-call]
+        ranks: Any = start_processes(measure_all_reduce, (size, directory), size, join=False)
         end = time.monotonic() + _RANKS_TIMEOUT
         try:
             while not ranks.join(timeout=1.0):

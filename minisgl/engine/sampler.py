@@ -22,6 +22,7 @@ from minisgl.engine.random import draw
 from minisgl.engine.sampling import A, DeviceSampling, HostSampling, LogprobStage, RandomStage, TokenHistory
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
+from minisgl.registry import Registry
 from minisgl.request import Int32Array, TokenLogprobs
 
 
