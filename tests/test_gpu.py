@@ -31,7 +31,8 @@ from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
 pytestmark = pytest.mark.gpu
 
 
-BACKENDS = ["torch", "triton", "cascade", "triton,torch", "torch,cascade"]
+BACKENDS = ["torch", "triton", "cascade", "triton+torch", "torch+cascade"]
+"""One for both phases, or that of prefill and that of decode."""
 PLAIN: dict[str, Any] = {
     "prefill_attention": "torch",
     "decode_attention": "torch",
@@ -60,6 +61,12 @@ def test_cuda_gives_the_tokens_of_transformers(oracle: Oracle, cache: str, compo
     assert_answers(oracle, outputs, cache, memory)
 
 
+def attention(backend: str) -> dict[str, str]:
+    """The options that choose a backend of `BACKENDS`."""
+    prefill, _, decode = backend.partition("+")
+    return {"prefill_attention": prefill, "decode_attention": decode or prefill}
+
+
 @pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"])
 def wide_oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """Heads are wide enough for the single-token decoder."""
@@ -77,8 +84,7 @@ def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
     settings = {
         "device": "cuda",
         "dtype": "float32",
-        "prefill_attention": backend,
-        "decode_attention": backend,
+        **attention(backend),
         **options,
     }
     outputs = run(wide_oracle, "radix", 16, composition, memory, 64, overlap, **settings)
@@ -102,7 +108,7 @@ def test_logits_of_fused_layers_are_those_of_transformers(tmp_path: Path, archit
     torch.testing.assert_close(logits.cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
-HALF_BACKENDS = ["triton", "cascade", *(["flashinfer", "flashinfer,triton"] if find_spec("flashinfer") else [])]
+HALF_BACKENDS = ["triton", "cascade", *(["flashinfer", "flashinfer+triton"] if find_spec("flashinfer") else [])]
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -116,9 +122,7 @@ def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backen
     shared = rng.integers(0, 200, 300).tolist()
     prompts = [shared + rng.integers(0, 200, 1 + i).tolist() for i in range(12)] + [[5], [1, 2, 3]]
     expected = LLM(path, **common, **PLAIN).generate(prompts, params)
-    outputs = LLM(path, **common, prefill_attention=backend, decode_attention=backend, enforce_eager=eager).generate(
-        prompts, params
-    )
+    outputs = LLM(path, **common, **attention(backend), enforce_eager=eager).generate(prompts, params)
     assert agreeing_until_a_tie(outputs, expected) > 100
 
 
