@@ -203,7 +203,8 @@ def build_parser() -> argparse.ArgumentParser:
         added = commands.add_parser(command, help=summary, description=summary, formatter_class=style)
         added.add_argument("--threads", type=int, help="threads of PyTorch; by default one a core")
         added.add_argument("--output", type=Path, help="JSON file; by default benchmarks/results/<benchmark>.json")
-        either = added.add_mutually_exclusive_group()
+        # Only where there is something to choose: help texts of Python 3.11 cannot show a group without options.
+        either = added.add_mutually_exclusive_group() if "concurrency" in options else added
         for name, default in options.items():
             more: dict[str, Any] = {"dest": name, "help": HELP[name], "default": default}
             if isinstance(default, (list, tuple)):

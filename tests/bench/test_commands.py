@@ -15,7 +15,7 @@ import pytest
 
 from minisgl import demo
 from minisgl.bench import offline, preemption, workloads
-from minisgl.bench.__main__ import main
+from minisgl.bench.__main__ import COMMANDS, main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
@@ -223,3 +223,11 @@ def test_preemption_measures_every_way_on_the_same_requests(
     assert rows[0] <= rows[1] < rows[2]
     assert [row[1] for row in back["rows"]] == [8, 32]
     assert all(min(row[2:]) > 0 for row in back["rows"])
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_explains_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert "--output" in capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_a_loop_without_an_end_fails_its_tests_alone(folder: Path, capsys: pytes
 
 
 def test_a_package_that_ends_the_process_is_told_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "minisgl/core/__init__.py").write_text("import os\nos._exit(0)\n")
+    (folder / "minisgl/request.py").write_text("import os\nos._exit(0)\n")
     assert main(["check", "6", str(folder)]) == 2
     assert "the tests ended without a result: something ends the process" in capsys.readouterr().err
 

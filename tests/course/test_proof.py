@@ -39,7 +39,7 @@ def proved_with(chapter: Chapter) -> list[str]:
 def test_a_table_that_is_wrong_is_found_out() -> None:
     """The table of chapter 1 with a test that needs no task, and with one that is not there."""
     one = load_table().chapters[1]
-    needless = "tests/test_registry.py::test_a_name_is_taken_once"
+    needless = "tests/test_registry.py::test_a_name_in_the_table_is_found"
     missing = "tests/test_table.py::test_admission_sets_every_length[of-nothing]"
     problems = proved_with(replace(one, tasks=(replace(one.tasks[1], number=1, tests=(needless, missing)),)))
     assert problems == [
@@ -58,8 +58,8 @@ def test_tasks_in_the_wrong_order_are_found_out() -> None:
 
 
 def test_a_stub_that_an_import_needs_is_found_out() -> None:
-    """`Registry` is used while modules are imported."""
+    """`only_default` is called while the server's modules are imported."""
     one = load_table().chapters[1]
-    stub = Stub("minisgl.registry", "Registry.__init__")
+    stub = Stub("minisgl.server.requests", "only_default")
     problems = proved_with(replace(one, tasks=(replace(one.tasks[0], stubs=(*one.tasks[0].stubs, stub)),)))
     assert any(problem.startswith("chapter 1: the starter cannot be imported: it fails with") for problem in problems)

@@ -11,7 +11,7 @@ import torch
 
 import minisgl.engine.build as construction
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine, resolve_kv_dtype
+from minisgl.engine.build import build_engine, resolve_kv_dtype, warn_if_occupied
 from minisgl.engine.memory import INT32_MAX, longest_sequence
 from minisgl.errors import ConfigError
 from tests.model_zoo import tiny_checkpoint
@@ -69,3 +69,12 @@ def test_each_part_is_built_after_those_that_it_needs(tmp_path: Path, monkeypatc
     parts = ["KVCache", "DeviceState", "ModelRunner"]
     before = ["free_memory", "load_model", *parts, "measure_graph_memory", "pages_that_fit"]
     assert steps == [*before, *parts, "build_runner", "Engine"]
+
+
+@pytest.mark.parametrize(("held", "warns"), [(14_000_000_000, False), (132_800_000_000, True)])
+def test_memory_that_another_engine_holds_is_warned_of(
+    caplog: pytest.LogCaptureFixture, held: int, warns: bool
+) -> None:
+    warn_if_occupied(held, 150_100_000_000)
+    assert ("132.8 of 150.1 GB on this device are held by this process already" in caplog.text) == warns
+    assert ("Call close() on an LLM" in caplog.text) == warns

@@ -10,10 +10,10 @@ from tools.links import chapter_problems, site_problems
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository with a package, a test and no chapter yet."""
-    for name in ("chapters", "minisgl/core", "tests/kvcache"):
+    for name in ("chapters", "minisgl/server", "tests/kvcache"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "minisgl" / "core" / "batch.py").write_text("")
-    (tmp_path / "tests" / "kvcache" / "test_pages.py").write_text("def test_alloc(): ...\n\nclass TestPool: ...\n")
+    (tmp_path / "minisgl" / "batch.py").write_text("")
+    (tmp_path / "tests" / "kvcache" / "test_pool.py").write_text("def test_alloc(): ...\n\nclass TestPool: ...\n")
     (tmp_path / "chapters" / "SUMMARY.md").write_text("[A](00-a.md)\n")
     return tmp_path
 
@@ -26,7 +26,7 @@ def problems(root: Path, text: str) -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        "`minisgl/batch.py`, `minisgl/core`, `tests/kvcache/`, `minisgl/*/x.py`, `n // page_size`, `my_order.py`",
+        "`minisgl/batch.py`, `minisgl/server`, `tests/kvcache/`, `minisgl/*/x.py`, `n // page_size`, `my_order.py`",
         "`tests/kvcache/test_pool.py::test_alloc`, `tests/kvcache/test_pool.py::TestPool`",
         "`tests/kvcache/test_pool.py::test_alloc[4-True]`",
         "[a](../minisgl/batch.py) [b](00-a.md#there) [c](#here) [d](https://example.org/minisgl/x.py)",
