@@ -1,4 +1,4 @@
-"""TODO"""
+"""Text out of tokens: whole characters, no matter how tokens arrive, cut before a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Encoding texts and chats, the bound of characters a token, and end-of-sequence ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""The waiting queue: its order, its limit, and requests that come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Messages between the server's processes, and the sockets that carry them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""The tokenizer's and the detokenizer's stage: what they answer, refuse, and forget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Skipped tests are counted and held to a budget."""
 
 from __future__ import annotations
 

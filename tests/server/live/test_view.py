@@ -1,4 +1,4 @@
-"""TODO"""
+"""The live page's view of an engine: its steps, its prefix cache, and its state."""
 
 from __future__ import annotations
 
