@@ -42,7 +42,7 @@ class CudaGraphRunner(ModelRunner):
         super().__init__(runner.model, runner.kv_cache, runner.attention, runner.state, runner.sampler)
         self._capture = capture
         self._fused = fused
-        self._single_row = single_row or runner.model
+        self._single_row = runner.model if single_row is None else single_row
         self.buffers: dict[int, DecodeBuffers] = {}  # by number of rows: what the graphs of that size read
         # By number of rows, and the attention backend's name for the work of the step.
         self.graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
