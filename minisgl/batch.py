@@ -19,9 +19,8 @@ _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 class Batch:
     """A step: which tokens of which slots are fed to the model, where their KV goes, and which rows sample.
 
-    Prefill, decode and mixed steps are the same flat int32 arrays: a decode row is a row with one token. Decode rows
-    come first, then prefill rows, each in order of arrival. R rows, T tokens, S sampling rows. A batch is all that an
-    engine needs for a step, so it is also the message that tensor-parallel ranks receive.
+    Flat int32 arrays for prefill, decode and mixed steps: decode rows (one token each) first, then prefill rows, each
+    in order of arrival. R rows, T tokens, S sampling rows. It is also the message that tensor-parallel ranks receive.
     """
 
     slots: Int32Array  # [R] row of each request in the token and page tables
@@ -92,8 +91,7 @@ def build_batch(
 
     Args:
         slots: [R] int32 rows to run, decode rows first.
-        q_lens: [R] int32 tokens to feed for each row.
-        kv_lens: [R] int32 tokens of each row that are in the KV cache already.
+        q_lens, kv_lens: [R] int32 tokens of each row to feed, and tokens that are in the KV cache already.
         page_table: [slots, pages] int32 page ids; must cover ``kv_lens + q_lens`` tokens of each row.
     """
     cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
@@ -153,10 +151,8 @@ _ALIGNMENT = 4  # int32 words, 16 bytes
 def to_device(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy one-dimensional int32 arrays to the device in one transfer, and return them under their names.
 
-    A copy from host to device costs about the same for 40 bytes as for 40 KB, so everything a step needs travels in one
-    buffer. On CUDA the buffer is pinned and the copy asynchronous; PyTorch's allocator keeps a pinned buffer until the
-    copies that read it are done. Each array starts on a 16-byte boundary, because Triton compiles a kernel again for
-    each combination of arguments that happen to be aligned.
+    One buffer, since 40 KB take no longer than 40 bytes. On CUDA it is pinned and the copy asynchronous; PyTorch keeps
+    it until the copy is done. Arrays start on 16-byte boundaries, because Triton compiles a kernel for each alignment.
     """
     starts = np.cumsum([0, *(-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -220,10 +216,7 @@ class StepObserver(Protocol):
         ...
 
     def end(self, phase: StepPhase, batch: Batch | None) -> None:
-        """A phase is over, possibly with an error.
-
-        A ``schedule`` that found nothing to run ends without a batch; a ``compute`` that raised does not end.
-        """
+        """A phase is over. A ``schedule`` without work ends without a batch; a ``compute`` that raised does not end."""
         ...
 
     def finish(self, requests: Sequence[Request]) -> None:

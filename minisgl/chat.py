@@ -154,12 +154,9 @@ class ChatPartner(Protocol):
     name: str
 
     def answer(self, history: History) -> Generator[str, None, str]:
-        """Yield text as it comes, and return why it ended, as the API's ``finish_reason``.
+        """Yield text as it comes, and return the API's ``finish_reason``. Closing the generator ends the answer.
 
-        Closing the generator ends the answer, wherever it is computed.
-
-        Raises:
-            MiniSGLError: there is no answer, or no more of it.
+        Raises `MiniSGLError` if there is no answer, or no more of it.
         """
         ...
 
@@ -190,8 +187,7 @@ class EnginePartner:
 class DeferredInterrupt:
     """Inside a ``with`` block of the main thread, a first Ctrl-C waits for `raise_pending`; a second comes at once.
 
-    An engine interrupted in the middle of a step must end the step's requests and clear its prefix cache, because what
-    the step has written is unknown. Between two steps it only has to abort one request.
+    An engine that is interrupted within a step loses all requests of the step; between two steps it aborts only one.
     """
 
     def __init__(self) -> None:
@@ -217,11 +213,7 @@ class DeferredInterrupt:
 
 
 class ServerPartner:
-    """A server that speaks OpenAI's API.
-
-    Args:
-        url: of the server, with or without ``/v1``.
-        api_key: None if the server wants none.
+    """A server that speaks OpenAI's API, at ``url``, with or without ``/v1``.
 
     Raises:
         NoServer: no server listens there.

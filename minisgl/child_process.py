@@ -29,12 +29,10 @@ from minisgl.logs import configure_logs
 
 
 def freeze_heap() -> None:
-    """Exclude all present objects from garbage collection, so that it doesn't stop the process.
+    """Exclude all present objects from garbage collection; for our own processes, once they have started.
 
-    After loading PyTorch and a model, 200,000 to 400,000 objects live, none of them garbage. A full collection visits
-    them all and stops Python for 0.1 to 0.2 s: no step is launched, no answer is sent.
-
-    For our own processes, once they have started. Cycles that exist now are never freed, until `gc.unfreeze`.
+    With PyTorch and a model loaded, a full collection visits 200,000 to 400,000 objects and stops Python for 0.1 to 0.2
+    s. Reference cycles that exist now are never freed, until `gc.unfreeze`.
     """
     gc.collect()
     gc.freeze()
@@ -92,8 +90,8 @@ def beat() -> None:
 def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Ready], None]]]:
     """Run the ``with`` block as a child, with its options and a function that reports `Ready` to the parent.
 
-    That report freezes the heap and starts the heartbeats. The process ends with the block: with exit code 0 after
-    SIGTERM, and with 1 after an error, which is reported and logged.
+    `Ready` also freezes the heap and starts the heartbeats. The process ends with the block: exit code 0 after SIGTERM,
+    1 after an error, which is reported and logged.
     """
     reports = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no report

@@ -31,70 +31,61 @@ _STRINGS = (
 class EngineConfig:
     """All options of `minisgl.llm.LLM` and of the server.
 
-    An option that selects an implementation takes a name, or the ``"module:Class"`` of your own. ``tests/contracts``
-    tests whether a class fulfils the protocol.
+    An option that selects an implementation takes a name, or the ``"module:Class"`` of your own, which
+    ``tests/contracts`` can test.
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory, or a Hugging Face hub id.
-        architecture: name of the model's class in transformers, or ``"module:Class"``; ``"auto"`` is the name in
-            ``config.json``.
+        architecture: class name in transformers, or ``"module:Class"``; ``"auto"`` takes it from ``config.json``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` …; ``"auto"`` is CUDA where there is a GPU, else the CPU.
-        dtype: of weights and activations: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is
-            the checkpoint's dtype on CUDA and float32 on the CPU.
-        kv_dtype: of keys and values: ``"auto"`` is the model's dtype; ``"fp8"`` (e4m3) holds twice the tokens of
-            bfloat16 in the same memory and halves what decoding reads, at a loss of precision.
+        dtype: of the model: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``; ``"auto"`` is the
+            checkpoint's on CUDA and float32 on the CPU.
+        kv_dtype: of keys and values: ``"auto"`` is the model's; ``"fp8"`` (e4m3) takes half the memory of bfloat16 and
+            is less precise.
         max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
         max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
         max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
-        max_prefill_tokens: most prompt tokens of one step; a longer prompt is prefilled in chunks. The decode rows of
-            a mixed step are not counted.
+        max_prefill_tokens: most prompt tokens of one step, decode rows not counted; longer prompts are prefilled in
+            chunks.
         page_size: tokens in a KV page, a power of two from 1 to 256.
         num_pages: KV pages to allocate; None is as many as ``memory_ratio`` allows.
-        memory_ratio: share of the memory to use, above 0 and at most 1; None is 0.9 on CUDA and 0.25 on the CPU, which
-            other programs use too.
-        memory_formula: what ``memory_ratio`` is a share of. ``"free"``: of the memory that was free before the model
-            was loaded, and the model is subtracted (as in mini-sglang). ``"peak"``: of all memory, and the peak use of
-            a warm-up with the largest legal prefill is subtracted (as in vLLM).
+        memory_ratio: share of the memory to use, above 0 and at most 1; None is 0.9 on CUDA and 0.25 on the CPU.
+        memory_formula: what ``memory_ratio`` is a share of. ``"free"``: the memory that was free before the model was
+            loaded; the model is subtracted (as in mini-sglang). ``"peak"``: all memory; the peak of a warm-up with the
+            largest legal prefill is subtracted (as in vLLM).
         prefix_cache: how computed prefixes are found again: ``"radix"``, ``"block-hash"`` or ``"none"``.
-        eviction_policy: which cached pages are evicted first; ``"lru"`` is the least recently used. Any other needs a
-            prefix cache that takes a policy, as ``"radix"`` does.
+        eviction_policy: which cached pages are evicted first (``"radix"``); ``"lru"`` is the least recently used.
         page_store: where evicted pages are copied to; ``"none"`` drops them.
-        prefill_attention: attention backend for the prefill rows of a step: ``"torch"``, ``"triton"``, ``"cascade"``,
-            ``"flashinfer"``, ``"flashinfer-fa2"`` or ``"flashinfer-fa3"``; ``"auto"`` is the fastest on the device.
-            `minisgl.llm.LLM.attention_backend` says which backends are used and why.
-        decode_attention: the same for the decode rows. If both options come to the same name, one backend attends for
-            all rows.
-        queue_policy: which waiting request is considered first: ``"fcfs"`` (order of arrival) or ``"lpm"`` (longest
-            cached prefix).
+        prefill_attention: attention backend for prefill rows: ``"torch"``, ``"triton"``, ``"cascade"``,
+            ``"flashinfer"``, ``"flashinfer-fa2"`` or ``"flashinfer-fa3"``; ``"auto"`` is the fastest on the device,
+            which `minisgl.llm.LLM.attention_backend` explains.
+        decode_attention: the same for decode rows.
+        queue_policy: which waiting request comes first: ``"fcfs"`` (arrival) or ``"lpm"`` (longest cached prefix).
         batch_policy: what a step is made of: ``"prefill-first"`` (prefill or decode), ``"mixed"`` (both) or
             ``"static"`` (no new request before all running ones are finished).
-        admission_policy: whether a request may start: ``"optimistic"`` (its tokens fit now; running requests may be
+        admission_policy: when a request may start: ``"optimistic"`` (its tokens fit now; running requests may be
             preempted later) or ``"reserve"`` (all running requests fit to their end).
         sampler: ``"default"`` (plain PyTorch) or ``"triton"`` (one fused kernel); ``"auto"`` is ``"triton"`` on CUDA.
-        fusions: names of the fused kernels to use: ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding
-            + KV store), ``activation`` (SiLU·mul), ``experts`` (a mixture's experts as grouped products, without which
-            CUDA graphs cannot hold a mixture) and ``single-token`` (all of a decode step with one token). None is all
-            of them on CUDA and none on the CPU.
+        fusions: fused kernels to use: ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store),
+            ``activation`` (SiLU·mul), ``experts`` (grouped products; without them, CUDA graphs cannot hold a mixture of
+            experts) and ``single-token`` (a whole decode step with one token). None is all on CUDA and none on the CPU.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger steps run eagerly. None
             is ``max_running_requests``, up to 512.
-        graph_batches: numbers of rows to capture; a step is padded to the next one. None chooses them up to
-            ``max_graph_batch``.
-        overlap: schedule and launch the next step while the device computes this one; False waits for each step. None
-            is True on CUDA, which works asynchronously, and False on the CPU. The tokens are the same.
+        graph_batches: numbers of rows to capture; a step is padded to the next. None chooses up to ``max_graph_batch``.
+        overlap: schedule and launch the next step while the device computes this one. None is True on CUDA, which works
+            asynchronously, and False on the CPU. The tokens are the same.
         tensor_parallel_size: ranks that share the model, each on its own GPU, or as a process on the CPU.
         control_plane: how the driver sends steps to the ranks: ``"shared-memory"`` or ``"zmq"``.
-        all_reduce: how ranks add up partial results: ``"torch"`` (NCCL between GPUs, gloo between CPU ranks),
-            ``"ring"`` (sends and receives, between CPU ranks) or ``"peer-memory"`` (between GPUs; our own kernels, and
-            NCCL for the largest tensors). ``"auto"`` is ``"peer-memory"`` where GPUs can access one another's memory,
-            else ``"torch"``.
+        all_reduce: how ranks add up partial results: ``"torch"`` (NCCL between GPUs, gloo on the CPU), ``"ring"`` (on
+            the CPU) or ``"peer-memory"`` (our kernels between GPUs, NCCL for the largest tensors). ``"auto"`` is
+            ``"peer-memory"`` where GPUs can access one another's memory, else ``"torch"``.
         distributed_timeout: seconds that a rank waits for another in a collective before the engine ends; the driver
-            waits ten more for a step. It must exceed the longest step.
+            waits ten more. Must exceed the longest step.
         hang_timeout: seconds without an answer after which a process (a rank, or one of the server's) is killed, at
-            least 1; None is never. A process that answers may take longer over a step: ``distributed_timeout``.
+            least 1; None is never. A step may take longer: ``distributed_timeout``.
         verify_ranks: compare after every step what each rank received and sampled, to find bugs.
-        load_format: ``"auto"`` reads the checkpoint, ``"dummy"`` fills in random weights and needs only
-            ``config.json``.
+        load_format: ``"auto"`` reads the checkpoint; ``"dummy"`` makes random weights and needs only ``config.json``.
         seed: of dummy weights, and of requests that give none; from 0 to 2**63 - 1.
         request_timeout: seconds after which an unfinished request ends with an error; None is never.
 

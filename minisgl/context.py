@@ -53,21 +53,16 @@ class AttentionBackend(Protocol):
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """Prepare for one step. ``batch`` has the lengths on the host, ``inputs`` the same batch on the device.
 
-        Returns:
-            A key of the work that `forward` will launch. Two decode steps with equal keys and equally many rows launch
-            the same kernels with the same arguments, so one CUDA graph serves both.
+        Returns a key of the work that `forward` will launch. Decode steps with equal keys and numbers of rows launch
+        the same kernels with the same arguments, so one CUDA graph serves them.
         """
         ...
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """Store this step's keys and values, then attend. A token sees the positions up to and including its own.
 
-        Args:
-            q: [T, num_heads, head_dim], rotary embedding applied.
-            k, v: [T, num_kv_heads, head_dim] of the fed tokens; T as in `Batch`.
-
-        Returns:
-            [T, num_heads, head_dim], dtype of ``q``.
+        ``q`` and the result are [T, num_heads, head_dim] of one dtype; ``k`` and ``v`` [T, num_kv_heads, head_dim]; T
+        as in `Batch`. Rotary embedding is applied already.
         """
         ...
 

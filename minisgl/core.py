@@ -1,7 +1,4 @@
-"""The engine without text: requests of token ids go in, and each step reports the new tokens and the finished requests.
-
-`LLM` and the server's engine stage both drive an `EngineCore`.
-"""
+"""The engine without text: token ids go in, new tokens come out. `LLM` and the server both drive an `EngineCore`."""
 
 from __future__ import annotations
 
@@ -120,8 +117,8 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Run one step, if there is work, and return everything that became known since the last output.
 
-        Raises:
-            EngineDead: the executor has died. All requests have ended with this error; `take_output` reports them.
+        Raises `EngineDead` if the executor has died; then all requests have ended with it, and `take_output` reports
+        them.
         """
         try:
             return self.loop.step()
@@ -139,10 +136,7 @@ class EngineCore:
         self.executor.check()
 
     def close(self) -> None:
-        """End the processes of a tensor-parallel engine. A single rank has none.
-
-        Also happens when the object is garbage-collected and when the program ends.
-        """
+        """End the ranks' processes, if there are any. Also happens at garbage collection and at exit."""
         self.executor.close()
 
     @contextmanager

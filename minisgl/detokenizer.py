@@ -9,10 +9,7 @@ from minisgl.tokenizer import Tokenizer
 
 
 def complete_characters(data: bytes) -> tuple[str, bytes]:
-    """Decode UTF-8, and return the text and the bytes at its end that may still become a character.
-
-    Each byte that belongs to no character becomes one U+FFFD.
-    """
+    """Decode UTF-8 to text, with U+FFFD for wrong bytes, and the bytes at the end that may still become a character."""
     text = ""
     while True:
         try:
@@ -33,19 +30,15 @@ class IncrementalDetokenizer:
     """Turns one request's tokens into text, piece by piece.
 
     A token's text depends on its neighbours: a character may be spread over several tokens, and some tokenizers drop
-    the space before a first word. So each step decodes a short window of tokens, never the whole output, and three
-    offsets tell which text is new (the scheme of vLLM and SGLang)::
+    the space before a first word. So each step decodes a short window of tokens (the scheme of vLLM and SGLang)::
 
         all tokens:  forgotten | surrogate context | unread ...    |
                                surrogate           read            end
         window's text:         | sent already      ·    | held back |
                                0                        sent        end
 
-    A U+FFFD at the very end may still become a character, so it is held back. If there is none, the window moves on:
-    the tokens just read become the context of the next ones.
-
-    With byte fallback (Llama 2), characters outside of the vocabulary are spelled in byte tokens, one a byte. The
-    tokenizer would let one wrong byte spoil its neighbours, some of them sent already, so bytes are decoded here.
+    A U+FFFD at the very end may still become a character and is held back; else the window moves on. Byte tokens (byte
+    fallback, Llama 2) are decoded here, since the tokenizer would let one wrong byte spoil its neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -108,7 +101,7 @@ class IncrementalDetokenizer:
 class StopStrings:
     """Finds the first of several non-empty strings in a text that comes in pieces, and cuts the text before it.
 
-    The string that is complete first counts, the longest if several end at the same character.
+    The string that is complete first counts; of several that end at the same character, the longest.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -143,10 +136,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextStream:
-    """Detokenizes one request and stops at its stop strings, which count only after ``min_tokens`` tokens.
-
-    Without a tokenizer in the checkpoint there is no text.
-    """
+    """Detokenizes one request up to its stop strings, which count after ``min_tokens`` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.available else None

@@ -1,7 +1,4 @@
-"""All errors that this package raises, below `MiniSGLError`, and checks that raise them.
-
-A message says what was wrong, the limit or the names involved, and what to do about it.
-"""
+"""All errors that this package raises, below `MiniSGLError`, and checks that raise them."""
 
 from __future__ import annotations
 

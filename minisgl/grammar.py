@@ -1,8 +1,8 @@
 """Structured output: a request's tokens are constrained to a JSON Schema or a regular expression.
 
-A grammar describes bytes, a model writes tokens, and a token may be any piece of the output: half of a word, several
-brackets, a part of a character. llguidance (Guidance AI) walks a parser along the tree of all tokens' bytes on the host
-and finds which tokens may come next, one bit each. The sampler sets the others' logits to −inf (Willard & Louf 2023).
+A grammar describes bytes, and a token may be any piece of the output. llguidance (Guidance AI) walks a parser along the
+tree of all tokens' bytes on the host and finds which tokens may come next, one bit each; the sampler sets the others'
+logits to −inf (Willard & Louf 2023).
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ _WHITE_SPACE = " |\n[ \t]{0,32}"
 
 
 class Grammar:
-    """A `TokenConstraint`: one request's position in its grammar.
+    """A `TokenConstraint`: one request's position in its grammar, which ``matcher`` holds.
 
-    Args:
-        matcher: at the beginning of the grammar; this object advances it.
-        field: the request's field that had the grammar, for errors.
-        on_error: called when the output cannot go on.
+    ``field`` is the request's field for errors; ``on_error`` is called when the output cannot go on.
     """
 
     def __init__(self, matcher: LLMatcher, field: str, on_error: Callable[[], None]) -> None:
@@ -67,11 +64,9 @@ class Grammar:
 class Grammars:
     """Makes the constraints of requests, and the masks of steps.
 
-    The first request with a grammar takes some tenths of a second, as all tokens' bytes are gathered for it.
-
-    Args:
-        vocab_size: the model's, which may be padded beyond the tokenizer's. Tokens without bytes are never allowed.
-        eos_ids: tokens that end an output, allowed exactly where a grammar may end.
+    The first request with a grammar takes some tenths of a second, to gather all tokens' bytes. The model's
+    ``vocab_size`` may exceed the tokenizer's; tokens without bytes are never allowed, ``eos_ids`` only where a grammar
+    may end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -83,8 +78,7 @@ class Grammars:
     def constraint(self, params: SamplingParams) -> TokenConstraint | None:
         """Make the constraint of one request; None if its parameters ask for none.
 
-        Raises:
-            InvalidRequest: naming the field whose grammar is malformed, too large, not supported or fits no output.
+        Raises `InvalidRequest` for a grammar that is malformed, too large, not supported or fits no output.
         """
         field, text = ("regex", params.regex) if params.json_schema is None else ("json_schema", params.json_schema)
         if text is None:

@@ -22,10 +22,8 @@ from minisgl.tokenizer import Tokenizer
 class InputProcessor:
     """Checks prompts and parameters, and makes numbered requests of them. It allocates no slot and no page.
 
-    Args:
-        max_seq_len: tokens of the longest sequence.
-        max_kv_tokens: tokens that fit the KV cache.
-        max_stop_ids: most tokens that may end a request.
+    Limits, in tokens: ``max_seq_len`` of a sequence, ``max_kv_tokens`` of the KV cache, ``max_stop_ids`` that end a
+    request.
     """
 
     def __init__(
@@ -52,10 +50,9 @@ class InputProcessor:
     def process(
         self, prompt: Sequence[int], params: SamplingParams, streaming: bool = False, user: str = ""
     ) -> list[Request]:
-        """Check a prompt and its parameters, and make its ``params.n`` requests.
+        """Check a prompt of token ids and its parameters, and make its ``params.n`` requests.
 
         Args:
-            prompt: token ids.
             streaming: report each token as it comes.
             user: client that the requests are for, for policies that are fair to users.
 
@@ -96,13 +93,10 @@ class InputProcessor:
         return tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that the KV cache could never hold, even in an idle engine.
+        """Raise `ContextExceeded` for a request that the KV cache could never hold, even in an idle engine.
 
-        The server calls this before it accepts a request. `LLM.generate` doesn't: there the request ends in the queue,
-        with ``finish_reason`` ``"error"``, and the other prompts succeed.
-
-        Raises:
-            ContextExceeded: naming the field and what would fit.
+        The server calls this before it accepts a request; with `LLM.generate`, the request ends in the queue with
+        ``finish_reason`` ``"error"``, and the other prompts succeed.
         """
         capacity = self._max_kv_tokens
         if request.max_len - 1 <= capacity:  # the last token is never fed, so its KV needs no room
@@ -118,11 +112,7 @@ class InputProcessor:
 
 
 def check_prompt(prompt: object, vocab_size: int) -> Int32Array:
-    """Return token ids as int32[len].
-
-    Raises:
-        InvalidRequest: not a non-empty list of integers below ``vocab_size``.
-    """
+    """Return token ids as int32[len]; `InvalidRequest` unless a non-empty list of integers below ``vocab_size``."""
     check_type("prompt", prompt, (Sequence, np.ndarray), "text or a list of token ids")
     assert isinstance(prompt, (Sequence, np.ndarray))
     if len(prompt) == 0:

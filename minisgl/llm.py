@@ -30,9 +30,7 @@ Messages = Sequence[Mapping[str, Any]]  # a conversation: each message has a rol
 
 
 class LLM:
-    """A model, ready to generate: an `EngineCore` between a tokenizer and the assembling of text.
-
-    Not thread-safe; several instances may live side by side.
+    """A model, ready to generate: an `EngineCore` with text at both ends. Not thread-safe.
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory with a checkpoint, or a Hugging Face hub id.
@@ -60,16 +58,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, batched continuously.
+        """Generate for all prompts, batched continuously, and return one output a prompt, in their order.
+
+        A request that cannot be finished, such as a prompt larger than the KV cache, has ``finish_reason`` ``"error"``.
 
         Args:
             prompts: text, token ids, or a list of either or both.
             params: one for all, or one each; None is `SamplingParams` with its defaults.
             progress: show a progress bar with the throughput of prefill and decode.
-
-        Returns:
-            One output a prompt, in the order of the prompts. A request that the engine could not finish, such as a
-            prompt larger than the whole KV cache, has ``finish_reason`` ``"error"``; the others are not affected.
 
         Raises:
             InvalidRequest: a prompt or its parameters are malformed. Nothing has been computed then.
@@ -93,11 +89,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one conversation, or a list of them, in the model's chat template.
-
-        Returns:
-            One output for one conversation, a list for a list. Otherwise as `generate`.
-        """
+        """Answer one conversation, or a list of them, in the model's chat template; otherwise as `generate`."""
         is_list = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Messages], messages if is_list else [messages])
         outputs = self.generate([self.tokenizer.encode_chat(each) for each in conversations], params, progress)
@@ -106,9 +98,7 @@ class LLM:
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Generate for one prompt and yield text as it comes. Closing the iterator aborts the request.
 
-        Raises:
-            InvalidRequest: the prompt or its parameters are malformed.
-            QueueFull: too many requests are waiting.
+        Raises `InvalidRequest` for malformed input, `QueueFull` if too many requests are waiting.
         """
         return self._stream(self.prepare(prompt, params or SamplingParams(), streaming=True))
 
@@ -148,29 +138,20 @@ class LLM:
     def prepare(
         self, prompt: PromptInput, params: SamplingParams, streaming: bool = False, user: str = ""
     ) -> list[Generation]:
-        """Check a prompt and its parameters, and make its ``n`` generations. Nothing is allocated yet.
-
-        Raises:
-            InvalidRequest: naming the field and its limit.
-        """
+        """Check a prompt and its parameters, and make its ``n`` generations; `InvalidRequest` names a wrong field."""
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         requests = self.core.input_processor.process(token_ids, params, streaming, user)
         return [Generation(request, self.tokenizer, index, streaming) for index, request in enumerate(requests)]
 
     def submit(self, generation: Generation) -> None:
-        """Enqueue a prepared generation.
-
-        Raises:
-            QueueFull: too many requests are waiting.
-        """
+        """Enqueue a prepared generation; `QueueFull` if too many are waiting."""
         self.core.add(generation.request)
         self._generations[generation.request.uid] = generation
 
     def step(self) -> StepOutput:
-        """Run one step of the engine and hand its tokens to their generations.
+        """Run one step and hand its tokens to their generations.
 
-        Raises:
-            EngineDead: a rank has ended. So have all requests, with this error.
+        Raises `EngineDead` if a rank has ended; all requests have then ended with this error.
         """
         try:
             output = self.core.step()
@@ -235,10 +216,7 @@ class LLM:
 
 
 class Generation:
-    """One of the ``n`` continuations of a prompt, from submission to its end.
-
-    Text is decoded token by token only for streaming and for stop strings; otherwise once, at the end.
-    """
+    """One of the ``n`` continuations of a prompt; decodes text step by step only for streaming and stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, index: int, streaming: bool) -> None:
         self.request = request

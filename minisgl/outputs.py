@@ -102,12 +102,9 @@ class Delta:
 
 
 class CompletionAssembler:
-    """Puts one completion together: tokens go in; text comes out, detokenized and cut before a stop string.
+    """Puts completion ``index`` of ``n`` together: tokens go in; text comes out, cut before a stop string.
 
-    Args:
-        index: which of the ``n`` completions.
-        stop: strings that end the text. If there are any, add one token at a time.
-        min_tokens: how many tokens come before a stop string counts.
+    With ``stop`` strings, add one token at a time; they count after ``min_tokens`` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, index: int, stop: Sequence[str] = (), min_tokens: int = 0) -> None:

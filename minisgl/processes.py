@@ -1,7 +1,7 @@
 """Child processes, seen from their parent: ranks and the server's workers are started, watched and ended here.
 
-A child is lost when it has died, and also when it hangs: because it is stopped (SIGSTOP, a debugger) or its main loop
-makes no progress. `ChildProcess` notices both, kills a child that hangs, and tells why it ended.
+A child is lost when it has died, and when it hangs: it is stopped (SIGSTOP, a debugger) or makes no progress.
+`ChildProcess` notices both, kills a child that hangs, and tells why it ended.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ _DRAIN = 1.0  # seconds to read on after a child has ended; processes that it ha
 class ChildProcess:
     """``python -m MODULE`` as a child, whose side of the protocol is `minisgl.child_process`.
 
-    A new interpreter instead of a fork or ``multiprocessing``, so that notebooks and scripts without a main guard can
-    start it. It gets its own session: Ctrl-C in a terminal reaches only the parent, and processes that the child has
-    started, such as a compiler, are ended with it.
+    A new interpreter, so that notebooks and scripts without a main guard can start it, in its own session: Ctrl-C in a
+    terminal reaches only the parent, and processes that the child has started are ended with it.
 
     Args:
         title: its name in errors; None is "the NAME process".
         hang_timeout: seconds without an answer after which a child that was ready is killed; None never does.
-        turn_timeout: seconds without a heartbeat after which it is killed even if it answers, because its main loop
-            hangs; must exceed the longest turn. None is ``hang_timeout``.
+        turn_timeout: seconds without a heartbeat of its main loop after which it is killed even if it answers; must
+            exceed the longest turn. None is ``hang_timeout``.
         environment: defaults of environment variables.
         prefix: before each line that it writes to stderr, which this process then passes on; None leaves stderr alone.
 
@@ -173,10 +172,7 @@ class ChildProcess:
             self.ready.set_result(report)
 
     def _lines(self, fd: int) -> Iterator[bytes]:
-        """All lines until the child closes its end, or is killed because it hangs.
-
-        Time counts only while the pipe is empty, so a pause of this process is not held against the child.
-        """
+        """Lines until the child closes its end, or is killed because it hangs; only time with an empty pipe counts."""
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         rest, pinged, turned = b"", False, time.monotonic()
@@ -240,11 +236,9 @@ def exit_error(title: str, code: int, failed: Failed | None, last_line: str = ""
 
 
 def wait_until_ready(children: Sequence[ChildProcess], timeout: float) -> None:
-    """Wait until all children are ready, or the first fails.
+    """Wait until all children are ready, or raise the error of the first that fails.
 
-    Raises:
-        MiniSGLError: the error that kept a child from getting ready.
-        EngineDead: a child died, or was not ready after ``timeout`` seconds.
+    Raises `EngineDead` if a child died, or was not ready after ``timeout`` seconds.
     """
     done, late = wait([child.ready for child in children], timeout, FIRST_EXCEPTION)
     for future in done:

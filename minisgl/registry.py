@@ -16,14 +16,9 @@ Registry = Mapping[str, T | str]
 
 
 def resolve(field: str, name: str, registry: Registry[T]) -> T:
-    """Load the implementation that ``name`` selects.
+    """Load the implementation that ``name`` selects: a key of ``registry``, or ``"module:Class"``.
 
-    Args:
-        field: the option that gave the name, for error messages.
-        name: a key of ``registry``, or the ``"module:Class"`` of an implementation from outside.
-
-    Raises:
-        ConfigError: the name is unknown, or its module or class cannot be imported.
+    Raises `ConfigError`, which names the option ``field``, if it is unknown or cannot be imported.
     """
     if name in registry:
         found = registry[name]

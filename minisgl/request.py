@@ -55,11 +55,7 @@ class RequestTimes:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to generate. A prompt with ``n`` completions is n requests.
-
-    Everything that a decode step touches for *every* request lives in `RunningTable`, one array a field. This object
-    holds the rest.
-    """
+    """One sequence to generate: what a decode step does not touch for every request (that is in `RunningTable`)."""
 
     uid: int  # unique in its engine, never reused; also the order of arrival
     prompt: Int32Array  # [prompt_len] token ids

@@ -24,13 +24,13 @@ class SamplingParams:
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many tokens.
         temperature: divides the logits; 0 is greedy, values in (0, 0.01) are raised to 0.01. Up to 100.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1] (nucleus sampling,
-            Holtzman et al. 2020).
+        top_p: keep the fewest tokens whose probability reaches this, in (0, 1] (nucleus sampling, Holtzman et al.
+            2020).
         min_p: drop tokens less likely than this share of the likeliest one, in [0, 1] (Nguyen et al. 2024).
         presence_penalty: subtracted once from the logit of every token generated so far, in [-2, 2].
         frequency_penalty: subtracted from a token's logit once for every time it was generated, in [-2, 2].
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output, in
-            (0, 10] (CTRL, Keskar et al. 2019); 1 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output, in (0, 10]
+            (CTRL, Keskar et al. 2019); 1 is off.
         logit_bias: token id → value in [-100, 100] added to its logit.
         stop: strings that end the text; the text is cut before the first one. A single string is allowed.
         stop_token_ids: token ids that end the request in addition to the model's end-of-sequence ids.
@@ -39,14 +39,14 @@ class SamplingParams:
             from the engine's seed.
         logprobs: report this many most likely tokens a step (0 to 20) beside the sampled one; None reports nothing.
         n: number of independent completions of the prompt, 1 to 128; completion i samples with ``seed + i``.
-        json_schema: JSON text of a JSON Schema, up to 65,536 characters: the output is a value that it describes.
-            ``{"type": "object"}`` is any object, and ``{}``, as in the standard, any value at all.
-        regex: a regular expression of up to 8,192 characters, without look-around and back-references, in which
-            ``\\d``, ``\\w`` and ``\\s`` are ASCII: all of the output matches it.
+        json_schema: JSON Schema of the output, as a text of up to 65,536 characters; ``{"type": "object"}`` is any
+            object, ``{}`` any value.
+        regex: regular expression that all of the output matches, of up to 8,192 characters, without look-around and
+            back-references; ``\\d``, ``\\w`` and ``\\s`` are ASCII.
 
-    With a schema or an expression, the end-of-sequence token is sampled only where the output may end, and the request
-    ends where nothing can follow, even before ``min_tokens``. What is cut off by ``max_tokens`` or a stop string need
-    not match: then a schema's output may be incomplete JSON.
+    With a schema or an expression, end-of-sequence tokens are sampled only where the output may end, and the request
+    ends where nothing can follow, even before ``min_tokens``. What ``max_tokens`` or a stop string cuts off need not
+    match.
 
     Raises:
         InvalidRequest: naming the field and its limit.

@@ -1,7 +1,6 @@
 """The running requests as a structure of arrays: one row (slot) a request, one NumPy array a field.
 
-A decode step touches every running request. With Python objects, that costs microseconds each and milliseconds a step;
-with arrays it is a dozen NumPy calls for any number of requests.
+With Python objects a decode step would cost microseconds a request; with arrays it is a dozen NumPy calls in all.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class RunningTable:
         token_len  tokens that exist, counting one that a launched step is still sampling
         known_len  tokens whose ids the host has seen
 
-    ``kv_len < token_len`` always holds for a request with work to do: the next step feeds it the tokens
-    ``kv_len … token_len``. One token left means decode, more means prefill: the two differ in nothing else.
+    The next step feeds the tokens ``kv_len … token_len``: one token means decode, more mean prefill.
     """
 
     def __init__(self, max_running: int, max_seq_len: int, max_stop_ids: int = 64) -> None:

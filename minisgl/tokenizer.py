@@ -16,8 +16,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class Tokenizer:
     """The tokenizer of the checkpoint in directory ``path``. `ModelLoadError` if its files cannot be read.
 
-    Without tokenizer files it has `eos_ids` only, `available` is False and other methods raise `InvalidRequest`: an
-    engine can run on token ids alone.
+    Without files, `available` is False, and all but `eos_ids` raise `InvalidRequest`: token ids alone still work.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,10 +47,8 @@ class Tokenizer:
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Tokenize ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
 
-        A text that must have more than ``limit`` tokens, by its length, is refused without being tokenized.
-
-        Raises:
-            InvalidRequest: ``prompt`` is no string, no valid Unicode or too long, or the checkpoint has no tokenizer.
+        Raises `InvalidRequest` without a tokenizer, or for a ``prompt`` that is no string, no valid Unicode or too
+        long: a text that must exceed ``limit`` tokens is not tokenized.
         """
         check_type("prompt", text, str, "a string")
         return self._encode("prompt", text, True, limit)
@@ -72,11 +69,10 @@ class Tokenizer:
         """Tokenize a conversation in the model's chat template, which writes all special tokens itself.
 
         Args:
-            messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
-                ``{"type": "text", "text": ...}``. Other keys reach the template as they are.
+            messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts ``{"type":
+                "text", "text": ...}``. Other keys reach the template as they are.
             add_generation_prompt: end with the beginning of the assistant's answer.
-            tools: functions that the model may call, ``{"type": "function", "function": {...}}`` each, for the
-                template to describe.
+            tools: functions that the model may call, ``{"type": "function", "function": {...}}`` each.
             limit: as in `encode`.
 
         Raises:
@@ -198,8 +194,7 @@ _SHRINKING = {"Prepend": 1, "NFC": 4}
 def characters_per_token(backend: Any) -> int | None:
     """Most characters of a text that one token of a transformers tokenizer can stand for; None if unknown.
 
-    Known for BPE tokenizers that drop no characters: each string of the vocabulary has one character for each byte
-    (byte-level) or character that it stands for.
+    Known for BPE without dropped characters: each string of the vocabulary has a character for each byte or character.
     """
     raw = getattr(backend, "backend_tokenizer", None)
     if raw is None:
@@ -242,13 +237,10 @@ def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def load_eos_ids(path: Path) -> tuple[int, ...]:
-    """Read all end-of-sequence ids of the checkpoint in directory ``path``; empty if it names none.
+    """Read the end-of-sequence ids of the checkpoint in directory ``path``; empty if it names none.
 
-    ``generation_config.json`` comes first (chat models list several ids there), then ``config.json``, then the
-    tokenizer's own end token.
-
-    Raises:
-        ModelLoadError: a file is no JSON object, or its ``eos_token_id`` neither an integer nor a list of them.
+    From ``generation_config.json`` (chat models list several there), else ``config.json``, else the tokenizer. Raises
+    `ModelLoadError` for a file that is no JSON object, or ids that are neither an integer nor a list of them.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read(path / name).get("eos_token_id")
@@ -287,10 +279,7 @@ _PROBE = "🦊"  # a character of four bytes, to test whether byte tokens are de
 
 
 def find_byte_tokens(backend: Any) -> dict[int, int]:
-    """Map token id → byte, for the bytes of characters beyond ASCII; empty without byte fallback.
-
-    Tokens of ASCII bytes are left out, because each is a whole character.
-    """
+    """Map token id → byte above ASCII, for tokenizers with byte fallback; empty for others."""
     values = range(0x80, 0x100)
     ids = backend.convert_tokens_to_ids([f"<0x{value:02X}>" for value in values])
     tokens = dict(zip(ids, values, strict=True))

@@ -55,9 +55,8 @@ class Summary:
 class Trace:
     """Collects events: at most ``limit``, the newest ones. `LLM.trace` records every step of an engine in one.
 
-    On CUDA, a device span is measured between two events in the device's stream. One more event, recorded while the
-    device is idle, ties its clock to the host's. A span begins when the device reaches the first event, so on an idle
-    device the time in which the host packs the step's inputs (some 0.1 ms) counts as busy.
+    On CUDA, a device span is the time between two events in the stream; one more event, recorded while the device is
+    idle, ties its clock to the host's. On an idle device, some 0.1 ms in which the host packs inputs count as busy.
     """
 
     def __init__(self, device: torch.device | None = None, limit: int | None = None) -> None:
@@ -166,8 +165,8 @@ class TraceObserver:
     """A `StepObserver` that records steps in a trace; ``args["step"]`` of an event is the step's number, from 0.
 
     - On the track ``host``: spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` has the
-      numbers of ``rows``, ``tokens``, leading ``decode`` rows and ``constrained`` rows, which sample under a mask, and
-      for each row its ``uids``, tokens ``fed`` and tokens ``cached`` before.
+      numbers of ``rows``, ``tokens``, leading ``decode`` rows and ``constrained`` rows, and for each row its ``uids``,
+      tokens ``fed`` and tokens ``cached`` before.
     - On the track ``device``, if the engine is observed too: a span ``decode``, ``prefill`` or ``mixed``.
     - On the track ``requests``: instants ``admit``, ``preempt`` and ``finish`` with ``uid``, the last with ``reason``.
     """

@@ -18,13 +18,11 @@ from minisgl.request import Int32Array
 
 
 class CascadeAttention(TritonAttention):
-    """Attend in two stages: the rows of a group together over their prefix, then each row over the rest of its keys.
+    """Attend in two stages: the rows of a group together over their shared prefix, then each row to its other keys.
 
-    Groups form when a request with a cached prefix starts to decode, and dissolve when it ends, so we look for them at
-    every step. They reach the kernels in tensors that keep their address for each number of rows. Layers with a sliding
-    window attend row by row, since their rows do not see a prefix. A group has at least ``min_rows`` rows and
-    ``min_tokens`` shared tokens; all groups of a step together must save ``min_saved`` tokens, to pay for one launch
-    more.
+    Groups are looked for at every step; their tensors keep their addresses, for CUDA graphs. Layers with a sliding
+    window attend row by row. A group has at least ``min_rows`` rows and ``min_tokens`` shared tokens, and the groups of
+    a step must save ``min_saved`` tokens together, to pay for one launch more.
     """
 
     def __init__(self, kv_cache: KVCache, min_rows: int = 4, min_tokens: int = 256, min_saved: int = 8192) -> None:
@@ -82,10 +80,7 @@ class CascadeAttention(TritonAttention):
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Decode rows of a step in groups that share a prefix; each row is in one group at most. int32 arrays.
-
-    The rows of group g are ``members[ends[g − 1] : ends[g]]``.
-    """
+    """Groups of decode rows with a shared prefix: group g is ``members[ends[g − 1] : ends[g]]``. int32 arrays."""
 
     shared_lens: Int32Array  # [R] tokens of the prefix that the row shares with its group; 0: no group
     members: Int32Array  # rows of the first group, then of the second …
@@ -102,10 +97,9 @@ class PrefixGroups:
 
 
 class PrefixGroupTracker:
-    """Finds the groups of each step's decode rows, from a mirror of the page table on the host.
+    """Finds the groups of each step from a host mirror of the page table. It must see every step in order.
 
-    It sees every step in order. It looks for groups again only when the rows differ from those of the step before, or a
-    page that was compared has changed; neither happens in a steady run of decode steps.
+    It searches again only if the rows or a page that was compared have changed, which is rare in a run of decode steps.
     """
 
     def __init__(
@@ -155,17 +149,11 @@ _UNKNOWN = -1
 def find_groups(
     table: Int32Array, num_pages: Int32Array, page_size: int, min_rows: int, min_pages: int
 ) -> PrefixGroups:
-    """Group rows by the prefix that saves most.
+    """Group each row with those that share the prefix that saves most: (rows − 1) × shared pages, then the longer one.
 
-    Requests often share several prefixes: all have the system prompt, some of them a document behind it. Each row joins
-    the rows with which it saves most pages, (rows − 1) × shared pages; ties go to the longer prefix. We look for shared
-    lengths of ``min_pages``, twice that, four times …: rows with the same page in a column share the whole path to it.
-    Then we take the exact common length of each group.
-
-    Args:
-        table: [R, W] page-table rows.
-        num_pages: [R] leading entries that may be shared.
-        min_rows, min_pages: of a group.
+    ``table``: [R, W] page-table rows, of which the first ``num_pages``, [R], may be shared. A group has at least
+    ``min_rows`` rows and ``min_pages`` pages. We compare columns ``min_pages``, twice that, four times …, since rows
+    with the same page in a column share the whole path to it, and then take each group's exact common length.
     """
     num_rows = len(num_pages)
     most_saved = np.zeros(num_rows, dtype=np.int64)

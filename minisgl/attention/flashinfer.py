@@ -1,8 +1,7 @@
 """FlashInfer's paged attention as a backend (Ye et al. 2025).
 
-FlashInfer has a *wrapper* for each phase: ``plan`` cuts the rows of a step into pieces on the host, ``run`` launches a
-layer's kernels. We plan once a step for each kind of layer. This module can be imported where FlashInfer is not
-installed: wrappers are imported where they are made.
+FlashInfer has a *wrapper* for each phase: ``plan`` cuts rows into pieces on the host, once a step for each kind of
+layer, and ``run`` launches a layer's kernels. FlashInfer itself is imported only where wrappers are made.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def flashinfer_attention(kv_cache: KVCache, version: str | None = None) -> Hybri
 def fastest_version(batch: Batch) -> str:
     """Name the FlashAttention that prefills faster on Hopper GPUs.
 
-    Version 3 uses their asynchronous matrix units, but a program attends for one head and 128 queries of one row.
-    Version 2 fills a tile with the queries of all heads that share a KV head, which short rows need.
+    Version 3 uses their asynchronous matrix units, but takes tiles of 128 queries of one head, which short rows do not
+    fill; version 2 puts all heads that share a KV head into a tile.
     """
     return "fa3" if batch.num_tokens >= _FA3_TILE * batch.num_rows else "fa2"
 
@@ -68,8 +67,8 @@ def fastest_version(batch: Batch) -> str:
 class FlashInferAttention(PagedAttention):
     """Attend for the rows of one phase with FlashInfer.
 
-    `plan` prepares for all kinds of layers that have attended before. A new kind is planned when it first attends,
-    which is impossible while a CUDA graph is captured.
+    `plan` covers the kinds of layers that have attended before. A new kind is planned at its first call, which must not
+    happen during a graph's capture.
     """
 
     def __init__(
@@ -120,9 +119,8 @@ class PageLists:
 
 
 def page_lists(batch: Batch, page_table: torch.Tensor, page_size: int, out: torch.Tensor) -> PageLists:
-    """List the pages of each row of ``batch``.
+    """List the pages of each row of ``batch``, gathered on the device without waiting for it.
 
-    The host knows how many pages each row has, so the page ids are gathered on the device without waiting for it.
     ``indices`` are the beginning of ``out``, int32 on the device and as large as the contiguous page table.
     """
     num_pages = -(-batch.seq_lens // page_size)
@@ -171,10 +169,7 @@ class LayerKind:
 
 
 class Workspace:
-    """Memory for partial results. Kernels share it, since they run one after the other on one stream.
-
-    FlashInfer cuts rows into pieces: enough for two programs a multiprocessor, or one for every tile of queries.
-    """
+    """Memory for the partial results of FlashInfer's pieces, shared by all kernels, which run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -248,8 +243,7 @@ class PrefillKernel:
 class DecodeKernel:
     """One query token a row, on tensor cores: the queries of all heads that share a KV head are a tile.
 
-    Each number of rows has a wrapper, whose buffers keep their addresses: a CUDA graph that was captured over them
-    stays valid, since every plan for as many rows refreshes them.
+    Each number of rows has a wrapper whose buffers keep their addresses, so CUDA graphs over them stay valid.
     """
 
     def __init__(self, kind: LayerKind, kv_cache: KVCache, workspace: Workspace, indices: torch.Tensor) -> None:
@@ -308,10 +302,7 @@ class DecodeWrapper:
 
 
 class PlanCaller:
-    """Calls plan functions of one wrapper, each after the end of the copy that the one before started.
-
-    They write to pinned memory of the wrapper and start a copy from there to the device.
-    """
+    """Calls plan functions of one wrapper; each waits for the copy from pinned memory that the one before started."""
 
     def __init__(self) -> None:
         self._copied = torch.cuda.Event()

@@ -1,7 +1,4 @@
-"""Two backends over one KV cache: one attends for the prefill rows of a step, the other for its decode rows.
-
-Prefill is arithmetic and decode is memory traffic, so the fastest kernel of one is rarely the fastest of the other.
-"""
+"""Two backends over one KV cache: one for prefill rows, bound by arithmetic, one for decode rows, bound by memory."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ ATTENTION_BACKENDS: Registry[AttentionFactory] = {
 def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
     """Name the backend that was fastest on an H200 of those that can attend over ``kv_cache``, and say why.
 
-    FlashInfer with FlashAttention 3 prefills long prompts faster than our kernels. But that saves less than 1 % of a
-    mixed workload's time and costs a minute of compiling at first use, so it has to be asked for by name.
+    FlashInfer with FlashAttention 3 is never chosen: it gains less than 1 % on a mixed workload and compiles for a
+    minute.
     """
     if kv_cache.k.device.type == "cpu":
         return "torch", "it is the fastest on a CPU"
@@ -92,10 +92,10 @@ def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice
 
 
 def select_backend(prefill: str, decode: str) -> AttentionFactory:
-    """Return a factory of the backend for two names: of one backend if they are the same, else of a `HybridAttention`.
+    """Return a factory for the backends of two names: a single backend if they are equal, else a `HybridAttention`.
 
-    A name is a key of `ATTENTION_BACKENDS`, ``"module:Class"``, or ``"auto"``. Raises `ConfigError` for an unknown
-    name; the factory raises it where the two cannot share a KV cache.
+    Names are keys of `ATTENTION_BACKENDS`, ``"module:Class"`` or ``"auto"``. Raises `ConfigError` for an unknown name;
+    the factory raises it where the two cannot share a KV cache.
     """
     for option, name in (("prefill_attention", prefill), ("decode_attention", decode)):
         if name != "auto":

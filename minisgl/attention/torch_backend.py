@@ -1,8 +1,8 @@
 """Attention in plain PyTorch: the reference that every other backend is compared with.
 
-From the top: `grouped_query_attention` is attention itself. `DenseAttention` attends within one step. `PagedAttention`
-stores a step's keys and values in the KV cache first, and is the base class of all backends over pages; of these
-`TorchAttention` is the plainest.
+`grouped_query_attention` is attention itself, `DenseAttention` attends within one step, and `PagedAttention` stores
+keys and values in the KV cache first: the base class of all backends over pages, of which `TorchAttention` is the
+plainest.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ def causal_mask(
 ) -> torch.Tensor:
     """Build an additive mask, [B, 1, Q, L]: 0 where a query sees a key, −∞ where it does not.
 
-    Args:
-        q_positions, k_positions: [B, Q] and [B, L].
-        window: number of most recent positions that a query sees, its own included; None: all up to its own.
-        dtype: of the queries.
+    Positions are [B, Q] and [B, L]; ``dtype`` is that of the queries. A query sees the last ``window`` positions up to
+    its own; None: all.
     """
     q, k = q_positions[:, None, :, None], k_positions[:, None, None, :]
     visible = k <= q
@@ -70,10 +68,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor 
 
 
 class DenseAttention:
-    """Attend to the tokens of this step alone, without a KV cache: right for whole prompts only.
-
-    A step that continues a sequence would need the keys and values of earlier steps.
-    """
+    """Attend to the tokens of this step alone, without a KV cache: right for whole prompts only."""
 
     capturable = False
 
@@ -96,8 +91,7 @@ class DenseAttention:
 class PagedAttention(PagedAttentionBackend):
     """Base class of the backends over a `KVCache`: store a step's keys and values, then attend over pages.
 
-    Only positions that were written are ever read. The cache may be narrower than the queries; what is read is
-    converted.
+    The cache may have a narrower dtype than the queries; what is read is converted. Only written positions are read.
     """
 
     kv_cache: KVCache
@@ -125,10 +119,7 @@ _GROUP_KEYS = 4096
 
 
 class TorchAttention(PagedAttention):
-    """Gather the keys and values of each row from their pages, then attend with PyTorch's own kernel.
-
-    Decode rows of similar length attend together, padded and masked. The queries of a prefill row are cut into tiles.
-    """
+    """Gather keys and values from pages, then attend with PyTorch: decode rows padded, prefill rows in tiles."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
@@ -157,10 +148,7 @@ class TorchAttention(PagedAttention):
         return attended if layout.inverse is None else attended.index_select(0, layout.inverse)
 
     def _gather(self, locs: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read keys and values at ``locs``, [B, L, num_kv_heads, head_dim] each, into memory that the next call reuses.
-
-        If the cache is narrower than the computation, the results are converted copies.
-        """
+        """Read keys and values at ``locs``, [B, L, num_kv_heads, head_dim], in memory that the next call reuses."""
         cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
         for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
             torch.index_select(byte_view(memory).flatten(0, 1), 0, locs.flatten(), out=byte_view(out))
@@ -228,10 +216,9 @@ class TorchAttention(PagedAttention):
         return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
 
     def _causal_band(self, window: int | None) -> torch.Tensor:
-        """One mask of which those of all prefill tiles are slices, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
+        """Build the mask that those of all prefill tiles are slices, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
 
-        Whether a key is visible depends only on its distance from the query, so the mask of a tile further along the
-        sequence is the same mask, moved along the columns.
+        Visibility depends only on the distance between query and key, so a later tile's mask is the same one, moved.
         """
         device, dtype = self.kv_cache.k.device, self.kv_cache.dtype
         columns = torch.arange(self._batch.max_seq_len + _QUERY_TILE, dtype=torch.int32, device=device)[None]

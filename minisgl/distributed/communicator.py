@@ -30,7 +30,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 class TorchCommunicator(Communicator):
     """The collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. ``peers`` reduces what fits it.
 
-    On CUDA they run on the current stream, do not block the host, and can be captured in CUDA graphs.
+    On CUDA they run on the current stream without blocking the host, and can be captured in CUDA graphs.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: PeerAllReduce | None = None) -> None:
@@ -73,13 +73,10 @@ COMMUNICATORS: Registry[Callable[[dist.ProcessGroup, torch.device], Communicator
 def select_communicator(
     name: str, device: torch.device, timeout: float
 ) -> Callable[[dist.ProcessGroup, torch.device], Communicator]:
-    """Return what builds the communicator ``name`` over a process group: one of `COMMUNICATORS` or ``"peer-memory"``.
+    """Return a function that builds the communicator ``name``: a key of `COMMUNICATORS` or ``"peer-memory"``.
 
-    ``"auto"`` is ``"peer-memory"`` between GPUs that can access each other's memory, else ``"torch"``. Ranks wait
-    ``timeout`` seconds for each other over peer memory; elsewhere the process group has its own timeout.
-
-    Raises:
-        ConfigError: the name is unknown, or the communicator cannot run on this device.
+    ``"auto"`` is ``"peer-memory"`` between GPUs that can access each other's memory, else ``"torch"``. ``timeout`` is
+    that of peer memory, in seconds. Raises `ConfigError` if the name is unknown or cannot run on this device.
     """
     has_kernels = device.type == "cuda" and find_spec("triton") is not None
     if name == "auto":
@@ -113,13 +110,11 @@ def _over_peer_memory_if_possible(timeout: float, group: dist.ProcessGroup, devi
 class RingCommunicator(Communicator):
     """A ring of CPU ranks, each sending to the next and receiving from the one before (Patarasuk and Yuan 2009).
 
-    The tensor has as many parts as there are ranks. In ``size − 1`` turns, a reduce-scatter, every part travels around
-    the ring and each rank adds its numbers to it. In ``size − 1`` more, an all-gather, the sums travel around. A rank
-    sends ``2 (size − 1) / size`` times the tensor, the least possible, but small messages take ``2 (size − 1)``
-    latencies. Each part is summed in one order, so all ranks get the same bits.
+    The tensor has one part for each rank. In ``size − 1`` turns (reduce-scatter) every part travels around the ring and
+    each rank adds its numbers; in ``size − 1`` more (all-gather) the sums travel. A rank sends ``2 (size − 1) / size``
+    times the tensor, the least possible, with as many latencies as turns. All ranks get the same bits.
 
-    Raises:
-        ConfigError: on a GPU, where a send and the receive that waits for it must be one launch.
+    Raises `ConfigError` on a GPU, where a send and its receive must be one launch.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

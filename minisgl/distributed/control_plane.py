@@ -27,9 +27,7 @@ class StepReceiver(Protocol):
     def receive(self, timeout: float | None = None) -> bytes | None:
         """Return the next message, or None if there is none within ``timeout`` seconds (None: no limit).
 
-        Raises:
-            EOFError: the driver has closed its end, or died.
-            EngineDead: a message was lost.
+        Raises `EOFError` if the driver has closed its end or died, `EngineDead` if a message was lost.
         """
         ...
 
@@ -39,8 +37,7 @@ class StepReceiver(Protocol):
 class ControlPlane(Protocol):
     """The driver's end. It sends every message to all ranks, and loses none.
 
-    While it waits for ranks, it calls ``check``, which raises an error if waiting is pointless. After ``timeout``
-    seconds, it raises `TimeoutError`.
+    While it waits for ranks it calls ``check``, which may raise; after ``timeout`` seconds it raises `TimeoutError`.
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None: ...
@@ -76,10 +73,7 @@ CONTROL_PLANES: Registry[type[ControlPlane]] = {
 def wait_for_message(
     arrived: Callable[[], bool], sleep: Callable[[float | None], object], timeout: float | None
 ) -> bool:
-    """Poll for a short while, then sleep, until a message has arrived; False if none does within ``timeout``.
-
-    Timeouts are in seconds, None for no limit. ``sleep`` may return early.
-    """
+    """Poll shortly, then sleep, until a message arrives; False after ``timeout`` seconds (None: no limit)."""
     start = time.monotonic()
     while not arrived():
         waited = time.monotonic() - start
@@ -106,12 +100,10 @@ _NUMBER = struct.Struct("<q")  # in front of each message: its number, from 0
 
 
 class ZmqPlane:
-    """A ZeroMQ publisher, with every rank as a subscriber.
+    """A ZeroMQ publisher, with every rank as a subscriber, over a file in a private directory.
 
-    A publisher usually drops messages for subscribers that are slow or not there yet. This one waits for all
-    subscriptions first, and does not send while a queue is full (``XPUB_NODROP``). Numbers would reveal a lost message.
-
-    The socket is a file in a private directory. Connections do not need it, so `connect` removes it.
+    A publisher usually drops messages for subscribers that are slow or missing. This one waits for all subscriptions
+    first and does not send while a queue is full (``XPUB_NODROP``).
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:

@@ -27,12 +27,11 @@ _MIN_ROW_BYTES = 256  # of a row for which the memory has signal pads
 
 
 class PeerAllReduce:
-    """Sum over the ranks. Small tensors go in one shot: every rank sends all of its tensor to every other rank. Others
-    go in two shots: each rank sums its share of the rows, and sends out the result.
+    """Sum over the ranks: small tensors in one shot (every rank sends all to every other), larger ones in two.
 
-    All ranks make the same calls with the same shapes in the same order on one stream, or capture them in graphs and
-    replay those in the same order. All get the same bits: both ways sum in float32, in the order of the ranks, and
-    round once.
+    In two shots each rank sums its share of the rows, and sends out the result. All ranks make the same calls with the
+    same shapes in the same order on one stream, or replay such graphs. All get the same bits: sums are float32, in the
+    order of the ranks, rounded once.
 
     Args:
         max_bytes: of the largest tensor that `fits`; about four times as much memory is shared.
@@ -99,8 +98,7 @@ class PeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Communicator.all_reduce_and_norm` in two shots, with the norm between them.
 
-        Each rank sums and normalises the rows with row % ranks == rank, and sends out the result. The residual stream
-        that is returned has only these rows.
+        Each rank sums, normalises and sends the rows with row % ranks == rank; its residual stream has only these rows.
         """
         normed, total = torch.empty_like(x), torch.empty_like(x)
         stream, size = x if residual is None else residual, x.shape[1]
@@ -122,9 +120,9 @@ class PeerAllReduce:
         self.check()
 
     def check(self) -> None:
-        """Raise `EngineDead` if a kernel of this rank has given up, so that results since then are wrong.
+        """Raise `EngineDead` if a kernel of this rank has given up; does not wait for the device.
 
-        Does not wait for the device. The rank sends no more signals, so all other ranks give up in their next call.
+        Results since then are wrong. The rank sends no more signals, so all others give up at their next call.
         """
         if self._lost.item():
             raise EngineDead(

@@ -1,12 +1,10 @@
 """Triton kernels of the all-reduce over peer memory.
 
-A kernel that is captured in a CUDA graph runs again and again with the same arguments, so an argument cannot tell which
-call this is. Instead each rank counts its calls on the device. All ranks make the same calls in the same order, so the
-number is the same on all of them, and a signal is just that number, written into a peer's memory. Signals need no
-reset, because the next call has another number.
+A captured kernel gets the same arguments at every replay, so each rank counts its calls on the device. All ranks make
+the same calls in the same order, so the number is the same everywhere; a signal is that number, written into a peer's
+memory, and needs no reset.
 
-A rank that gives up waiting computes wrong results from then on. So it stops signalling, and all other ranks give up
-as well, instead of passing on wrong numbers.
+A rank that gives up waiting has wrong results, so it stops signalling, and all other ranks give up as well.
 """
 
 from __future__ import annotations

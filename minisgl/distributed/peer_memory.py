@@ -1,8 +1,7 @@
 """Peer memory: each rank of a host allocates a piece, and maps those of the others, for kernels to read and write.
 
-On GPUs a piece is plain device memory, shared by CUDA's interprocess handles. PyTorch's allocator will not do, because
-it cuts small tensors out of large blocks, nor will its symmetric memory, which sets up NVLink multicast. On the CPU a
-piece is an anonymous file. No piece has a name, so it is freed with the last process that maps it.
+On GPUs a piece is device memory, shared by CUDA's interprocess handles: PyTorch's allocator cuts small tensors out of
+large blocks, and its symmetric memory sets up NVLink multicast. On the CPU it is an anonymous file.
 """
 
 from __future__ import annotations
@@ -56,12 +55,9 @@ class PeerMemory:
 
 
 def share_memory(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    """Allocate a piece of ``nbytes`` on every rank and map them all. A collective call.
+    """Allocate a piece of ``nbytes`` on every rank of this host and map them all. A collective call.
 
-    The ranks are processes of one host and one user. CUDA devices must reach each other, over NVLink for speed.
-
-    Raises:
-        ConfigError: a rank, which the error names, could not allocate or map a piece.
+    Raises `ConfigError`, which names the rank, if one could not allocate or map a piece.
     """
     mapping: _Mapping = _CudaMapping(device) if device.type == "cuda" else _FileMapping()
     rank = dist.get_rank(group)

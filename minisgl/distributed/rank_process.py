@@ -1,7 +1,4 @@
-"""The process of one rank: it builds its engine, runs the steps that the driver sends, and reports the tokens.
-
-Below are the two things that ranks share with the driver: a store, where they meet, and a pipe each for reports.
-"""
+"""The process of one rank: it builds its engine, runs the steps that the driver sends, and reports the tokens."""
 
 from __future__ import annotations
 
@@ -69,9 +66,9 @@ def _engine_info(engine: Engine) -> EngineInfo:
 
 
 class RankWorker:
-    """The main loop of a rank. It launches each step as soon as it arrives, complete or not as the one before may be.
+    """The main loop of a rank, which launches each step as it arrives, whether or not the one before is complete.
 
-    Rank 0 reports the tokens; the other ranks have sampled the same ones. With ``verify_ranks`` all ranks report.
+    Rank 0 reports the tokens; with ``verify_ranks`` all ranks do.
     """
 
     def __init__(self, engine: Engine, steps: StepReceiver, options: RankOptions) -> None:
@@ -84,8 +81,7 @@ class RankWorker:
     def run(self) -> None:
         """Run steps until the control plane raises `EOFError`.
 
-        Raises:
-            EngineDead: an all-reduce was incomplete, so the tokens of this and of all other ranks are wrong.
+        Raises `EngineDead` if an all-reduce was incomplete, so that the tokens of all ranks are wrong.
         """
         reports = self._options.rank == 0 or self._options.config.verify_ranks
         step = 0

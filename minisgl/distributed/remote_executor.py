@@ -41,9 +41,7 @@ _KILL_TIMEOUT = 10.0  # killed processes to disappear
 
 
 class RemoteExecutor:
-    """An `Executor` over ``tensor_parallel_size`` ranks, each a process with an `Engine`.
-
-    The driver has no model and uses no GPU. So if a rank fails, the driver can kill all of them and report the error.
+    """An `Executor` over ``tensor_parallel_size`` ranks, each a process with an `Engine`; the driver uses no GPU.
 
     Raises:
         ConfigError: an option cannot work here.
@@ -173,10 +171,7 @@ class RemoteStep:
 
 
 class RankProcesses:
-    """The processes of the ranks. If one of them ends or hangs, a thread kills all others.
-
-    So no rank stays on a GPU, waiting for a collective that will never be complete.
-    """
+    """The processes of the ranks. If one ends or hangs, a thread kills all others, which would wait for it forever."""
 
     def __init__(self) -> None:
         self.exit_reason: str | None = None  # why the ranks are gone
@@ -189,8 +184,7 @@ class RankProcesses:
     def start(self, options: Sequence[RankOptions], store: object) -> None:
         """Start a process for each rank, and keep the store where they meet open while they live.
 
-        Raises:
-            OSError, RuntimeError: a process or thread cannot be started. `close` ends the others.
+        Raises `OSError` or `RuntimeError` if a process or thread cannot be started; `close` ends the others.
         """
         watcher = threading.Thread(target=self._watch, args=(store,), name="minisgl-ranks", daemon=True)
         watcher.start()
@@ -238,10 +232,9 @@ class RankProcesses:
         os.close(self._exit_writer)  # wakes all readers of `exit_fd`
 
     def _find_cause(self, first: int) -> str:
-        """Say which rank failed, and why.
+        """Say which rank failed, and why: one that hangs, else one that was killed, else the first to end.
 
-        The first rank to end may be a victim, whose connection broke or whose collective timed out. So a rank that
-        hangs is to blame, else one that was killed, and only then the first.
+        The first may be a victim, whose connection broke or whose collective timed out.
         """
         ended = [first]
         with contextlib.suppress(queue.Empty):

@@ -23,10 +23,7 @@ _HEADER = 8  # bytes before each record: its size, and that of the message's res
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """A ring buffer that the driver writes and every rank reads.
-
-    Positions count all bytes ever written or read, so that a full ring and an empty one differ.
-    """
+    """A ring buffer that the driver writes and every rank reads. Positions count all bytes ever written or read."""
 
     memory: memoryview
     positions: npt.NDArray[np.int64]  # [ranks] how far each rank has read; each on its own cache line, before the ring
@@ -50,11 +47,10 @@ class _Ring:
 
 
 class SharedMemoryPlane:
-    """A ring buffer in shared memory, and a pipe to each rank.
+    """A ring buffer in shared memory, and a pipe to each rank, in which one byte announces one record.
 
-    One byte in the pipe announces one record in the ring. It wakes a sleeping rank, and it is a memory barrier: a rank
-    that has read the byte sees the record. The pipe ends when the driver dies. Memory and pipes have no names, so the
-    system frees them with the last process, however that ends.
+    The byte wakes a sleeping rank and is a memory barrier: who has read it sees the record. The pipe ends when the
+    driver dies. Nothing has a name, so the system frees it with the last process.
     """
 
     def __init__(self, num_ranks: int, check: Callable[[], None]) -> None:

@@ -51,9 +51,8 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
     7. The runner, which may capture all of these in CUDA graphs.
     8. On CUDA, warm-up steps on the dummy page, so that kernels are compiled before the first request.
 
-    Raises:
-        ConfigError: the device is missing, a size is more than it or the model has, or no KV page fits.
-        ModelLoadError: the checkpoint is not usable.
+    Raises `ConfigError` if the device is missing, a size is too large for it or the model, or no KV page fits, and
+    `ModelLoadError` if the checkpoint is not usable.
     """
     device = rank_device(config, communicator.rank)
     with device_guard(device):
@@ -142,8 +141,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
 def warn_if_occupied(held: int, total: int) -> None:
     """Warn if this process holds more than a tenth of the device's ``total`` bytes before an engine is sized.
 
-    ``llm = LLM(...)`` for the second time builds the new engine while the old one lives. On an H200 the new one then
-    gets 5,600 KV pages instead of 70,900, preempts, and generates a fifth fewer tokens a second.
+    A second ``llm = LLM(...)`` is built while the first lives: on an H200 it gets 5,600 KV pages instead of 70,900.
     """
     if held > total // 10:
         logger.warning(
@@ -176,10 +174,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called ``name``; ``"auto"`` is CUDA where it is present, else the CPU.
-
-    Raises `ConfigError` if there is no such device here.
-    """
+    """The device called ``name``; ``"auto"`` is CUDA if present, else the CPU. `ConfigError` if it is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -24,11 +24,10 @@ _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 
 class CudaGraphRunner(ModelRunner):
-    """Replays decode steps, and launches every other step as a `ModelRunner` does.
+    """Replays decode steps, padded to the next of the captured ``sizes`` (rows); runs others as a `ModelRunner`.
 
-    A graph has one shape, so a step is padded to the next of the captured ``sizes`` (numbers of rows). The model and
-    the attention backend of ``runner`` must be capturable. ``capture`` makes the graphs; ``fused`` is that of
-    `DecodeBuffers`; ``single_row`` computes the logits of steps with one row, None means the model.
+    The model and the attention backend of ``runner`` must be capturable. ``fused`` is that of `DecodeBuffers`.
+    ``single_row`` computes the logits of steps with one row; None means the model.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class CudaGraphRunner(ModelRunner):
         return self._single_row if rows == 1 else self.model
 
     def _compute(self, buffers: DecodeBuffers) -> Tensors:
-        """What is captured: the model, the sampler where it can be, and writing the tokens to the token table.
+        """What is captured: model, sampler (if capturable) and appending the tokens to the token table.
 
         Returns [B, vocab] logits, and [B] tokens that were sampled with temperatures alone.
         """
@@ -120,9 +119,8 @@ _FIELDS = 7  # slots, seq_lens, page_index, page_value, temperature, key_low, ke
 class DecodeBuffers:
     """Inputs of decode steps with B = ``rows`` rows, at addresses that never change.
 
-    The host does not send positions, locations and token ids: they follow from a row's slot and length, and the device
-    derives them from its own tables. With ``fused``, Triton kernels look up and append tokens in one launch each, where
-    PyTorch takes a dozen.
+    Positions, locations and token ids follow from a row's slot and length, so the device derives them from its own
+    tables: with ``fused`` in one Triton launch, else in a dozen PyTorch ones.
     """
 
     def __init__(self, state: DeviceState, page_size: int, rows: int, fused: bool = False) -> None:
@@ -155,10 +153,8 @@ class DecodeBuffers:
     def fill(self, batch: Batch, sampling: HostSampling, stages: Int32Array = _EMPTY) -> tuple[Batch, torch.Tensor]:
         """Write a step of at most B decode rows and B page-table changes into the buffers, with one copy from the host.
 
-        Of ``sampling`` only the random stage is used. ``stages`` is all of it packed, for sampling after the replay;
-        it travels in the same copy, to memory that no graph reads.
-
-        Returns the batch padded to B rows, and ``stages`` on the device.
+        Of ``sampling`` only the random stage is used; ``stages``, all of it packed, travels in the same copy, to memory
+        that no graph reads. Returns the batch padded to B rows, and ``stages`` on the device.
         """
         padded = pad_batch(batch, self.rows, self.dummy_slot)
         pinned = self._packed.is_cuda and len(stages) == 0  # `to_device` pins its own copy
@@ -220,10 +216,7 @@ def _put(target: Int32Array, values: Int32Array, rest: int) -> None:
 
 
 def pad_batch(batch: Batch, rows: int, dummy_slot: int) -> Batch:
-    """Pad a decode step to ``rows`` rows with rows of one token on the dummy slot.
-
-    Padding reads and writes the dummy page only, and the tokens that it samples are never read.
-    """
+    """Pad a decode step to ``rows`` rows with one-token rows on the dummy slot, whose tokens are never read."""
     missing = rows - batch.num_rows
     if missing == 0:
         return batch
@@ -325,10 +318,7 @@ class CpuGraph:
 
 
 def build_runner(config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = ()) -> ModelRunner:
-    """Return ``runner``, or on CUDA one that replays its decode steps.
-
-    Of ``fusions``, names from `minisgl.models.fusions.FUSIONS`, ``"single-token"`` counts.
-    """
+    """Return ``runner``, or on CUDA one that replays its decode steps. Of ``fusions``, ``"single-token"`` counts."""
     sizes = sizes_to_capture(config, runner)
     if not sizes:
         return runner
@@ -367,8 +357,7 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
 def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
     """Bytes that graphs of these numbers of rows will keep on the device; 0 for no sizes.
 
-    The two largest are captured on trial, if need be over a KV cache of a single page. We assume that each further one
-    adds as much as the second does.
+    Captures the two largest on trial, and assumes that each further one adds as much as the second.
     """
     if not sizes:
         return 0

@@ -24,8 +24,8 @@ from minisgl.models.config import ModelConfig
 class Engine:
     """Computes the steps that it is told to, and nothing else. `minisgl.engine.build.build_engine` makes one.
 
-    ``page_bytes`` counts a KV page over all layers. ``graph_bytes`` is what the CUDA graphs were measured to need, 0 if
-    not measured. ``communicator`` joins the ranks that share the model; each has an engine and is told of every step.
+    ``page_bytes`` counts a KV page over all layers; ``graph_bytes`` is the measured need of the CUDA graphs, or 0. The
+    ranks that share a model by a ``communicator`` each have an engine, and each is told of every step.
     """
 
     def __init__(
@@ -76,11 +76,7 @@ class Engine:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Start a step: the model, the sampler, and an asynchronous copy of the tokens back to the host.
-
-        Raises:
-            EngineDead: the engine was closed.
-        """
+        """Start a step: model, sampler, asynchronous copy of the tokens to the host. `EngineDead` once closed."""
         if self.closed:
             raise EngineDead("the engine was closed; build a new one")
         for new in batch.new_requests:

@@ -1,7 +1,6 @@
-"""The stages between the model's logits and the draw: pure functions on the device.
+"""Pure functions from logits to logits or weights, [S, vocab] float32 or float64: the sampler's stages before the draw.
 
-None of them changes its arguments, reads a value back to the host or makes a shape depend on a value. Logits are
-[S, vocab] float32 or float64, in and out.
+None reads a value back to the host or makes a shape depend on a value.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ def constrain(logits: torch.Tensor, stage: ConstraintStage[torch.Tensor]) -> tor
 
 
 def count_tokens(history: TokenHistory, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count from the token table how often each token was generated, and whether it occurs at all.
-
-    Returns the occurrences in the output, [P, vocab] of ``dtype``, and whether a token is in the prompt or the output,
-    [P, vocab] bool. Counts are whole numbers in floating point, so the order of atomic additions does not matter.
-    """
+    """Count each token in the output, [P, vocab] of ``dtype``; mark those in prompt or output, [P, vocab] bool."""
     tokens = history.tokens[history.slots, : history.max_token_len]
     position = torch.arange(history.max_token_len, device=tokens.device)
     exists = position < history.token_len.unsqueeze(-1)
@@ -51,9 +46,8 @@ def count_tokens(history: TokenHistory, vocab: int, dtype: torch.dtype) -> tuple
 def penalise(logits: torch.Tensor, stage: PenaltyStage[torch.Tensor], history: TokenHistory) -> torch.Tensor:
     """Apply the three penalties to the P rows of the stage.
 
-    Repetition comes first, on prompt and output: positive logits are divided by it, negative ones multiplied (CTRL,
-    Keskar et al. 2019). Then we subtract frequency × occurrences and, for every token that occurs, presence; these two
-    count the output only (OpenAI's definition).
+    Repetition first, on prompt and output: positive logits are divided by it, negative ones multiplied (CTRL, Keskar et
+    al. 2019). Then frequency × occurrences and, for tokens that occur, presence are subtracted; output only (OpenAI).
     """
     generated, seen = count_tokens(history, logits.shape[-1], logits.dtype)
     rows = logits[stage.rows]
@@ -65,21 +59,16 @@ def penalise(logits: torch.Tensor, stage: PenaltyStage[torch.Tensor], history: T
 
 
 def softmax_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """``exp((logit − largest logit) / temperature)``: softmax up to a factor, 1 for the likeliest token.
-
-    ``temperature`` is [S], positive. A logit of −inf gives 0, but a row of nothing else gives NaN.
-    """
+    """``exp((logit − largest) / temperature)``, the latter [S] > 0: softmax up to a factor; the likeliest is 1."""
     return ((logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)).exp()
 
 
 def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.Tensor]) -> torch.Tensor:
-    """Set the weights of tokens outside of top-k or top-p to 0, in the F rows of the stage.
+    """Set the weights, [S, vocab], of tokens outside of top-k or top-p to 0, in the F rows of the stage.
 
-    Top-k keeps the k likeliest tokens. Top-p keeps the fewest of those whose weights add up to ``top_p`` of what top-k
-    kept (nucleus sampling, Holtzman et al. 2020), at least one. So the n likeliest tokens stay, for some n a row. Among
-    equal logits the lower token ids do, so exactly n stay and ``top_k=1`` is greedy.
-
-    ``weights`` are those that `softmax_weights` made from ``logits``, [S, vocab] both.
+    Top-k keeps the k likeliest tokens. Top-p keeps the fewest of those, at least one, whose weights add up to ``top_p``
+    of what top-k kept (nucleus sampling, Holtzman et al. 2020). Among equal logits the lower ids stay, so ``top_k=1``
+    is greedy.
     """
     rows_logits, rows_weights = logits[stage.rows], weights[stage.rows]
     # Find n among the sorted logits, of which the largest max_top_k suffice.
@@ -101,8 +90,5 @@ def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.
 
 
 def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set weights under ``min_p``, [S] in [0, 1], of the likeliest token's to 0 (Nguyen et al. 2024).
-
-    ``weights`` are [S, vocab] from `softmax_weights`, so the likeliest token weighs 1.
-    """
+    """Set weights, [S, vocab] with 1 for the likeliest token, below ``min_p``, [S], to 0 (Nguyen et al. 2024)."""
     return weights.masked_fill(weights < min_p.unsqueeze(-1), 0.0)

@@ -47,8 +47,8 @@ def pages_that_fit(
 ) -> int:
     """Number of pages for ``config.memory_ratio`` and ``config.memory_formula`` (`minisgl.kvcache.sizing`).
 
-    ``graph_bytes`` is what CUDA graphs will allocate later; ``free_before`` were free before the model was loaded, for
-    formula A. The ``num_ranks`` engines like this one share a CPU's memory; on GPUs each has a device.
+    ``graph_bytes`` will be allocated by CUDA graphs; ``free_before`` were free before the model was loaded (formula A).
+    On a CPU, ``num_ranks`` engines share the memory.
     """
     sharing = num_ranks if device.type == "cpu" else 1
     ratio = config.memory_ratio or _DEFAULT_MEMORY_RATIO[device.type]
@@ -76,10 +76,7 @@ def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: tor
 
 
 def longest_sequence(config: EngineConfig, model_limit: int) -> int:
-    """``max_seq_len``, or what the model's positions and the token table's int32 indices allow.
-
-    Raises `ConfigError` if ``max_seq_len`` is more than either.
-    """
+    """``max_seq_len``, or the most that the model's positions and int32 indices allow; `ConfigError` if it is more."""
     indexable = INT32_MAX // (config.max_running_requests + 1)
     wanted = config.max_seq_len
     if wanted is None:
@@ -109,8 +106,7 @@ class MemoryPeak:
 def measure_peak_memory(device: torch.device) -> Iterator[MemoryPeak]:
     """Fill in the yielded `MemoryPeak` when the block ends.
 
-    On CUDA the allocator knows the peak. On the CPU we sample the resident size of the process every 5 ms, and may miss
-    a shorter peak.
+    On CUDA the allocator knows the peak; on the CPU we sample the resident size every 5 ms, and may miss a short one.
     """
     result = MemoryPeak()
     if device.type == "cuda":
@@ -188,9 +184,9 @@ def all_gather_int(value: int, communicator: Communicator, device: torch.device)
 
 
 def check_memory_balance(free: int, communicator: Communicator, device: torch.device) -> None:
-    """Raise `ConfigError` on all ranks if the ``free`` bytes of two are more than 2 GiB apart, and name those two.
+    """Raise `ConfigError` on all ranks if two devices' ``free`` bytes differ by more than 2 GiB, and name the two.
 
-    The fullest device would decide for all of them. Ranks on a CPU share one memory, and always agree.
+    The fullest device would decide for all. Ranks on a CPU share one memory, and always agree.
     """
     if device.type != "cuda":
         return
@@ -217,10 +213,7 @@ _SAMPLING_KINDS = (
 
 @torch.inference_mode()
 def warm_up_kernels(runner: ModelRunner, max_prefill_tokens: int) -> None:
-    """Run prefill steps on the dummy slot, from the largest legal one down, and sample in every way.
-
-    Only the dummy slot and the dummy page are written.
-    """
+    """Run prefill steps on the dummy slot and page, from the largest legal one down, and sample in every way."""
     table = SamplingTable(1)
     for batch in _prefill_steps(runner, max_prefill_tokens):
         for params in _SAMPLING_KINDS:

@@ -18,8 +18,7 @@ from minisgl.request import Int32Array
 class ModelRunner:
     """Computes steps of any shape without waiting for the device, launching their kernels one by one.
 
-    A step needs one copy to the device, besides those that the attention backend plans. ``model`` maps a `DeviceBatch`
-    to the logits of its sampling rows, [S, vocab], inside a forward context.
+    ``model`` maps a `DeviceBatch` to the logits of its sampling rows, [S, vocab], inside a forward context.
     """
 
     def __init__(
@@ -41,9 +40,9 @@ class ModelRunner:
         return self.state.tokens.device
 
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
-        """Feed the batch, store its KV, sample, and leave the sampled tokens in the token table.
+        """Feed the batch, store its KV, sample [S] tokens, and append them to the token table.
 
-        Returns [S] tokens on the device, valid until the next call.
+        The returned device tensors are valid until the next call.
         """
         state = self.state
         token_index, token_value = state.token_writes(batch.new_requests)
@@ -78,8 +77,8 @@ class ModelRunner:
 class DeviceState:
     """Token table and page table on the device: one row a slot, and a last row for padding, the dummy slot.
 
-    A step reads its input ids here and leaves the tokens that it samples here, so the next decode step can be launched
-    before the host has seen them. Unused entries of the page table point to ``dummy_page``.
+    Steps read input ids here and leave sampled tokens here, so the next decode step can be launched before the host has
+    seen them. Unused entries of the page table point to ``dummy_page``.
     """
 
     def __init__(

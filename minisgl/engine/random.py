@@ -1,8 +1,4 @@
-"""Random choice without a generator's state: a hash gives every token its own noise, and the luckiest token wins.
-
-All functions are pure. What a request draws depends on its seed and on how many tokens it has generated, never on its
-slot, on the other rows of the batch, or on whether it was preempted and computed again.
-"""
+"""Counter-based random choice: it depends on a request's seed and position, not on slot, batch or preemption."""
 
 from __future__ import annotations
 
@@ -29,21 +25,19 @@ def splitmix64(state: UInt64Array) -> UInt64Array:
 
 
 def draw_keys(keys: UInt64Array, output_index: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """The key of one draw for each row, 64 bits as two int32[S], low half first.
+    """Return the 64-bit key of each row's draw as two int32[S], low half first.
 
-    SplitMix64 hashes a counter, so we reach its n-th number in one step: this is number ``output_index``, int32[S], of
-    the stream that starts at the row's key, uint64[S]. `SamplingTable` uses the hash of the seed as key, because seeds
-    that differ by one would start streams close together.
+    Number ``output_index``, int32[S], of the SplitMix64 stream that starts at the row's key, uint64[S]; the keys are
+    hashed seeds, because seeds that differ by one would start streams close together.
     """
     bits = splitmix64(keys + output_index.astype(np.uint64) * _GOLDEN_GAMMA)
     return bits.astype(np.uint32).view(np.int32), (bits >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
 def token_hash(key_low: torch.Tensor, key_high: torch.Tensor, vocab: int) -> torch.Tensor:
-    """A hash of every token under each row's key, int32[S, vocab], the same on every device.
+    """Hash every token under each row's key: int32[S, vocab], distinct within a row, the same on every device.
 
-    Two rounds of MurmurHash3's finaliser (Appleby 2011), each after one half of the key. Every step is invertible, so
-    no two tokens of a row have the same hash.
+    Two rounds of MurmurHash3's finaliser (Appleby 2011), each after one half of the key.
     """
     tokens = torch.arange(vocab, dtype=torch.int32, device=key_low.device) * _GOLDEN_INT32
     mixed = _mix_(tokens + key_low.unsqueeze(-1))
@@ -58,22 +52,16 @@ def _mix_(bits: torch.Tensor) -> torch.Tensor:
 
 
 def exponentials(hashes: torch.Tensor) -> torch.Tensor:
-    """Exponentially distributed numbers from 31 bits of each hash, float32, between 2**-32 and 17.
-
-    ``−log(1 − v)`` for v uniform in (0, 1). Small results decide a draw, and there float32 is precise.
-    """
+    """Exponential variates, float32 in [2**-32, 17]: ``−log(1 − v)`` for v in (0, 1) from 31 bits of each hash."""
     v = (hashes & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return v.neg_().log1p_().neg_()
 
 
 def draw(weights: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row, [S] int64, each with a probability of its share of the row's ``weights``.
+    """Draw one token a row, [S] int64, in proportion to ``weights``, [S, vocab] float32 or float64, not negative.
 
-    A race: token t arrives after a time that is exponentially distributed with rate ``weights[t]``. The first token
-    wins, which is t with exactly its share (the Gumbel-max trick without the logarithms; Maddison et al. 2014).
-
-    ``weights`` is [S, vocab] float32 or float64, not negative; the largest of a row is not tiny. A token of weight 0 is
-    never drawn while there is another. A row with a NaN, or without a positive weight, gives an unspecified token.
+    Token t arrives after an exponentially distributed time with rate ``weights[t]``, and the first wins (the Gumbel-max
+    trick without logarithms; Maddison et al. 2014). A row with a NaN or without a positive weight gives any token.
     """
     # One uniform number on the line of cumulative weights would need less noise, but rounding errors, which differ with
     # the shape of the batch, would move a boundary across it once in a few hundred draws. In a race they matter only

@@ -36,10 +36,9 @@ class Sampler(Protocol):
     capturable: bool  # whether a CUDA graph can hold `sample` when no row needs more than the random stage
 
     def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
-        """Sample without waiting for the device and without changing ``logits``.
+        """Sample without waiting for the device or changing ``logits``, [S, vocab] of any floating-point dtype.
 
-        ``logits`` is [S, vocab] of any floating-point dtype; we compute in float32, or in float64 if given that.
-        ``history`` holds the tokens of the rows with penalties, None if there are none.
+        We compute in float32, or float64 if given that. ``history`` is None if no row has penalties.
         """
         ...
 
@@ -107,11 +106,9 @@ class DefaultSampler:
 class FusedSampler(DefaultSampler):
     """Temperature and draw in one pass over the logits, with Triton; stages 2 to 5 are the default sampler's.
 
-    Top-k, top-p and min-p become a threshold that this pass compares with, found in two launches and without sorting.
-    A batch that needs nothing else never leaves the model's dtype.
-
-    The same seed draws the same token as with the default sampler, unless the first two arrivals of the race lie
-    within rounding error of each other, or a token within rounding error of where top-p or min-p end.
+    Top-k, top-p and min-p become a threshold for this pass, found in two launches without sorting. A seed draws the
+    same token as with the default sampler, but for rounding error between the first two tokens, or where top-p or min-p
+    end.
     """
 
     def __init__(self) -> None:
@@ -150,10 +147,7 @@ class Logprobs(NamedTuple, Generic[A]):
 def take_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, stage: LogprobStage[torch.Tensor]
 ) -> Logprobs[torch.Tensor]:
-    """Log-softmax of the rows that asked, at the sampled and at the likeliest tokens.
-
-    ``logits`` is [S, vocab] as the model gave them, before any stage; ``tokens`` is [S] int64.
-    """
+    """Log-softmax of raw [S, vocab] logits at the sampled tokens, [S] int64, and the likeliest, for rows that asked."""
     rows = logits[stage.rows]
     if rows.dtype != torch.float64:
         rows = rows.float()
@@ -166,10 +160,7 @@ def take_logprobs(
 def token_logprobs(
     rows: HostSampling, tokens: Int32Array, logprobs: Logprobs[npt.NDArray[Any]] | None
 ) -> list[TokenLogprobs | None] | None:
-    """Turn a step's log-probabilities, copied to the host, into those of its S rows; None if no row asked.
-
-    A row that did not ask has None. Equally likely tokens are listed in the order of their ids.
-    """
+    """Turn log-probabilities on the host into those of S rows, None for rows that did not ask; None if none did."""
     stage = rows.logprobs
     if stage is None or logprobs is None:
         return None

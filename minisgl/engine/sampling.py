@@ -1,7 +1,7 @@
 """What a step's sampling needs, stage by stage: as NumPy arrays on the host, packed, and as tensors on the device.
 
-A stage that no row of the batch asks for is None, costs nothing and is not copied. A stage that only some rows ask
-for lists them in ``rows``, which are indices into the S sampling rows of the batch. Integers are int32, others float32.
+A stage that no row needs is None and is not copied. One that only some rows need lists them in ``rows``, indices into
+the S sampling rows of the batch. Integers are int32, others float32.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ class MaskStage(NamedTuple, Generic[A]):
 
 
 class ConstraintStage(NamedTuple, Generic[A]):
-    """Rows, [C], that may only sample tokens that a grammar allows next.
-
-    ``masks`` is int32[C × words], one bit a token, as `minisgl.request.MaskMaker` makes them.
-    """
+    """Rows, [C], under a grammar; ``masks`` is int32[C × words], one bit a token (`minisgl.request.MaskMaker`)."""
 
     rows: A
     masks: A
@@ -198,10 +195,7 @@ class _Needs(enum.IntFlag):
 
 
 class SamplingTable:
-    """Host state of sampling, one row a slot. `admit` writes a row, `rows` reads those of a step.
-
-    Which stages a slot needs is one small integer; the OR of a batch's integers tells `rows` which arrays to gather.
-    """
+    """Host state of sampling, one row a slot: `admit` writes a row, `rows` reads those of a step."""
 
     def __init__(self, max_running: int) -> None:
         self._needs = np.zeros(max_running, dtype=np.uint8)
@@ -221,10 +215,7 @@ class SamplingTable:
         self._stop_ids: dict[int, Int32Array] = {}
 
     def admit(self, new: NewRequest) -> None:
-        """Write every field of the slot, so that nothing of an earlier request is left.
-
-        Token ids of ``logit_bias`` and ``stop_ids`` must be below the vocabulary size, as input processing checks.
-        """
+        """Write every field of the slot. Ids in ``logit_bias`` and ``stop_ids`` must be below the vocabulary size."""
         slot, params = new.slot, new.params
         greedy = params.greedy
         self.temperature[slot] = 0.0 if greedy else max(params.temperature, MIN_TEMPERATURE)
@@ -265,10 +256,7 @@ class SamplingTable:
         self._needs[slot] = needs
 
     def rows(self, slots: Int32Array, output_index: Int32Array) -> HostSampling:
-        """Gather what the sampler needs for a step, from the slot of each sampling row, int32[S].
-
-        ``output_index``, int32[S], is how many tokens each row has generated before this one.
-        """
+        """Gather a step's sampling from slots, int32[S]; ``output_index``, int32[S], counts tokens so far."""
         needs = self._needs[slots]
         any_needs = int(np.bitwise_or.reduce(needs))
         if not any_needs:

@@ -1,7 +1,7 @@
 """Fused kernels: each does in one pass over memory what the layers do in several.
 
-They are functions on tensors. Each replaces plain PyTorch code, its *twin*, and is tested against it. The modules that
-hold kernels import Triton; this package itself can be imported without it.
+Each is a function on tensors that replaces plain PyTorch code, its *twin*, and is tested against it. The modules that
+hold kernels import Triton; this package itself does not.
 """
 
 from importlib.util import find_spec

@@ -1,7 +1,6 @@
 """Two kernels around the model in a decode step: derive its inputs from the device's tables, and append its tokens.
 
-The twins are methods of `DecodeBuffers` in `minisgl.engine.cuda_graph`. In PyTorch each is a dozen kernels of a few
-microseconds that move a kilobyte; here it is one.
+The twins, ``derive`` and ``append`` of `minisgl.engine.cuda_graph.DecodeBuffers`, take a dozen launches each.
 """
 
 from __future__ import annotations
@@ -87,10 +86,7 @@ def _derive_inputs_kernel(
 
 
 def append_tokens(slots: torch.Tensor, seq_lens: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
-    """Write the ``sampled`` tokens of a decode step behind its sequences.
-
-    ``tokens`` is the token table, int32[slots, max_seq_len]; the others are int32[B].
-    """
+    """Write ``sampled``, int32[B], behind the sequences in the token table ``tokens``, int32[slots, max_seq_len]."""
     num_rows = len(sampled)
     _append_tokens_kernel[(1,)](
         slots,

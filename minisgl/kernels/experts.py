@@ -1,12 +1,11 @@
 """Mixture of experts: sort tokens by expert on the device, then run two grouped matrix products.
 
-A *pair* is one token at one of its experts: T tokens with k experts each are T × k pairs. A matrix product works on
-tiles of rows that all meet the same weights, so we sort the pairs by expert and cut those of each expert into tiles, of
-which the last may be partly empty.
+A *pair* is one token at one of its experts. A matrix product works on tiles of rows with the same weights, so we sort
+the pairs by expert and cut those of each expert into tiles, of which the last may be partly empty.
 
-Only the device knows how many tiles each expert gets. The host would have to wait for the answer, and a CUDA graph
-cannot wait. So we launch as many tiles as the worst routing needs, which depends on shapes alone, and the rest hold no
-rows. vLLM's fused mixture of experts (Kwon et al. 2023) does the same with rows padded in memory.
+Only the device knows how many tiles each expert gets, and a CUDA graph cannot wait for the host. So we launch as many
+tiles as the worst routing needs, which depends on shapes alone, and the rest hold no rows. vLLM's fused mixture of
+experts (Kwon et al. 2023) does the same with rows padded in memory.
 """
 
 from __future__ import annotations
@@ -80,12 +79,10 @@ def fused_experts(
 def choose_moe_plan(dtype: torch.dtype, num_pairs: int, num_experts: int) -> MoEPlan:
     """Choose by the number of pairs that an expert has on average.
 
-    While they are few, reading weights takes longest: an expert's pairs should fit in one tile, so that its weights are
-    read once, and there should be many programs with long pieces of weights in flight. With many pairs arithmetic takes
-    longest: tiles are as large as the registers allow, so that each loaded value is used in many products.
-
-    The numbers follow from the sizes of Hopper (227 KB of shared memory and 64 Ki registers a multiprocessor, at least
-    64 rows in its fast matrix instruction) and of Qwen3-30B-A3B, not from measurements.
+    With few pairs, reading weights takes longest: an expert's pairs should fit in one tile, so that its weights are
+    read once, and many programs should load long pieces. With many pairs arithmetic takes longest: tiles are as large
+    as the registers allow. The numbers follow from the sizes of Hopper (227 KB of shared memory and 64 Ki registers a
+    multiprocessor, at least 64 rows in its fast matrix instruction) and of Qwen3-30B-A3B, not from measurements.
     """
     if dtype.itemsize > 2:  # no fast matrix instruction; the multiplications are unrolled
         return MoEPlan(16, GemmBlocks(32, 32, 4, 2), GemmBlocks(32, 32, 4, 2))

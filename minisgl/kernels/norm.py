@@ -12,9 +12,9 @@ from minisgl.kernels.launch import compute_dtype, pdl_launch_args
 def add_and_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add ``x`` to the residual stream and normalise the sum: return RMSNorm(x + residual) and x + residual.
+    """Return RMSNorm(x + residual) and x + residual, all [T, size] with contiguous rows; ``weight`` is [size].
 
-    All are [T, size], each row contiguous; ``weight`` is [size]. Without a residual the sum is ``x`` itself.
+    Without a residual the sum is ``x`` itself.
     """
     rows, size = x.shape
     normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)

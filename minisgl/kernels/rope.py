@@ -1,8 +1,7 @@
 """QK-norm, rotary embedding and KV store in one pass over memory.
 
-Between the QKV projection and attention, the plain layers launch about ten kernels: two norms, their concatenation, the
-products of the rotation, and two stores. All of it concerns one head of one token at a time, so one kernel does it in
-registers. The twin is the first half of `minisgl.layers.attention.Attention.forward`, with `KVCache.store`.
+The plain layers take about ten kernels for these, but all of it concerns one head of one token at a time. The twin is
+the first half of `minisgl.layers.attention.Attention.forward`, with `KVCache.store`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write keys and values to the cache, return the queries.
 
-    Between load and store everything is float32 (float64 for a float64 model), and rounded once. The plain layers round
-    to the model's dtype after the norm and after each product, and round cos and sin themselves.
+    Computes in float32 (float64 for a float64 model) and rounds once; the plain layers round after the norm and after
+    each product, and round cos and sin themselves.
 
     Args:
         qkv: [T, (num_heads + 2 × num_kv_heads) × head_dim] output of the packed projection, each row contiguous.

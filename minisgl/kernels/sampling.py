@@ -1,12 +1,11 @@
 """Greedy and random sampling in one pass over the logits. The twin is `minisgl.engine.random.draw`.
 
 The twin divides each token's weight by an exponentially distributed time and takes the largest quotient. In log space
-the softmax disappears, because dividing a whole row by its sum does not change which token wins:
+the softmax disappears, because its sum does not change which token wins:
 
     argmax(exp(logit / T) / sum / time)  =  argmax(logit / T − log(time))
 
-So one score a token is enough, and the argmax of a row is the best of the argmaxes of its blocks: hundreds of programs
-search one row together, and a second, small kernel compares what they found.
+So hundreds of programs search one row together, and a second, small kernel compares what they found.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def sample_tokens(
     out: torch.Tensor,
     thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Sample one token a row, and write it to ``out``. May be captured in a CUDA graph.
+    """Sample one token a row, and write it to ``out``, int32[S]. May be captured in a CUDA graph.
 
     Among equal scores the lowest id wins; a token at −∞ wins only if all others are at −∞ too.
 
@@ -33,7 +32,6 @@ def sample_tokens(
         logits: [S, vocab] of any floating-point dtype, each row contiguous.
         random: temperatures, float32[S] and 0 in greedy rows, and the two halves of the keys, int32[S] each, from
             `minisgl.engine.random.draw_keys`; None if all rows are greedy.
-        out: int32[S].
         thresholds: `minisgl.kernels.top_p.Thresholds`, which tokens may be drawn; None: all.
     """
     num_rows, vocab = logits.shape

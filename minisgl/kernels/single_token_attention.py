@@ -1,7 +1,7 @@
 """All of attention between the two projections for a single token, in two kernels.
 
-The first does QK-norm, rotary embedding, KV store and attention over splits of the keys (FlashDecoding, Dao et al.
-2023); the second merges the splits. The twin is `minisgl.layers.attention.Attention` without its projections.
+First QK-norm, rotary embedding, KV store and attention over splits of the keys (FlashDecoding, Dao et al. 2023), then
+the merge of the splits. The twin is `minisgl.layers.attention.Attention` without its projections.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Matrix times vector: the linear layers of a step with a single token, fused with the operations around them.
 
-With one token, a product reads every weight once and does two operations with it, so it takes as long as the weights
-take to arrive from memory. In a small model those are a few microseconds a layer, no more than it takes to end one
-kernel and start the next. So there are few kernels: the norm before a product is part of it, and so are the activation
-and the residual addition behind it. And each starts before the preceding one has ended: a program loads its first
-weights, which depend on nothing, before it waits for its input (programmatic dependent launch, in NVIDIA's CUDA
+With one token, a product takes as long as its weights take to arrive from memory: in a small model a few microseconds a
+layer, no more than the gap between two kernels. So norm, activation and residual addition are part of the product, and
+a kernel loads its first weights before the preceding one has ended (programmatic dependent launch, in NVIDIA's CUDA
 programming guide). The twins are the layers in `minisgl.layers`.
 """
 
@@ -150,11 +148,7 @@ def _load_weights(
 
 
 def _block_sizes(width: int, gated: bool) -> tuple[int, int, int]:
-    """Return BLOCK_N, BLOCK_K and warps: the fastest on an H200 for Qwen3's shapes from 0.6B to 14B.
-
-    Short rows are read whole, by programs so small that those of the next kernel fit beside them. Long rows are read in
-    pieces, each while the one before is used.
-    """
+    """Return BLOCK_N, BLOCK_K and warps: the fastest on an H200 for Qwen3's shapes from 0.6B to 14B."""
     if width > 4096:
         return 8, 512, 4
     if width > 1024:

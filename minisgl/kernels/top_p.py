@@ -1,9 +1,8 @@
 """Top-k, top-p and min-p without sorting: find the logit from which on a row's tokens may be drawn.
 
-The bits of a float, read as an integer, are ordered like the floats; we call that integer the *sort key* of a logit.
-The weight of all tokens from some key on falls as the key rises, so a search over keys finds the largest threshold
-whose tokens still weigh enough. To read less, the row is first cut into chunks: only chunks whose largest logit can
-reach the threshold hold *candidates*, and the search looks at those alone.
+The bits of a float, read as an integer, are ordered like the floats: the logit's *sort key*. The weight of all tokens
+from some key on falls as the key rises, so a search finds the largest threshold whose tokens still weigh enough. It
+reads only *candidates*: the chunks of the row whose largest logit can reach the threshold.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ def find_thresholds(
     """Find what top-k, top-p and min-p leave, in two launches. May be captured in a CUDA graph.
 
     Equal to the twin but for rounding. Top-k is exact. Sums of weights have a relative error under 1e-5 in float32, so
-    the last token of top-p may differ where the share of weight up to it comes that close to p; min-p may decide
-    differently about a token whose logit is within three units in the last place of its bound. A row's thresholds
-    depend on that row alone.
+    the last token of top-p may differ; min-p may differ for a token within three units in the last place of its bound.
+    A row's thresholds depend on that row alone.
 
     Args:
         logits: [S, vocab] of any floating-point dtype, each row contiguous; fewer than 2**24 tokens.

@@ -16,10 +16,10 @@ from minisgl.request import Int32Array
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One cached page.
+    """One cached page, or *block*; the first one of a prompt has no parent.
 
-    ``key`` hashes the whole prefix that ends with this block (64 bits); ``tokens`` are the block's own, as the bytes of
-    int32[page_size]. The first block of a prompt has no parent. ``ref_count`` counts locks on prefixes that contain it.
+    ``key`` is a 64-bit hash of the whole prefix that ends here; ``tokens`` are the block's own, as the bytes of
+    int32[page_size]. ``ref_count`` counts locks on prefixes that contain it.
     """
 
     page: int
@@ -32,9 +32,8 @@ class Block:
 class BlockHashCache:
     """Prefix cache as a hash table: a block's key is the hash of its parent's key and its own tokens.
 
-    There is no tree to walk or to split; the price is one look-up a page. A handle is the tuple of the prefix's
-    blocks. Unreferenced blocks keep their content and wait in a queue for eviction: least recently used or released
-    first and, within a prefix, children before parents. So no block outlives its parent.
+    A handle is the tuple of the prefix's blocks. Unreferenced blocks keep their content and are evicted least recently
+    used first and, within a prefix, children before parents.
     """
 
     def __init__(self, page_size: int) -> None:

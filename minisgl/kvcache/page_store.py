@@ -16,8 +16,8 @@ from minisgl.request import Int32Array
 class PageStore(Protocol):
     """Keeps the content of pages under names; built over the `KVCache` that it copies from and to.
 
-    Both methods are called between two steps, in the thread that launches them. On a GPU the copies belong in the
-    current stream, after all steps launched so far and before the next, so that the host need not wait.
+    Both methods are called between two steps. On a GPU the copies belong in the current stream, after all steps
+    launched so far and before the next, so that the host need not wait.
     """
 
     def save(self, names: Sequence[bytes], pages: Int32Array) -> None:
@@ -28,10 +28,7 @@ class PageStore(Protocol):
         ...
 
     def restore(self, names: Sequence[bytes], pages: Int32Array) -> int:
-        """Fill pages that may be written, int32[len(names)], with the content of consecutive pages of a prompt.
-
-        Counts as a use, stops at the first name that is not there, and returns how many pages were filled.
-        """
+        """Fill pages, int32[len(names)], up to the first missing name; return how many were filled. Counts as a use."""
         ...
 
 
@@ -54,8 +51,8 @@ PAGE_STORES: Registry[Callable[[KVCache], PageStore]] = {"none": NoPageStore}
 class PageOffloader:
     """Names the prefix cache's pages and moves them to and from a `PageStore`.
 
-    A page's name is a hash of all tokens from the start of the prompt to the page's end: 128 bits, so that two prefixes
-    never share a name by chance. Against deliberate collisions you would need a keyed hash.
+    A name is a 128-bit hash of all tokens from the start of the prompt to the page's end: safe from collisions by
+    chance, not from deliberate ones.
     """
 
     def __init__(self, store: PageStore, page_size: int) -> None:
@@ -77,10 +74,7 @@ class PageOffloader:
             del self._names[page]
 
     def restore(self, tokens: Int32Array, first: int, pages: Int32Array) -> int:
-        """Fill ``pages`` with the KV of a prompt's whole pages from page ``first`` on; returns how many were filled.
-
-        There may be more ``pages`` than whole pages of ``tokens``.
-        """
+        """Fill ``pages`` with a prompt's whole pages from page ``first`` on, and return how many were filled."""
         names = list(self._names_of(tokens))[first:]
         return self._store.restore(names, pages[: len(names)]) if names else 0
 

@@ -10,10 +10,7 @@ from minisgl.request import Int32Array
 
 
 class PagePool:
-    """Free list over page ids ``0 … num_pages − 1`` (paged attention: vLLM, Kwon et al. 2023).
-
-    It hands out no page twice, and knows neither what a page holds nor who uses it.
-    """
+    """Free list over page ids ``0 … num_pages − 1`` (paged attention: vLLM, Kwon et al. 2023)."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -26,10 +23,7 @@ class PagePool:
         return self._top
 
     def alloc(self, count: int) -> Int32Array:
-        """Take ``count`` pages, int32[count], the most recently freed first: they are likeliest in a cache.
-
-        Raises `InvariantError` if fewer are free. Callers look at `num_free` and evict first.
-        """
+        """Take ``count`` pages, int32[count], the last freed first; `InvariantError` if fewer are free:evict."""
         if count > self._top:
             raise InvariantError(f"{count} pages wanted, {self._top} free: evict before allocating")
         pages = self._stack[self._top - count : self._top][::-1].copy()
@@ -55,9 +49,9 @@ class PagePool:
 class PageTable:
     """Host page table with a log of its changes, so that a device copy can follow.
 
-    Entry ``rows[slot, i]`` is the page of positions ``i × page_size … (i + 1) × page_size − 1``. Entries past a
-    request's pages are stale and never read. The table has one row more than there are slots. This last row points to
-    the dummy page, whose id is one past the pool's last page: padded batch rows may read and write there without harm.
+    Entry ``rows[slot, i]`` is the page of positions ``i × page_size … (i + 1) × page_size − 1``; entries past a
+    request's pages are stale. The last row, beyond the slots, points to the dummy page, one past the pool's last:
+    padded batch rows may read and write there.
     """
 
     def __init__(self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int) -> None:
@@ -98,8 +92,7 @@ def table_width(max_seq_len: int, page_size: int) -> int:
 class KVCache:
     """Keys and values of all layers, each [layers, num_pages + 1, page_size, num_kv_heads, head_dim].
 
-    The last page is the dummy page (see `PageTable`). ``dtype`` is the model's. ``kv_dtype`` is the stored one: None
-    means ``dtype``, and ``torch.float8_e4m3fn`` takes half of the memory of 16 bits.
+    The last page is the dummy page. ``dtype`` is the model's, ``kv_dtype`` the stored one: None means ``dtype``.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ Handle = Any
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """The longest cached prefix of some tokens: its pages in order, int32[n], and the handle that locks it.
-
-    The handle is valid until the next `insert` or `evict`, unless it is locked.
-    """
+    """The longest cached prefix: its pages, int32[n], and a handle to lock it before the next `insert` or `evict`."""
 
     pages: Int32Array
     handle: Handle
@@ -32,9 +29,9 @@ class MatchResult:
 class InsertResult:
     """The prefix that is cached after an insertion: its pages, int32[m], and its handle.
 
-    m is at most the number of pages offered; a cache may keep fewer, and ``none`` keeps nothing. Where ``pages[i]`` is
-    the offered page, the cache owns it now. Where it is another page, the same tokens were cached already and the
-    offered page is a duplicate. Its owner keeps it, and must re-point its readers before freeing it.
+    m is at most the number of pages offered. The cache now owns each offered page that is in ``pages``. Another page in
+    its place means that the tokens were cached already: the owner of the duplicate keeps it, and must re-point its
+    readers before freeing it.
     """
 
     pages: Int32Array
@@ -44,8 +41,8 @@ class InsertResult:
 class PrefixCache(Protocol):
     """Remembers which pages hold the KV of which token prefixes, in whole pages.
 
-    The cache owns the pages it holds. Only `evict` gives them back, and never while they are locked. Implementations
-    take ``page_size`` as their only required constructor argument.
+    The cache owns its pages; only `evict` gives them back, and never while they are locked. Implementations take
+    ``page_size`` as their only required constructor argument.
     """
 
     page_size: int
@@ -77,10 +74,7 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, count: int) -> Int32Array:
-        """Forget unlocked prefixes until at least ``count`` pages are out, or no more can be.
-
-        Returns the pages, int32[m] with m ≥ min(count, num_evictable); the caller owns them now.
-        """
+        """Forget unlocked prefixes; give the caller at least min(count, num_evictable) of their pages, int32[m]."""
         ...
 
     def held_pages(self) -> Int32Array:
@@ -135,10 +129,9 @@ EvictionPriority = Any
 
 
 class EvictionPolicy(Protocol):
-    """Gives each node of a radix tree a priority. Of the nodes that may be evicted, the lowest priority goes first.
+    """Gives each node of a radix tree a priority; of the nodes that may be evicted, the lowest goes first.
 
-    The tree keeps priorities in a heap whose entries cannot be moved. So a node's priority must never fall: then its
-    heap entry never surfaces too late.
+    A node's priority must never fall, because entries of the tree's heap cannot be moved.
     """
 
     def on_use(self, now: int, uses: int) -> EvictionPriority:

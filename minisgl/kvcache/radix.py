@@ -35,8 +35,7 @@ class Node:
 class RadixCache:
     """Prefix cache as a radix tree: edges are runs of whole pages, and a handle is the `Node` where a prefix ends.
 
-    A logical clock ticks at every match and insert. ``eviction`` decides which leaf goes first; None means the least
-    recently used.
+    ``eviction`` decides which leaf goes first; None means the least recently used, by a logical clock.
     """
 
     def __init__(self, page_size: int, eviction: EvictionPolicy | None = None) -> None:
@@ -86,8 +85,7 @@ class RadixCache:
     def evict(self, count: int) -> Int32Array:
         """Evict ``min(count, num_evictable)`` pages, int32, from the leaves of the lowest priority upwards.
 
-        The last leaf loses only as much of its tail as is still wanted. Its rest remains useful, and an engine that
-        needs one page does not lose a whole conversation.
+        The last leaf loses only as much of its tail as is still wanted, since its rest remains useful.
         """
         wanted = min(count, self.num_evictable)
         evicted = [_EMPTY]
@@ -170,8 +168,7 @@ class RadixCache:
     def _split(self, node: Node, count: int) -> Node:
         """Put a new node in the edge of ``node`` after ``count`` pages, and return it.
 
-        ``node`` stays the lower end, so handles to it still name the same prefix. Its locks and uses were those of the
-        whole edge, so the upper half gets the same.
+        ``node`` stays the lower end, so handles to it stay valid; the new node gets the same locks and uses.
         """
         assert node.parent is not None
         cut = count * self.page_size
@@ -223,8 +220,7 @@ class RadixCache:
     def _pop_least_recent_leaf(self) -> Node:
         """Take the unlocked leaf of the lowest priority from the heap: by default, the least recently used one.
 
-        Using, locking or extending a node leaves its heap entry as it was. We check an entry when it surfaces; since
-        priorities only rise, no entry surfaces too late.
+        Using, locking or extending a node leaves its heap entry as it was, so entries are checked when they surface.
         """
         while True:
             queued_at, _, node = heapq.heappop(self._heap)

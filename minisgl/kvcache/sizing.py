@@ -31,9 +31,8 @@ def pages_from_free_memory(free_before: int, model_bytes: int, memory_ratio: flo
 def pages_from_peak(total: int, used: int, peak: int, current: int, memory_ratio: float, page_bytes: int) -> int:
     """Formula B (vLLM, nano-vllm): a share of the whole memory, less the use at the worst moment of a step.
 
-    A warm-up with the largest legal prefill measures that moment: this process had ``peak`` bytes allocated then, and
-    has ``current`` now. ``used`` is ``total − free`` now, all processes included; a step adds ``peak − current``.
-    Raises `ConfigError` if not a single page fits.
+    A warm-up with the largest legal prefill had ``peak`` bytes allocated; ``current`` are allocated now, and ``used``
+    by all processes. Raises `ConfigError` if not a single page fits.
     """
     budget = int(total * memory_ratio) - used - peak + current
     return _whole_pages(
@@ -74,10 +73,7 @@ def _whole_pages(budget: int, page_bytes: int, origin: str) -> int:
 
 
 def _container_memory() -> tuple[int, int] | None:
-    """Limit and use of our container (Linux cgroup v2), in bytes; None without a limit.
-
-    A container sees its host's whole memory, and is killed when it exceeds its own share.
-    """
+    """Limit and use in bytes of our container, which sees its host's whole memory (cgroup v2); None without a limit."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())  # the text "max" where there is no limit
         used = int((_CGROUP / "memory.current").read_text())

@@ -29,8 +29,8 @@ class FusedRMSNorm(RMSNorm):
 class FusedAllReduceRMSNorm(RMSNorm):
     """All-reduce, residual addition and norm: one kernel if the communicator has it, else two.
 
-    The row-parallel layer before the norm must no longer all-reduce. A decoder uses this for all of these norms or for
-    none, because between two of them the residual stream may be spread over the ranks.
+    For all norms of a decoder or none, because the residual stream may be spread over the ranks between two of them.
+    The row-parallel layer before it must not all-reduce.
     """
 
     def __init__(self, norm: RMSNorm, communicator: Communicator) -> None:
@@ -68,10 +68,7 @@ class FusedExperts(Experts):
 
 
 class FusedAttention(Attention):
-    """QK-norm, rotary embedding and KV store as one kernel, then attention over the cache.
-
-    The kernel reads the rotary table itself, so the rotation that is passed to `forward` is not used.
-    """
+    """QK-norm, rotary embedding and KV store as one kernel that reads the rotary table itself, then attention."""
 
     def __init__(self, attention: Attention, rotary: Rotary) -> None:
         _take_over(self, attention)

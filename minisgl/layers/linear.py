@@ -25,13 +25,9 @@ class Linear(nn.Module):
 
 
 class MergedColumnParallelLinear(Linear):
-    """Several projections of the same input as one matrix product, which uses a GPU better than several small ones.
+    """Several projections of one input as one matrix product, sharded by outputs, the columns of Wᵀ.
 
-    Each rank holds some rows of every projection's weight, so it computes some of the outputs. The name comes from the
-    columns of Wᵀ.
-
-    Args:
-        parts: checkpoint name → rows of each projection, or this rank's shard of them, in the order of the outputs.
+    ``parts``: checkpoint name → rows of each projection, or this rank's shard of them, in the order of the outputs.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int | Shard], bias: bool = False) -> None:
@@ -59,10 +55,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose input is sharded, as a column-parallel layer leaves it.
-
-    Each rank multiplies its shard by the matching columns of W; an all-reduce adds up the results.
-    """
+    """A linear layer over a sharded input: each rank has its columns of W, and an all-reduce sums the results."""
 
     def __init__(
         self, in_shard: Shard, out_features: int, bias: bool = False, communicator: Communicator = SINGLE_RANK
@@ -90,10 +83,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def prepack_weight(weight: nn.Parameter) -> nn.Parameter:
-    """Copy a weight into oneDNN's blocked layout, which its CPU kernels read faster; ``to_dense()`` undoes it.
-
-    Only float32 on the CPU has such a layout. Any other weight is returned as it is.
-    """
+    """Copy a float32 CPU weight into oneDNN's faster blocked layout (undo: ``to_dense()``); others stay unchanged."""
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return weight
     return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight), requires_grad=False)

@@ -36,8 +36,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class MoE(nn.Module):
     """A mixture of experts (Shazeer et al. 2017): each token goes through the k experts that its router scores highest.
 
-    Every rank has the router. The ranks share the intermediate width of every expert. With ``normalize``, the k weights
-    of a token are scaled to sum to 1.
+    The ranks share every expert's intermediate width. With ``normalize``, a token's k weights are scaled to sum to 1.
     """
 
     def __init__(

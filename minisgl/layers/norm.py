@@ -1,12 +1,8 @@
-"""Root-mean-square normalisation, which keeps the size of hidden states in bounds from layer to layer.
-
-LayerNorm subtracts the mean and divides by the standard deviation. RMSNorm only divides by the root of the mean square,
-which is one pass over the data less and trains as well (Zhang and Sennrich 2019):
+"""Root-mean-square normalisation (Zhang and Sennrich 2019): LayerNorm without the mean, one pass over the data less::
 
     y = x / sqrt(mean(x²) + eps) × weight
 
-The fused twin is `minisgl.layers.fused.FusedRMSNorm`; with tensor parallelism its sum is an all-reduce, which
-`FusedAllReduceRMSNorm` does in the same kernel.
+The fused twins are `minisgl.layers.fused.FusedRMSNorm` and, with an all-reduce before it, `FusedAllReduceRMSNorm`.
 """
 
 from __future__ import annotations
@@ -31,10 +27,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``x``, [T, size], to the residual stream, and return the normalised sum and the sum.
+        """Add ``x``, [T, size], to the residual stream; return the normalised sum and the sum, as one kernel can.
 
-        ``residual`` is None in the first layer, where the stream begins. The two steps are one method because one
-        kernel can do both: the sum is then written and read once.
+        ``residual`` is None in the first layer, where the stream begins.
         """
         total = x if residual is None else x + residual
         return self(total), total

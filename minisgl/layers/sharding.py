@@ -1,7 +1,7 @@
-"""Tensor parallelism, as the layers see it: ranks, the collectives that join them, and each rank's shard of a weight.
+"""Tensor parallelism, as the layers see it: ranks, their collectives, and each rank's shard of a weight.
 
-The ranks compute one model together. Each holds a shard of every large weight (Megatron-LM, Shoeybi et al. 2019), and
-two all-reduces a decoder layer add up what the ranks have computed. With one rank, a shard is the whole weight.
+Each rank holds a shard of every large weight, and two all-reduces a decoder layer add up what the ranks have computed
+(Megatron-LM, Shoeybi et al. 2019). With one rank, a shard is the whole weight.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ class RankInfo(Protocol):
 
 
 class Communicator(RankInfo, Protocol):
-    """The collectives of the ranks.
+    """The collectives of the ranks. A subclass without a fused kernel inherits the last two methods.
 
-    All ranks call the same methods in the same order, with tensors of the same shape and dtype, and all get the same
-    bits. A subclass without a fused kernel inherits the last two methods.
+    All ranks call them in the same order, with tensors of the same shape and dtype, and get the same bits.
     """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,9 +45,8 @@ class Communicator(RankInfo, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All-reduce ``x``, add the residual stream and apply RMSNorm, in one kernel.
 
-        Returns:
-            The normalised sum, [T, hidden_size], and the residual stream, which may be spread over the ranks: pass it
-            to the next call with as many rows, and nowhere else.
+        Returns the normalised sum, [T, hidden_size], and the residual stream, which may be spread over the ranks: pass
+        it only to the next call with as many rows.
         """
         raise RuntimeError("this communicator has no such kernel; ask `fuses_norm` first")
 
@@ -95,11 +93,7 @@ class Shard:
 
 
 def divide(name: str, size: int, ranks: RankInfo) -> Shard:
-    """This rank's equal shard of ``size`` elements; ``name`` is what ``config.json`` calls the size.
-
-    Raises:
-        ConfigError: ``size`` is not a multiple of the number of ranks.
-    """
+    """This rank's equal shard of ``size`` elements (``name`` in ``config.json``); `ConfigError` if there is none."""
     if size % ranks.size:
         raise ConfigError(
             f"tensor_parallel_size: {ranks.size} ranks cannot share {name} of {size} equally; choose a divisor of it"
@@ -111,8 +105,7 @@ def divide(name: str, size: int, ranks: RankInfo) -> Shard:
 def divide_kv_heads(num_kv_heads: int, ranks: RankInfo) -> Shard:
     """This rank's equal shard of the KV heads. If there are more ranks than heads, neighbours hold the same head.
 
-    Raises:
-        ConfigError: neither number is a multiple of the other.
+    Raises `ConfigError` if neither number is a multiple of the other.
     """
     if ranks.size <= num_kv_heads or ranks.size % num_kv_heads:
         return divide("num_key_value_heads", num_kv_heads, ranks)

@@ -33,11 +33,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and options of a decoder.
-
-    Raises:
-        ModelLoadError: sizes that cannot work together.
-    """
+    """Sizes and options of a decoder; `ModelLoadError` for sizes that cannot work together."""
 
     architecture: str  # a name in `MODELS`, or "module:Class"
     hidden_size: int
@@ -74,9 +70,8 @@ class ModelConfig:
     def from_dir(cls, path: str | Path, architecture: str = "auto") -> ModelConfig:
         """Read ``config.json`` in the directory ``path``. ``"auto"`` is the architecture that the file names.
 
-        Raises:
-            ConfigError: ``architecture`` is unknown.
-            ModelLoadError: ``config.json`` is missing, invalid, or asks for something that is not supported.
+        Raises `ConfigError` for an unknown ``architecture``, `ModelLoadError` for a file that is missing, invalid or
+        asks for something that is not supported.
         """
         file = Path(path) / "config.json"
         named = _architecture(file)

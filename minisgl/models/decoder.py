@@ -1,7 +1,4 @@
-"""The decoder-only transformer that all supported architectures share, from token ids to logits.
-
-Module names are those of Hugging Face checkpoints, so a parameter's name is its tensor's.
-"""
+"""The decoder-only transformer of all supported architectures; modules are named as in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from minisgl.models.config import ModelConfig
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before it and its output added to the residual stream (pre-norm).
 
-    A layer gets the previous block's output and the residual stream separately, so that one kernel can add the two and
-    normalise the sum.
+    The previous block's output and the residual stream come separately, so that one kernel can add and normalise.
     """
 
     def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = SINGLE_RANK) -> None:
@@ -90,8 +86,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with an LM head: the base class of all architectures. Call it inside `forward_context`.
 
-    Raises:
-        ConfigError: the ranks cannot share heads or widths equally.
+    Raises `ConfigError` if the ranks cannot share heads or widths equally.
     """
 
     layer: ClassVar[type[nn.Module]] = DecoderLayer
@@ -137,10 +132,7 @@ def attention_spec(config: ModelConfig, layer_id: int) -> AttentionSpec:
 
 
 def prepack_weights(model: nn.Module) -> None:
-    """Bring the weight of every `Linear` into the CPU's blocked layout, one after the other.
-
-    A tied LM head gets a copy, because the embedding needs the row-major table; nothing else takes more memory.
-    """
+    """Prepack every `Linear` for the CPU. A tied LM head gets a copy, since the embedding reads the table by rows."""
     if isinstance(model, CausalLM) and model.lm_head is None:
         model.lm_head = _untied_lm_head(model.model.embed_tokens)
     for module in model.modules():

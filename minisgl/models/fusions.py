@@ -28,8 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple[str, ...]:
     """Check ``names`` and return each once. None stands for all of `FUSIONS` with CUDA and Triton, else for none.
 
-    Raises:
-        ConfigError: an unknown name, or Triton is missing.
+    Raises `ConfigError` for an unknown name, or if Triton is missing.
     """
     if names is None:
         return FUSIONS if device.type == "cuda" and has_triton() else ()
@@ -43,12 +42,9 @@ def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple
 
 
 def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> None:
-    """Replace layers of ``model`` in place. Parameters stay the same tensors with the same names.
+    """Replace plain layers of ``model``, but not their subclasses, in place; parameters stay the same tensors.
 
-    Layers of other classes, subclasses of the plain ones included, stay. ``"single-token"`` replaces no layer.
-
-    Raises:
-        ConfigError: an unknown name, or a device that has no kernels.
+    ``"single-token"`` replaces no layer. Raises `ConfigError` for an unknown name, or a device that has no kernels.
     """
     for name in fusions:
         if name not in FUSIONS:
@@ -87,8 +83,7 @@ def _fuse_rope(decoder: Decoder) -> None:
 def _fuse_norms_with_all_reduce(decoder: Decoder) -> None:
     """Move the all-reduce of each row-parallel layer into the norm after it.
 
-    The residual stream is then spread over the ranks, so all layers must be plain ones. The first norm follows the
-    embedding, and stays.
+    The residual stream is then spread over the ranks, so all layers must be plain ones. The first norm stays.
     """
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer]
     if len(layers) < len(decoder.layers) or layers[0].self_attn.o_proj.communicator.size == 1:

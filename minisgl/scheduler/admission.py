@@ -17,10 +17,7 @@ from minisgl.table import RunningTable
 
 
 class WaitingQueue:
-    """Requests in order of arrival, preempted ones before all others.
-
-    ``limit`` is the most new requests that may wait; preempted ones do not count, since they were admitted before.
-    """
+    """Requests in order of arrival, preempted ones before all others; at most ``limit`` new ones."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -83,8 +80,7 @@ class Admitter:
     def try_admit(self, request: Request) -> NewRequest | None:
         """Give the request a slot and pages for all the tokens that it has, or leave everything as it was.
 
-        Pages for a whole prompt are taken at once even where it is computed in chunks: a prefill that has begun never
-        waits for memory, so two of them cannot wait for each other.
+        A prompt gets all its pages at once, even in chunks, so that two prefills never wait for each other's memory.
         """
         tokens = request.tokens()
         prefix = self.memory.lock_prefix(tokens)

@@ -13,10 +13,10 @@ from minisgl.table import RunningTable
 
 
 class Constraints:
-    """The constraints of the running requests. All of their work is done on the host.
+    """The constraints of the running requests, all handled on the host.
 
-    The host knows what may follow a token only once it has seen the token. So where steps overlap, a constrained row
-    sits out the step that is launched while its last token is being sampled, and runs in the one after that.
+    The host must see a token to know what may follow. So where steps overlap, a constrained row sits out the step that
+    is launched while its last token is being sampled.
     """
 
     def __init__(self, table: RunningTable, make_masks: MaskMaker | None) -> None:

@@ -13,17 +13,16 @@ from minisgl.scheduler.scheduler import Scheduler, StepOutput
 class EngineLoop:
     """Drives a scheduler and an executor; knows nothing of text, clients or HTTP.
 
-    With ``depth=0`` a step is launched, waited for and processed before the next one is scheduled, and the device idles
-    while the host works. With ``depth=1`` one step stays in flight between two calls (SGLang's zero-overhead
-    scheduler): we schedule and launch step N + 1 while step N still runs, and only then wait for N's tokens. The device
-    never idles as long as the host needs less time for a step than the device::
+    With ``depth=0`` each step is launched, waited for and processed before the next one is scheduled, and the device
+    idles while the host works. With ``depth=1`` (SGLang's zero-overhead scheduler) we schedule and launch step N + 1
+    while step N still runs, and only then wait for N's tokens::
 
         device           | step 1          | step 2          | step 3 …
         host    S1 L1 S2 L2 ··· wait 1 · P1 S3 L3 · wait 2 · P2 S4 …      S schedule, L launch, P process
 
-    Planning step N + 1 without having seen N's tokens is safe: the device passes them on to N + 1 itself, and the
-    scheduler counts them as present. We only learn one step late that a request has ended. It is in step N + 1 once
-    more, and that token is dropped. Rows with a constraint sit step N + 1 out (`Constraints`).
+    That is safe without having seen N's tokens: the device passes them on itself, and the scheduler counts them as
+    present. A request that has ended is in step N + 1 once more, and that token is dropped. Rows with a constraint sit
+    step N + 1 out (`Constraints`).
     """
 
     def __init__(self, scheduler: Scheduler, executor: StepLauncher, depth: int = 0) -> None:
@@ -36,9 +35,8 @@ class EngineLoop:
     def step(self) -> StepOutput:
         """Launch the next step, account for those that are due, and return everything that became known.
 
-        A step that raises fails its own requests with the error's text; the others go on. With nothing to schedule, all
-        steps in flight are accounted for, so calling this while `Scheduler.has_work` leaves nothing behind. After
-        `EngineDead` the executor computes nothing any more, and no step is in flight.
+        A step that raises fails only its own requests. With nothing to schedule, all steps in flight are accounted for.
+        After `EngineDead` the executor computes nothing any more, and no step is in flight.
         """
         batch = self._schedule()
         if batch is not None:

@@ -19,8 +19,7 @@ from minisgl.table import RunningTable
 class KVMemory:
     """Allocates pages to the rows of the running table, and shares those that the prefix cache has.
 
-    The scheduler and this class keep the table's ``kv_len`` and ``num_pages``. The cache sets the page size. ``store``
-    keeps pages that the cache evicts.
+    It keeps the table's ``kv_len`` and ``num_pages``, with the scheduler. ``store`` keeps pages that the cache evicts.
     """
 
     def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache, store: PageStore | None = None) -> None:
@@ -62,10 +61,7 @@ class KVMemory:
         self.cache.unlock(prefix.handle)
 
     def attach(self, slot: int, prefix: MatchResult) -> None:
-        """Fill the row of a newly admitted request: the locked pages, then new ones for the rest of its tokens.
-
-        Pages of the rest that the store holds are copied into the new pages, and count as computed.
-        """
+        """Fill a newly admitted request's row: the locked pages, then new ones, restored from the store if it can."""
         shared = prefix.pages
         new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
@@ -104,10 +100,7 @@ class KVMemory:
     # -- sharing -----------------------------------------------------------------------------------------------
 
     def rematch_prefix(self, slot: int) -> None:
-        """Extend the row's cached prefix, if other requests have computed more of it since admission.
-
-        Otherwise two requests with one prefix, both in chunks, would compute the same pages side by side.
-        """
+        """Extend the row's cached prefix by what others have computed since, so that no two compute the same pages."""
         kv_len = int(self.table.kv_len[slot])
         tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
         match = self.cache.match(tokens)
@@ -121,8 +114,8 @@ class KVMemory:
     def cache_chunk(self, slot: int, kv_len_before: int) -> None:
         """Offer the pages of a prefill chunk to the prefix cache as soon as the chunk is scheduled.
 
-        The step being built writes the KV; readers run in the same step, whose layers store before they attend, or
-        later. ``kv_len_before`` is the row's ``kv_len`` before this step, which writes the pages from there on.
+        Readers run in the same step, whose layers store before they attend, or later. ``kv_len_before`` is the row's
+        ``kv_len`` before this step, which writes the pages from there on.
         """
         # Every request computes at least its last token, so the page of that token would be of no use in the cache.
         count = min(int(self.table.kv_len[slot]), int(self.table.token_len[slot]) - 1) // self.page_size
@@ -162,10 +155,7 @@ class KVMemory:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def free_row(self, slot: int, cache: bool) -> None:
-        """Free the row's private pages and release its lock.
-
-        With ``cache``, offer its computed pages to the prefix cache first; False where their content cannot be trusted.
-        """
+        """Free the row's private pages and lock; with ``cache``, first offer computed pages to the prefix cache."""
         if cache:
             known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
             self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))

@@ -52,8 +52,8 @@ class FirstComeFirstServed:
 class LongestPrefixMatch:
     """Longest cached prefix first, so that it is used before it is evicted (SGLang, Zheng et al. 2024).
 
-    A request that was bypassed too often comes first, or a stream of longer prefixes would starve it. Matching every
-    waiting request at every step does not scale, so a queue over ``limit`` keeps its order of arrival.
+    A request that was bypassed too often comes first, lest it starve. A queue over ``limit`` keeps its order of
+    arrival, because matching every request at every step takes too long.
     """
 
     limit = 128
@@ -101,10 +101,9 @@ class BatchPolicy(Protocol):
 
 
 class PrefillFirst:
-    """Steps are prefill or decode, and prefill goes first: it fills the decode batch, and a full one has throughput.
+    """Steps are prefill or decode, and prefill goes first, since a full decode batch has throughput.
 
-    A stream of new prompts would stall running requests for ever, so after ``patience`` prefill steps in a row the
-    decode rows get one.
+    After ``patience`` prefill steps in a row the decode rows get one, or new prompts would stall them for ever.
     """
 
     patience = 8
@@ -193,10 +192,7 @@ class Policies:
     def named(
         cls, queue_policy: str = "fcfs", batch_policy: str = "prefill-first", admission_policy: str = "optimistic"
     ) -> Policies:
-        """Build from the options of the same names, each a name of its table or ``"module:Class"``.
-
-        Raises `ConfigError` if a name is unknown, or its class lacks the method of the protocol.
-        """
+        """Build from the options of the same names; `ConfigError` for an unknown name or a class without the method."""
         return cls(
             _build("queue_policy", queue_policy, QUEUE_POLICIES, "order"),
             _build("batch_policy", batch_policy, BATCH_POLICIES, "plan"),

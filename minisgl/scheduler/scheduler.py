@@ -24,9 +24,8 @@ LOOKAHEAD = 8  # waiting requests that do not fit and are passed over in one ste
 class Scheduler:
     """Owns all requests from `add` until it reports them as finished.
 
-    Call `schedule`, launch its batch, and pass the result to `process`, in this order for every batch. `schedule` may
-    run again before `process`, as long as results are processed in the order of their batches. If a step has no result,
-    call `fail` instead of `process`; then every batch launched later must fail too.
+    Call `schedule`, launch its batch, and pass the result to `process`; several batches may be in flight, but are
+    processed in order. If a step has no result, call `fail` instead; then every batch launched later must fail too.
 
     ``max_prefill_tokens`` limits the prompt tokens of a step. Requests with constraints need ``make_masks``.
     """
@@ -152,10 +151,7 @@ class Scheduler:
         return self._constraints.ready(slots[~self.table.prefilling[slots] & unfinished])
 
     def _make_room(self, slots: Int32Array) -> Int32Array:
-        """Give each row the page that its next token needs, and return the rows that still run.
-
-        While there are too few pages, the request that arrived last is preempted.
-        """
+        """Give rows the page for their next token, preempting the latest arrivals; return the rows that still run."""
         while True:
             growing = self.memory.rows_to_grow(slots)
             if len(growing) <= self.memory.available:

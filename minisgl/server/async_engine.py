@@ -1,7 +1,4 @@
-"""The engine as the server's event loop sees it: jobs go in, and each has an `Answer` to be read as it arrives.
-
-`InProcessEngine` and `ProcessEngine` implement how messages travel.
-"""
+"""The engine as the server's event loop sees it, in a thread or in processes: each job has an `Answer` to be read."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ from minisgl.tokenizer import Tokenizer
 class Answer:
     """The answer to one job, to be read while it comes in. Belongs to one event loop and one reader.
 
-    Unread updates are merged, one for each choice. So a slow reader costs at most the text of its own answer, which
-    ``max_tokens`` bounds.
+    Unread updates are merged, so a slow reader costs at most the text of its own answer.
     """
 
     def __init__(self, job: int, num_choices: int, abort: Callable[[Answer], None]) -> None:
@@ -107,9 +103,9 @@ ANSWER_TIMEOUT = 10.0  # seconds that `AsyncEngine.ask` waits; the engine answer
 class AsyncEngine(ABC):
     """Takes jobs from one event loop and brings the answers back. How they travel is up to the subclass.
 
-    Every job gets an answer: it is refused when it is submitted, or rejected, or accepted and updated until all its
-    choices have ended, or failed with `EngineDead`. An abandoned job is aborted once it is known to have been
-    accepted, so that no abort can overtake its job. The event loop uses ``tokenizer`` for small things only.
+    Every job gets an answer: refused, rejected, or accepted and updated until all its choices have ended or failed with
+    `EngineDead`. An abandoned job is aborted once accepted, so that no abort overtakes its job. The event loop uses
+    ``tokenizer`` for small things only.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_seq_len: int) -> None:
@@ -153,10 +149,9 @@ class AsyncEngine(ABC):
     async def submit(
         self, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str = ""
     ) -> Answer:
-        """Wait until the engine has checked a job and put it in its queue. Cancelling this withdraws the job.
+        """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
-        Returns:
-            The answer, with ``params.n`` choices for each prompt, in the order of the prompts.
+        Returns the answer, with ``params.n`` choices for each prompt, in the order of the prompts.
 
         Raises:
             InvalidRequest: a prompt or a parameter is malformed, or cannot fit.

@@ -42,7 +42,7 @@ class PastCall(ApiObject):
 
 
 class ChatMessage(ApiObject):
-    """A message of a conversation. Content is required unless there are tool calls; a text is the same as one part.
+    """A message of a conversation. Content, a text or parts, is required unless there are tool calls.
 
     ``tool_calls`` belong to the role assistant, ``tool_call_id`` and ``name`` to the role tool.
     """
@@ -58,8 +58,7 @@ class ChatMessage(ApiObject):
     def for_template(self, field: str) -> dict[str, Any]:
         """The message as a chat template reads it: its parts joined, arguments as objects.
 
-        Raises:
-            InvalidRequest: a key does not go with the role, or arguments are no JSON object; ``field`` says where.
+        Raises `InvalidRequest` for a key that the role does not have, or arguments that are no JSON object.
         """
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
             if getattr(self, name) is not None and self.role != role:
@@ -127,10 +126,9 @@ class ChatRequest(OpenAIRequest):
         return {}
 
     def reader_maker(self, syntax: ToolSyntax | None) -> Callable[[], CallReader] | None:
-        """Makes the reader of tool calls for each choice; None if there can be no calls.
+        """Return what makes the reader of tool calls for each choice; None if there can be no calls.
 
-        Raises:
-            InvalidRequest: the request has tools or earlier calls, and the model has no ``syntax`` for them.
+        Raises `InvalidRequest` if the request has tools or earlier calls, and the model has no ``syntax`` for them.
         """
         if syntax is None and (self.tools or any(message.tool_calls for message in self.messages)):
             message = "this model's chat template does not show that it can call tools; see --tool-parser"

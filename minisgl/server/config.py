@@ -21,23 +21,22 @@ class ServerConfig:
     Args:
         host: address to listen on; 127.0.0.1 is reached from this machine only.
         port: port to listen on; 0 takes a free one.
-        api_key: what clients must send as ``Authorization: Bearer KEY``; None lets everybody in. Better given in the
-            environment variable MINISGL_API_KEY, since other users of the machine can read command lines.
+        api_key: what clients must send as ``Authorization: Bearer KEY``; None lets everybody in. Prefer the environment
+            variable MINISGL_API_KEY: other users of the machine can read command lines.
         cors_origin: origins, such as ``https://example.org``, whose pages may call the server from a browser, separated
             by commas; ``*`` is all of them.
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
         health_timeout: seconds that ``/health/generate`` waits for its token.
-        live_page: serve ``/ui``, which shows every client of the server the requests of all others. ``false`` turns
-            it off.
-        tool_parser: how the model writes calls of tools: ``"qwen"``, ``"llama3"``, or ``"none"`` where it cannot;
-            ``"auto"`` tells by the model's chat template.
+        live_page: serve ``/ui``, which shows every client of the server the requests of all others.
+        tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
+            chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
         trace: file for a record of the engine's last steps, in Chrome's trace format, written when the server stops.
-        in_process: run the engine in a thread of the server's process, without other processes: starts faster and needs
-            less memory, but tokenizing and detokenizing take turns with the engine.
+        in_process: run the engine in a thread of the server's process: starts faster and needs less memory, but
+            tokenizing and detokenizing take turns with the engine.
         tokenizer_workers: processes that turn text into tokens.
-        restart: when a process of the engine dies or stands still, start it anew and go on, instead of stopping the
-            server. The requests that it had end with an error all the same.
+        restart: when a process of the engine dies or hangs, restart it instead of stopping the server. Its requests end
+            with an error all the same.
         start_timeout: seconds in which the engine's processes must be ready, the model loaded.
         drain_timeout: seconds that running requests have to finish after the first SIGTERM or SIGINT. A second signal
             stops the server at once.
@@ -84,11 +83,10 @@ class ServerConfig:
 def add_options(
     parser: argparse.ArgumentParser, config: type[Any], short_forms: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Add ``--kebab-case`` flags for the fields of the dataclass ``config``.
+    """Add ``--kebab-case`` flags for the fields of the dataclass ``config``, and the ``short_forms`` of some.
 
-    Types come from the annotations (of ``int | None``, the ``int``; a tuple is written ``1,2,4``, an empty one as an
-    empty string; a flag without a value is true), help texts from the ``Args:`` section. A flag that is not given
-    leaves no attribute behind. ``short_forms`` has another flag for some fields, by their names.
+    Types come from the annotations (a tuple is written ``1,2,4``; a flag without a value is true), help texts from the
+    ``Args:`` section. A flag that is not given leaves no attribute behind.
     """
     types = get_type_hints(config)
     texts = _help_texts(inspect.getdoc(config) or "")

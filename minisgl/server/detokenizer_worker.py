@@ -44,10 +44,7 @@ class DetokenizerStage:
         self._choices: dict[int, _Choice] = {}  # by uid
 
     def handle(self, progress: Progress) -> tuple[list[Reply], list[int]]:
-        """Process one step: returns the replies to the API process, and the uids that have reached a stop string.
-
-        The scheduler goes on with these until it is told; the tokens that it sends in the meantime are dropped.
-        """
+        """Process one step: return the replies to the API process, and the uids that have reached a stop string."""
         replies: list[Reply] = []
         for accepted in progress.accepted:
             self._begin(accepted)

@@ -26,10 +26,7 @@ STOP_TIMEOUT = 30.0  # seconds that `InProcessEngine.stop` waits for the step in
 
 
 class InProcessEngine(AsyncEngine):
-    """Runs one `EngineCore` in a thread, which owns the core from `start` on.
-
-    Only ``tokenizer.token_text``, which changes nothing, is called from elsewhere.
-    """
+    """Runs one `EngineCore` in a thread, which owns the core from `start` on, except for ``tokenizer.token_text``."""
 
     def __init__(self, core: EngineCore, views: Views | None = None) -> None:
         super().__init__(core.config, core.tokenizer, core.max_seq_len)

@@ -43,11 +43,7 @@ def _check_content_type(given: str) -> None:
 
 
 def read_json(body: bytes) -> Any:
-    """Parse ``body``.
-
-    Raises:
-        ApiError: 400; it is no UTF-8 or no JSON, repeats a key, is nested too deeply, or has an invalid number or text.
-    """
+    """Parse ``body``; `ApiError` 400 for bad UTF-8 or JSON, repeated keys, deep nesting, invalid numbers or texts."""
     try:
         value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
     except UnicodeDecodeError as error:

@@ -33,8 +33,7 @@ CLOSE_TIMEOUT = 5  # seconds that clients have to read the end of their answers 
 class Server(uvicorn.Server):
     """A uvicorn server that drains the engine before it stops, and stops when the engine dies.
 
-    On the first SIGTERM or SIGINT it takes no more requests, and those in flight have ``drain_timeout`` seconds to
-    finish. A second signal stops it at once.
+    After the first SIGTERM or SIGINT, requests in flight have ``drain_timeout`` seconds. A second signal stops at once.
     """
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig | None = None) -> None:
@@ -127,8 +126,7 @@ def warn_if_public(listener: socket.socket, config: ServerConfig) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket without listening yet, so that clients are turned away until the model is loaded.
 
-    Raises:
-        ConfigError: the port is taken, or the address is not one of this machine.
+    Raises `ConfigError` if the port is taken, or the address is not one of this machine.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port: must be from 0 to 65535, got {port}")

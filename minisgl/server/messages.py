@@ -94,11 +94,7 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 
 def encode(message: Submit) -> bytes:
-    """Encode a job for a socket.
-
-    Raises:
-        InvalidRequest: a text is no valid Unicode, or a number has more than 64 bits; names the field.
-    """
+    """Encode a job for a socket; `InvalidRequest` names a field with invalid Unicode or a number over 64 bits."""
     try:
         return msgspec.msgpack.encode(message)
     except (UnicodeEncodeError, OverflowError):

@@ -78,10 +78,7 @@ STATS_AGE = 0.25  # seconds for which the engine's last answer is used again
 
 
 class ServerMetrics:
-    """Prometheus metrics: counts requests, and asks the engine for its state when scraped.
-
-    Labels have few values: routes, HTTP statuses, finish reasons, states of a page.
-    """
+    """Prometheus metrics: counts requests, and asks the engine for its state when scraped. Labels have few values."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine

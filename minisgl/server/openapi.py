@@ -1,7 +1,4 @@
-"""``/openapi.json``: the endpoints, the schemas of their answers, and every status that each can answer with.
-
-Answers are written by hand, for speed; tests compare them with these schemas.
-"""
+"""``/openapi.json``: endpoints, schemas of answers, statuses. Answers are written by hand; tests compare the two."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class TokenizerLink:
 class Topology:
     """Starts the processes, and is the API process's end of the sockets.
 
-    The sockets are files in a new directory that only its owner may enter. ``model`` is the checkpoint's directory,
-    ``limit`` the most tokens of a request, if known. Raises `ConfigError` if the directory's path is too long.
+    The sockets are files in a new private directory; `ConfigError` if its path is too long. ``model`` is the
+    checkpoint's directory, ``limit`` the most tokens of a request, if known.
     """
 
     def __init__(self, config: EngineConfig, server: ServerConfig, model: Path, limit: int | None) -> None:
@@ -146,9 +146,8 @@ logger = logging.getLogger(__name__)
 class ProcessEngine(AsyncEngine):
     """Runs the engine in processes. When one dies, its requests fail at once, and it is restarted if so configured.
 
-    Raises:
-        ConfigError, ModelLoadError: the engine cannot be started like this.
-        EngineDead: a process died while it was started, or took too long.
+    Raises `ConfigError` or `ModelLoadError` if the engine cannot be started, `EngineDead` if a process died or was
+    late.
     """
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:

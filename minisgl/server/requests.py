@@ -43,10 +43,7 @@ def _document_nulls(schema: dict[str, Any]) -> None:
 
 
 class ApiObject(BaseModel):
-    """A JSON object of the API: known fields only, and null is the same as leaving a field out.
-
-    Clients send messages back with all the fields that their own models have, most of them null.
-    """
+    """A JSON object of the API: known fields only, and null, which clients often send, is the same as no field."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_document_nulls)
 

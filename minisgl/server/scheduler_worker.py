@@ -172,12 +172,9 @@ MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minute
 
 @contextmanager
 def record_trace(core: EngineCore, path: str | None) -> Iterator[None]:
-    """Record the engine's steps inside the ``with`` block, and write the last ones in Chrome's trace format.
+    """Record the steps of the ``with`` block around the engine's thread; write the last ones in Chrome's trace format.
 
-    Without a path, do nothing. Enter it before the engine's thread starts, and leave it after that has ended.
-
-    Raises:
-        ConfigError: the file cannot be written; found out on entry.
+    Without a path, do nothing. Raises `ConfigError` on entry if the file cannot be written.
     """
     if path is None:
         yield

@@ -3,12 +3,12 @@
 No message is dropped silently, and the processes cannot deadlock:
 
 - A socket holds a bounded number of messages (its high-water mark). At the bound, the sender *blocks* (tokenizer →
-  scheduler → detokenizer → API process), so that a slow process slows down those before it; or the sender is *refused*
-  (API process → tokenizer), so that the event loop never waits and the client gets a 503.
-- The API process always reads. So the chain of processes that may block ends at one that never does.
-- Stops from the detokenizer, and aborts and stats requests from the API process, go against the chain, to the
-  scheduler. If they could block, the circle would be closed. Their sockets are unbounded, which is safe: a request is
-  stopped and a job aborted at most once, and a stats request waits for the answer to the one before.
+  scheduler → detokenizer → API process), which slows down those before it, or is *refused* (API process → tokenizer),
+  so that the event loop never waits and the client gets a 503.
+- The API process always reads, so the chain of processes that may block ends there.
+- Stops from the detokenizer, and aborts and stats requests from the API process, go against the chain. If they could
+  block, the circle would be closed, so these sockets are unbounded. That is safe: a request is stopped and a job
+  aborted at most once, and a stats request waits for the answer to the one before.
 """
 
 from __future__ import annotations

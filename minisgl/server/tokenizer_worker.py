@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerStage:
-    """Tokenizes jobs one after the other, and keeps nothing between them.
-
-    ``limit`` is the most tokens of a request, if known: longer texts are refused before they are tokenized.
-    """
+    """Tokenizes jobs one by one, and refuses texts that must have more than ``limit`` tokens, if known."""
 
     def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
         self._tokenizer = tokenizer

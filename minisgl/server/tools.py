@@ -166,8 +166,8 @@ def syntax_for(parser: str, template: str | None) -> ToolSyntax | None:
 class CallReader:
     """Separates one answer into text and calls, while it arrives in pieces of any size.
 
-    Text is held back only while it may be the beginning of a call. A call is returned whole, once it is known to be
-    valid JSON that names one of the request's functions; text that turns out to be no call is returned unchanged.
+    Only text that may begin a call is held back. A call is returned whole, once it is valid JSON that names one of the
+    request's functions; what turns out to be no call is returned as text.
     """
 
     def __init__(self, syntax: ToolSyntax, names: Container[str]) -> None:

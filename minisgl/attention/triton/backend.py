@@ -23,10 +23,7 @@ _INTERPRETED_SMS = 2  # multiprocessors that the interpreter pretends to have; i
 
 
 class TritonAttention(PagedAttention):
-    """Decode rows by `decode_kernel`, prefill rows by `prefill_kernel`.
-
-    Decode steps need no plan: their kernel reads lengths and pages from the step's tensors.
-    """
+    """Decode rows by `decode_kernel`, which needs no plan, and prefill rows by `prefill_kernel`."""
 
     capturable = True
 
@@ -162,10 +159,7 @@ def merge_splits_kernel(
 
 
 class FixedSplitAttention(TritonAttention):
-    """FlashDecoding with a fixed number of splits a row, to compare `decode_kernel` with.
-
-    If ``grouped``, one program computes all query heads that share a KV head.
-    """
+    """FlashDecoding with fixed splits a row, for comparison; ``grouped``: one program for a KV head's query heads."""
 
     def __init__(self, kv_cache: KVCache, grouped: bool = True, num_splits: int = 1) -> None:
         super().__init__(kv_cache)

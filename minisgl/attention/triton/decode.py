@@ -1,15 +1,14 @@
 """Decode attention in Triton: one query token a row, split over the row's keys.
 
-Decoding reads every key and value once and computes next to nothing, so it is fast when all multiprocessors read all
-the time, whether there are 256 rows of a thousand tokens or a single long one. FlashDecoding (Dao et al. 2023) splits
-the keys of a row among programs and merges their results; we split as stream-K (Osama et al. 2023) and lean attention
-(Sanovar et al. 2024) do:
+Decoding reads every key and value once and computes little, so it is fast when all multiprocessors read all the time.
+FlashDecoding (Dao et al. 2023) splits the keys of a row among programs and merges their results; we split as stream-K
+(Osama et al. 2023) and lean attention (Sanovar et al. 2024) do:
 
 1. The keys of all rows, cut into tiles and laid end to end, are one long list.
 2. Every program takes an equal share of the list: parts of a few rows, or a small part of one.
 3. A second kernel merges the parts of rows that lie in several shares (`merge_kernel`).
 
-Each program finds its share from ``seq_lens`` on the device. So the host plans nothing, and one CUDA graph serves all
+Programs find their share from ``seq_lens`` on the device, so the host plans nothing and one CUDA graph serves all
 lengths.
 """
 
@@ -150,7 +149,6 @@ def paged_decode_attention(
     Args:
         q, out: [R, num_heads, head_dim]; ``out`` is contiguous and written.
         k_cache, v_cache: [pages, page_size, num_kv_heads, head_dim] of the layer.
-        num_sms: multiprocessors of the GPU.
         prefix: attention over shared prefixes, to be merged in; the rows then attend only to the keys behind them.
     """
     num_rows, num_heads, head_dim = out.shape

@@ -1,8 +1,7 @@
 """Merge attention that was computed over several sets of keys for the same query.
 
-The softmax over two sets of keys is the sum of the two results, each weighted by its share of the sum of weights. So
-the outputs of different programs or kernels can be combined from their log-sum-exps alone, without reading a key again
-(FlashDecoding, Dao et al. 2023; cascade attention, Ye et al. 2024).
+The softmax over two sets is the sum of both results, each weighted by its share of the sum of weights. Outputs can thus
+be combined from their log-sum-exps alone (FlashDecoding, Dao et al. 2023; cascade attention, Ye et al. 2024).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Prefill attention in Triton: many query tokens a row, each of which sees the keys up to its own.
 
-Prefill is bound by arithmetic, not by reading, so queries are taken in tiles that fill the tensor cores
-(FlashAttention-2, Dao 2023). The query heads that share a KV head are rows of one tile: their keys are loaded once, and
-a short chunk behind a long prefix still fills a tile.
+Prefill is bound by arithmetic, so queries are taken in tiles that fill the tensor cores (FlashAttention-2, Dao 2023). A
+tile holds all query heads that share a KV head: keys are loaded once, and short chunks fill a tile too.
 """
 
 from __future__ import annotations
@@ -113,9 +112,7 @@ def tile_shape(q: torch.Tensor, longest: int) -> tuple[int, int]:
 
 
 def query_tiles(batch: Batch, group: int, q: torch.Tensor) -> QueryTiles:
-    """Cut the prefill rows of a step into tiles of queries, those with most keys first.
-
-    Tiles with most keys take longest, so they must not start last.
+    """Cut the prefill rows of a step into tiles of queries, those with most keys first, since they take longest.
 
     ``group`` is the number of query heads that share a KV head. Of ``q`` only width, dtype and device matter.
     """

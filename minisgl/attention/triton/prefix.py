@@ -1,9 +1,8 @@
 """Attention of decode rows over a prefix that they share: the queries of all rows become one matrix.
 
-Alone, a row multiplies its one query with every key, so it is bound by reading. Rows of a group read the same keys, so
-we read those once and multiply all queries with them on the tensor cores (Hydragen, Juravsky et al. 2024; cascade
-attention, Ye et al. 2024). `merge_kernel` merges the results with those of `decode_kernel` over the keys behind the
-prefix.
+A single row is bound by reading keys. Rows of a group read the same keys, so we read those once and multiply all
+queries with them on the tensor cores (Hydragen, Juravsky et al. 2024; cascade attention, Ye et al. 2024).
+`merge_kernel` adds the keys behind the prefix, from `decode_kernel`.
 """
 
 from __future__ import annotations

@@ -43,10 +43,9 @@ _HEADERS = {
 
 
 def add_live_page(app: FastAPI, engine: AsyncEngine) -> None:
-    """Add ``/ui``, its files below that, and ``/ui/events``.
+    """Add ``/ui``, its files below that, which are read once, and ``/ui/events``.
 
-    The files are read once: no path of a request is looked up on the disk. They need no API key; ``/ui/events`` shows
-    other clients' requests, so it needs the key if there is one.
+    The files need no API key; ``/ui/events`` shows other clients' requests, so it needs the key if there is one.
     """
     for file in files("minisgl.server").joinpath("ui").iterdir():
         path = "/ui" if file.name == "index.html" else f"/ui/{file.name}"

@@ -112,8 +112,7 @@ SHARE = 0.05  # largest share of its time that the engine spends on answering th
 class LiveFeed:
     """Fetches states while at least one watcher wants them, and gives each watcher the newest. One event loop only.
 
-    Args:
-        ask: gets a state from the engine; a `MiniSGLError` that it raises goes to all watchers.
+    ``ask`` gets a state from the engine; a `MiniSGLError` that it raises goes to all watchers.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[LiveState]]) -> None:

@@ -39,9 +39,9 @@ MOST_VISITED = 4000  # nodes or blocks; a larger tree is shown in part, so that 
 
 
 def nodes_of(cache: PrefixCache) -> tuple[list[LiveNode], int]:
-    """At most `MOST_NODES` nodes of a prefix cache, each after its parent, and the number of nodes visited.
+    """At most `MOST_NODES` nodes of a prefix cache, parents first, and the number of nodes visited.
 
-    Where the cache knows, they are the most recently used ones. None for a cache of an unknown kind.
+    The most recently used ones where the cache knows. None for a cache of an unknown kind.
     """
     if isinstance(cache, RadixCache):
         visited = list(islice(cache.nodes(), MOST_VISITED))
@@ -69,10 +69,7 @@ def _node(node: Node) -> LiveNode:
 
 
 def _chains(blocks: list[Block]) -> tuple[list[list[Block]], dict[Block, list[Block]]]:
-    """Put blocks into chains: one goes on while each block has one successor with the same number of references.
-
-    Returns the chains, each after the one that it continues, and the chain of every block.
-    """
+    """Chain blocks while each has one successor with as many references; return the chains and every block's chain."""
     successors = Counter(block.parent for block in blocks)
     chain_of: dict[Block, list[Block]] = {}
     chains: list[list[Block]] = []
