@@ -31,7 +31,7 @@ from minisgl.logs import configure_logs
 def freeze_heap() -> None:
     """Exclude all present objects from garbage collection; for our own processes, once they have started.
 
-    With PyTorch and a model loaded, a full collection visits 200,000 to 400,000 objects and stops Python for 0.1 to 0.2
+    With PyTorch and a model loaded, a full collection visits 200,000 to 400,000 objects and stops Python for up to 0.2
     s. Reference cycles that exist now are never freed, until `gc.unfreeze`.
     """
     gc.collect()

@@ -45,8 +45,7 @@ class EngineConfig:
         max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
         max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
         max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
-        max_prefill_tokens: most prompt tokens of one step, decode rows not counted; longer prompts are prefilled in
-            chunks.
+        max_prefill_tokens: most prompt tokens of a step, without decode rows; longer prompts are prefilled in chunks.
         page_size: tokens in a KV page, a power of two from 1 to 256.
         num_pages: KV pages to allocate; None is as many as ``memory_ratio`` allows.
         memory_ratio: share of the memory to use, above 0 and at most 1; None is 0.9 on CUDA and 0.25 on the CPU.

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """An input processor, a scheduler, an executor, and the loop that joins them. Not thread-safe.
 
-    Make requests with ``input_processor``, `add` them, and call `step` while `has_work`.
+    Make requests with ``input_processor``, `add` them, and call `step` while `has_work`. ``executor`` computes the
+    steps; None builds the one that ``config`` describes.
 
     Raises:
         ConfigError: an option is unknown or cannot work here.
@@ -46,7 +47,7 @@ class EngineCore:
         EngineDead: a rank's process ended while it started.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         policies = Policies.named(config.queue_policy, config.batch_policy, config.admission_policy)
         make_cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)
         make_store = resolve("page_store", config.page_store, PAGE_STORES)
@@ -58,7 +59,7 @@ class EngineCore:
         path = resolve_model(config.model)
         self.config = config
         self.tokenizer = Tokenizer(path)  # for end-of-sequence ids and grammars; text is encoded elsewhere
-        self.executor = build_executor(config, path)
+        self.executor = build_executor(config, path) if executor is None else executor
         choice = self.executor.attention_choice
         logger.info("attention backend %s: %s", choice.name, choice.reason)
         self.max_seq_len = self.executor.max_seq_len
@@ -117,8 +118,7 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Run one step, if there is work, and return everything that became known since the last output.
 
-        Raises `EngineDead` if the executor has died; then all requests have ended with it, and `take_output` reports
-        them.
+        Raises `EngineDead` if the executor has died; all requests have then ended with it, for `take_output` to report.
         """
         try:
             return self.loop.step()

@@ -22,8 +22,7 @@ from minisgl.tokenizer import Tokenizer
 class InputProcessor:
     """Checks prompts and parameters, and makes numbered requests of them. It allocates no slot and no page.
 
-    Limits, in tokens: ``max_seq_len`` of a sequence, ``max_kv_tokens`` of the KV cache, ``max_stop_ids`` that end a
-    request.
+    ``max_kv_tokens`` fit the KV cache, ``max_seq_len`` a sequence; ``max_stop_ids`` tokens at most may end a request.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from minisgl.config import EngineConfig
 from minisgl.context import AttentionChoice
-from minisgl.core import EngineCore
+from minisgl.core import EngineCore, Executor
 from minisgl.engine.engine import Engine
 from minisgl.errors import EngineDead, InvalidRequest, check_type
 from minisgl.outputs import Completion, CompletionAssembler, Delta, RequestMetrics, RequestOutput
@@ -34,6 +34,7 @@ class LLM:
 
     Args:
         model: ``"default"`` (SmolLM2-135M-Instruct), a directory with a checkpoint, or a Hugging Face hub id.
+        executor: computes the steps; None builds the one that the options describe.
         **options: fields of `minisgl.config.EngineConfig`, where each is described with its unit and default.
 
     Raises:
@@ -41,8 +42,8 @@ class LLM:
         ModelLoadError: the checkpoint cannot be found or used.
     """
 
-    def __init__(self, model: str | Path = "default", **options: Any) -> None:
-        self.core = EngineCore(EngineConfig.from_options(str(model), options))
+    def __init__(self, model: str | Path = "default", *, executor: Executor | None = None, **options: Any) -> None:
+        self.core = EngineCore(EngineConfig.from_options(str(model), options), executor)
         self.config = self.core.config
         self.tokenizer = self.core.tokenizer
         self.scheduler = self.core.scheduler
@@ -304,7 +305,8 @@ class _ProgressBar:
 
 
 # `help(LLM)` and editors show the options as keyword arguments, though they are written down in EngineConfig alone.
+_executor = inspect.signature(LLM).parameters["executor"]
 _options = inspect.signature(EngineConfig)
 _positional = [_options.parameters["model"].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)]
 _keywords = [parameter for name, parameter in _options.parameters.items() if name != "model"]
-LLM.__signature__ = _options.replace(parameters=_positional + _keywords, return_annotation=LLM)  # type: ignore[attr-defined]
+LLM.__signature__ = _options.replace(parameters=[*_positional, _executor, *_keywords], return_annotation=LLM)  # type: ignore[attr-defined]

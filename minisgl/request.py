@@ -55,7 +55,10 @@ class RequestTimes:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to generate: what a decode step does not touch for every request (that is in `RunningTable`)."""
+    """One sequence to generate; what a decode step touches for every request is in `RunningTable` instead.
+
+    A prompt with ``n`` completions is n requests.
+    """
 
     uid: int  # unique in its engine, never reused; also the order of arrival
     prompt: Int32Array  # [prompt_len] token ids

@@ -24,8 +24,7 @@ class SamplingParams:
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many tokens.
         temperature: divides the logits; 0 is greedy, values in (0, 0.01) are raised to 0.01. Up to 100.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the fewest tokens whose probability reaches this, in (0, 1] (nucleus sampling, Holtzman et al.
-            2020).
+        top_p: keep the fewest tokens that reach this probability, in (0, 1] (nucleus sampling, Holtzman et al. 2020).
         min_p: drop tokens less likely than this share of the likeliest one, in [0, 1] (Nguyen et al. 2024).
         presence_penalty: subtracted once from the logit of every token generated so far, in [-2, 2].
         frequency_penalty: subtracted from a token's logit once for every time it was generated, in [-2, 2].
@@ -45,8 +44,7 @@ class SamplingParams:
             back-references; ``\\d``, ``\\w`` and ``\\s`` are ASCII.
 
     With a schema or an expression, end-of-sequence tokens are sampled only where the output may end, and the request
-    ends where nothing can follow, even before ``min_tokens``. What ``max_tokens`` or a stop string cuts off need not
-    match.
+    ends where nothing can follow, even before ``min_tokens``. Output that ``max_tokens`` or ``stop`` cut need not match.
 
     Raises:
         InvalidRequest: naming the field and its limit.

@@ -69,8 +69,8 @@ class Tokenizer:
         """Tokenize a conversation in the model's chat template, which writes all special tokens itself.
 
         Args:
-            messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts ``{"type":
-                "text", "text": ...}``. Other keys reach the template as they are.
+            messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
+                ``{"type": "text", "text": ...}``. Other keys reach the template as they are.
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: functions that the model may call, ``{"type": "function", "function": {...}}`` each.
             limit: as in `encode`.

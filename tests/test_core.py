@@ -13,7 +13,7 @@ from minisgl.core import EngineCore
 from minisgl.errors import ConfigError, ContextExceeded, EngineDead
 from minisgl.request import FinishReason, Request
 from minisgl.sampling_params import SamplingParams
-from tests.tiny_text_model import Failing, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import DirectedExecutor, Failing, assert_idle_and_clean, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -21,7 +21,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 @pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
 def core(tmp_path: Path, request: pytest.FixtureRequest) -> EngineCore:
     path = str(text_checkpoint(tmp_path))
-    return EngineCore(EngineConfig(model=path, page_size=4, num_pages=8, device="cpu", overlap=request.param))
+    config = EngineConfig(model=path, page_size=4, num_pages=8, device="cpu", overlap=request.param)
+    return EngineCore(config, DirectedExecutor(config))
 
 
 def added(core: EngineCore, *prompts: list[int], streaming: bool = False) -> list[Request]:
@@ -87,7 +88,7 @@ def test_an_observer_follows_every_step_until_it_is_taken_away(core: EngineCore)
 
 
 def test_a_failed_step_has_no_process(core: EngineCore) -> None:
-    core.loop.executor = Failing(core.engine, 1, RuntimeError("broken"), late=True)
+    core.executor.launcher = Failing(core.engine, 1, RuntimeError("broken"), late=True)
     diary = Diary()
     with core.observe(diary):
         added(core, [1, 2, 3])
@@ -102,7 +103,7 @@ def test_a_dead_executor_ends_all_requests_at_once(core: EngineCore) -> None:
     requests = added(core, [1, 2, 3], [4, 5])
     core.step()
     waiting = added(core, [6, 7])
-    core.loop.executor = Failing(core.engine, 0, EngineDead("a rank has ended"))
+    core.executor.launcher = Failing(core.engine, 0, EngineDead("a rank has ended"))
     with pytest.raises(EngineDead, match="a rank has ended"):
         core.step()
     finished = core.take_output().finished
@@ -127,8 +128,8 @@ def test_what_can_never_fit_is_refused_where_that_is_asked(core: EngineCore) -> 
     assert too_long.finish_reason is FinishReason.ERROR
 
 
-def test_an_engine_in_other_processes_cannot_be_looked_into(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert core.engine is core.executor
-    monkeypatch.setattr(type(core.executor), "local_engine", None)
+def test_an_engine_in_other_processes_cannot_be_looked_into(core: EngineCore) -> None:
+    assert core.engine is core.executor.engine
+    core.executor.local_engine = None
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: .* in processes of their own"):
         _ = core.engine

@@ -14,7 +14,7 @@ from minisgl.kvcache.radix import RadixCache
 from minisgl.llm import LLM
 from minisgl.outputs import Delta
 from minisgl.sampling_params import SamplingParams
-from tests.tiny_text_model import Scripted, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import Scripted, assert_idle_and_clean, directed_llm, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXTS = ["the quick brown fox", "the cat", "the cat and the dog", "naïve café", "12 of them"]
@@ -290,7 +290,7 @@ ANSWER = "the quick brown fox jumps over the lazy dog"
 
 @pytest.fixture(scope="module")
 def shared_text_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(text_checkpoint(tmp_path_factory.mktemp("text")), page_size=4, num_pages=64)
+    return directed_llm(text_checkpoint(tmp_path_factory.mktemp("text")), page_size=4, num_pages=64)
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def text_llm(shared_text_llm: LLM) -> LLM:
 def say(text_llm: LLM, text: str) -> list[int]:
     """Let the model answer ``text``, then ``</s>``. Returns the tokens of the text."""
     tokens = text_llm.tokenizer.encode(text)[1:]  # without the BOS
-    text_llm.loop.executor = Scripted([*tokens, 1])
+    text_llm.executor.launcher = Scripted([*tokens, 1])
     return tokens
 
 

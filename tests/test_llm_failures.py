@@ -11,7 +11,7 @@ import pytest
 from minisgl.errors import QueueFull
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
-from tests.tiny_text_model import Failing, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import Failing, assert_idle_and_clean, directed_llm, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[i + 1] * (3 + i) for i in range(6)]
@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> LLM:
-    return LLM(path, page_size=4, num_pages=64, dtype="float64", max_running_requests=4)
+    return directed_llm(path, page_size=4, num_pages=64, dtype="float64", max_running_requests=4)
 
 
 @pytest.fixture
@@ -36,8 +36,7 @@ def expected(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("step", [0, 1, 3, 9, 12])
 def test_an_exception_ends_the_requests_of_its_step_only(llm: LLM, expected: list[list[int]], step: int) -> None:
-    engine = llm.loop.executor
-    llm.loop.executor = Failing(engine, step, RuntimeError("out of memory"))
+    llm.executor.launcher = Failing(llm.engine, step, RuntimeError("out of memory"))
     outputs = llm.generate(PROMPTS, GREEDY)
     failed = [output.finish_reason == "error" for output in outputs]
     assert 0 < sum(failed) <= 4
@@ -56,7 +55,7 @@ def test_an_exception_ends_the_requests_of_its_step_only(llm: LLM, expected: lis
 def test_an_interrupt_leaves_a_serviceable_engine(
     llm: LLM, expected: list[list[int]], step: int, interrupt: type[BaseException]
 ) -> None:
-    llm.loop.executor = Failing(llm.loop.executor, step, interrupt())
+    llm.executor.launcher = Failing(llm.engine, step, interrupt())
     with pytest.raises(interrupt):
         llm.generate(PROMPTS, GREEDY)
     assert_idle_and_clean(llm)
@@ -66,7 +65,7 @@ def test_an_interrupt_leaves_a_serviceable_engine(
 def test_an_interrupt_of_one_call_ends_an_open_stream_with_an_error(llm: LLM) -> None:
     stream = llm.stream([9] * 3, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
     next(stream)
-    llm.loop.executor = Failing(llm.loop.executor, 1, KeyboardInterrupt())
+    llm.executor.launcher = Failing(llm.engine, 1, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate([8] * 3, GREEDY)
     last = list(stream)[-1]
@@ -75,7 +74,7 @@ def test_an_interrupt_of_one_call_ends_an_open_stream_with_an_error(llm: LLM) ->
 
 
 def test_a_failing_step_ends_a_stream_with_an_error(llm: LLM) -> None:
-    llm.loop.executor = Failing(llm.loop.executor, 2, ValueError("broken"))
+    llm.executor.launcher = Failing(llm.engine, 2, ValueError("broken"))
     deltas = list(llm.stream(PROMPTS[0], GREEDY))
     assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "the step failed: ValueError: broken")
     assert sum(len(delta.token_ids) for delta in deltas) == 2

@@ -13,7 +13,7 @@ import pytest
 from minisgl.llm import LLM
 from minisgl.outputs import Delta
 from minisgl.sampling_params import SamplingParams
-from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean, directed_llm, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(path: Path, **options: Any) -> LLM:
     sizes = {"page_size": 4, "num_pages": 64, "dtype": "float64", "device": "cpu", "max_running_requests": 4}
-    return LLM(path, **{**sizes, "overlap": True, **options})
+    return directed_llm(path, **{**sizes, "overlap": True, **options})
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_one_token_and_end_tokens(path: Path, tmp_path: Path, llm: LLM) -> None:
 def test_a_stop_string_is_found_one_step_late_and_nothing_follows_it(llm: LLM) -> None:
     tokens = llm.tokenizer.encode("the cat and the dog")
     executor = Scripted(tokens)
-    llm.loop.executor = executor
+    llm.executor.launcher = executor
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, stop=" and")
     output = llm.generate("12 of them", params)[0]
     assert (output.text, output.finish_reason) == ("the cat", "stop")
@@ -156,7 +156,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(llm: LLM, step: 
     """``late``: not the launch raises, but the wait, when the next step has been launched already."""
     expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     llm.scheduler.memory.forget_unlocked()
-    llm.loop.executor = Failing(llm.engine, step, RuntimeError("out of memory"), late)
+    llm.executor.launcher = Failing(llm.engine, step, RuntimeError("out of memory"), late)
     outputs = llm.generate(PROMPTS, GREEDY)
     failed = [output.finish_reason == "error" for output in outputs]
     assert 0 < sum(failed) <= 4
@@ -179,7 +179,7 @@ def test_an_interrupt_leaves_a_serviceable_engine(
     expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     stream = llm.stream([9] * 3, LONG)
     next(stream)
-    llm.loop.executor = Failing(llm.engine, step, interrupt(), late)
+    llm.executor.launcher = Failing(llm.engine, step, interrupt(), late)
     with pytest.raises(interrupt):
         llm.generate(PROMPTS, GREEDY)
     last = list(stream)[-1]

@@ -14,7 +14,7 @@ import torch
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 from minisgl.trace import DEVICE, HOST, REQUESTS, TRACKS, Event, Trace
-from tests.tiny_text_model import Failing, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import Failing, assert_idle_and_clean, directed_llm, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def llm(path: Path, request: pytest.FixtureRequest) -> LLM:
-    return LLM(path, page_size=4, num_pages=64, device="cpu", overlap=request.param)
+    return directed_llm(path, page_size=4, num_pages=64, device="cpu", overlap=request.param)
 
 
 def named(trace: Trace, name: str) -> list[Event]:
@@ -102,7 +102,7 @@ def test_what_becomes_of_requests(path: Path, llm: LLM) -> None:
 
 
 def test_a_failed_step_and_the_end_of_the_trace(llm: LLM) -> None:
-    llm.loop.executor = Failing(llm.loop.executor, 2, RuntimeError("broken"))
+    llm.executor.launcher = Failing(llm.engine, 2, RuntimeError("broken"))
     with llm.trace() as trace:
         llm.generate(PROMPTS, GREEDY)
     assert numbers(named(trace, "fail")) == [2]

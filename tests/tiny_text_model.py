@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from minisgl.batch import Batch, PendingStep, StepLauncher, StepResult
+from minisgl.config import EngineConfig
 from minisgl.core import EngineCore
+from minisgl.engine.build import build_engine
 from minisgl.llm import LLM
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import byte_level, save
@@ -74,6 +76,25 @@ class Failing:
 
     def wait(self) -> StepResult:
         raise self.error
+
+
+class DirectedExecutor:
+    """The engine of a tiny model, whose steps a test may have computed by another ``launcher``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = build_engine(config, Path(config.model))
+        self.launcher: StepLauncher = self.engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def launch(self, batch: Batch) -> PendingStep:
+        return self.launcher.launch(batch)
+
+
+def directed_llm(path: str | Path, **options: Any) -> LLM:
+    """An `LLM` over a `DirectedExecutor`."""
+    return LLM(path, executor=DirectedExecutor(EngineConfig.from_options(str(path), options)), **options)
 
 
 def assert_idle_and_clean(llm: LLM | EngineCore) -> None:

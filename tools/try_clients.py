@@ -37,7 +37,7 @@ def say(server: RunningServer, text: str) -> None:
     """Let a server's model answer everything with ``text``."""
     tokenizer = server.core.tokenizer
     _, *tokens = tokenizer.encode(text)  # the first one is BOS
-    server.core.loop.executor = Scripted([*tokens, *tokenizer.eos_ids[:1]])
+    server.core.executor.launcher = Scripted([*tokens, *tokenizer.eos_ids[:1]])
 
 
 if __name__ == "__main__":

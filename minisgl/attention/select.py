@@ -65,8 +65,7 @@ ATTENTION_BACKENDS: Registry[AttentionFactory] = {
 def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
     """Name the backend that was fastest on an H200 of those that can attend over ``kv_cache``, and say why.
 
-    FlashInfer with FlashAttention 3 is never chosen: it gains less than 1 % on a mixed workload and compiles for a
-    minute.
+    Never FlashInfer with FlashAttention 3: it gains under 1 % on a mixed workload and compiles for a minute.
     """
     if kv_cache.k.device.type == "cpu":
         return "torch", "it is the fastest on a CPU"

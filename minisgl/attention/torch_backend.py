@@ -216,7 +216,7 @@ class TorchAttention(PagedAttention):
         return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
 
     def _causal_band(self, window: int | None) -> torch.Tensor:
-        """Build the mask that those of all prefill tiles are slices, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
+        """Build one mask to slice all prefill tiles' masks from, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
 
         Visibility depends only on the distance between query and key, so a later tile's mask is the same one, moved.
         """

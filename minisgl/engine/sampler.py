@@ -107,8 +107,7 @@ class FusedSampler(DefaultSampler):
     """Temperature and draw in one pass over the logits, with Triton; stages 2 to 5 are the default sampler's.
 
     Top-k, top-p and min-p become a threshold for this pass, found in two launches without sorting. A seed draws the
-    same token as with the default sampler, but for rounding error between the first two tokens, or where top-p or min-p
-    end.
+    same token as with the default sampler, except within rounding error of a tie or of where top-p or min-p end.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class PagePool:
         return self._top
 
     def alloc(self, count: int) -> Int32Array:
-        """Take ``count`` pages, int32[count], the last freed first; `InvariantError` if fewer are free:evict."""
+        """Take ``count`` pages, int32[count], the last freed first. `InvariantError` if fewer are free."""
         if count > self._top:
             raise InvariantError(f"{count} pages wanted, {self._top} free: evict before allocating")
         pages = self._stack[self._top - count : self._top][::-1].copy()

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``x``, [T, size], to the residual stream; return the normalised sum and the sum, as one kernel can.
+        """Add ``x``, [T, size], to the residual stream; return the normalised sum and the sum.
 
         ``residual`` is None in the first layer, where the stream begins.
         """

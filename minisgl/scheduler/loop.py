@@ -27,7 +27,7 @@ class EngineLoop:
 
     def __init__(self, scheduler: Scheduler, executor: StepLauncher, depth: int = 0) -> None:
         self.scheduler = scheduler
-        self.executor = executor
+        self._executor = executor
         self.depth = depth
         self.observers: list[StepObserver] = []  # may change between two calls of `step`
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -62,7 +62,7 @@ class EngineLoop:
     def _launch(self, batch: Batch) -> None:
         self._begin("launch", batch)
         try:
-            pending = self.executor.launch(batch)
+            pending = self._executor.launch(batch)
         except BaseException as error:
             self._end("launch", batch)
             # The step before this one is sound and stays in flight, unless the engine is dead.

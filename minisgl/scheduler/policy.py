@@ -52,7 +52,7 @@ class FirstComeFirstServed:
 class LongestPrefixMatch:
     """Longest cached prefix first, so that it is used before it is evicted (SGLang, Zheng et al. 2024).
 
-    A request that was bypassed too often comes first, lest it starve. A queue over ``limit`` keeps its order of
+    A request that was bypassed too often comes first, so that none starves. A queue over ``limit`` keeps its order of
     arrival, because matching every request at every step takes too long.
     """
 

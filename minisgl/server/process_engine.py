@@ -146,8 +146,7 @@ logger = logging.getLogger(__name__)
 class ProcessEngine(AsyncEngine):
     """Runs the engine in processes. When one dies, its requests fail at once, and it is restarted if so configured.
 
-    Raises `ConfigError` or `ModelLoadError` if the engine cannot be started, `EngineDead` if a process died or was
-    late.
+    Raises `ConfigError` or `ModelLoadError` if the engine cannot start, `EngineDead` if a process died or was late.
     """
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:

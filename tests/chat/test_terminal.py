@@ -89,7 +89,7 @@ class Terminal:
 def server(checkpoint: Path) -> Iterator[RunningServer]:
     """A server whose model says the same to everything."""
     with RunningServer(checkpoint) as running:
-        running.core.loop.executor = Scripted([*running.core.tokenizer.encode("so be it")[1:], 1])
+        running.core.executor.launcher = Scripted([*running.core.tokenizer.encode("so be it")[1:], 1])
         yield running
 
 

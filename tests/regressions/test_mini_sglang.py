@@ -26,7 +26,7 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
 from tests.scheduler.harness import Harness
 from tests.scheduler.test_memory import Rows
-from tests.tiny_text_model import Scripted, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import Scripted, assert_idle_and_clean, directed_llm, text_checkpoint
 
 CACHING = ["radix", "block-hash"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llm(path: Path) -> LLM:
-    return LLM(path, page_size=4, num_pages=64, max_running_requests=4)
+    return directed_llm(path, page_size=4, num_pages=64, max_running_requests=4)
 
 
 # -- 1 -------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_mini_sglang_6_an_over_long_max_tokens_changes_the_callers_object(llm: L
 
 
 def test_mini_sglang_7_the_finish_reason_is_always_stop(llm: LLM) -> None:
-    llm.loop.executor = Scripted([5, 6, 1])
+    llm.executor.launcher = Scripted([5, 6, 1])
     reasons = {
         "stop": llm.generate("x", SamplingParams(max_tokens=9))[0].finish_reason,
         "length": llm.generate("x", SamplingParams(max_tokens=2))[0].finish_reason,
@@ -251,9 +251,9 @@ def test_mini_sglang_7_the_finish_reason_is_always_stop(llm: LLM) -> None:
 
 def test_mini_sglang_7_only_one_eos_id_counts(tmp_path: Path) -> None:
     """The others are in ``generation_config.json``, which is not read: Llama 3 then talks past its turn."""
-    llm = LLM(text_checkpoint(tmp_path, eos=[1, 44, 45]), page_size=4, num_pages=64)
+    llm = directed_llm(text_checkpoint(tmp_path, eos=[1, 44, 45]), page_size=4, num_pages=64)
     for end in (1, 44, 45):
-        llm.loop.executor = Scripted([7, end, 8])
+        llm.executor.launcher = Scripted([7, end, 8])
         output = llm.generate("x", SamplingParams(max_tokens=9))[0]
         assert (output.token_ids, output.finish_reason) == ([7, end], "stop")
 
@@ -348,7 +348,7 @@ def flat_llm(tmp_path: Path) -> LLM:
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"].zero_()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return LLM(path, page_size=4, num_pages=64)
+    return directed_llm(path, page_size=4, num_pages=64)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_mini_sglang_9_penalties_are_accepted_and_ignored(
 
 
 def test_mini_sglang_9_n_and_stop_are_accepted_and_ignored(llm: LLM) -> None:
-    llm.loop.executor = Scripted([*llm.tokenizer.encode("the cat and the dog")[1:], 1])
+    llm.executor.launcher = Scripted([*llm.tokenizer.encode("the cat and the dog")[1:], 1])
     output = llm.generate("x", SamplingParams(n=3, stop=" and", max_tokens=40))[0]
     assert [completion.text for completion in output.completions] == ["the cat"] * 3
     assert {completion.finish_reason for completion in output.completions} == {"stop"}

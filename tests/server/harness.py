@@ -23,6 +23,7 @@ from minisgl.server.launch import Server, bind
 from minisgl.server.process_engine import ProcessEngine
 from minisgl.server.scheduler_worker import engine_views
 from tests.model_zoo import tiny_checkpoint
+from tests.tiny_text_model import DirectedExecutor
 from tests.tiny_tokenizer import TEMPLATE, byte_level, save
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}]
@@ -82,7 +83,7 @@ class GatedCore(EngineCore):
     """An engine whose steps pass a gate."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, DirectedExecutor(config))
         self.gate = Gate()
 
     def step(self) -> StepOutput:

@@ -26,14 +26,16 @@ from minisgl.server.messages import (
 )
 from minisgl.server.scheduler_worker import EngineStage
 from minisgl.trace import Trace
-from tests.tiny_text_model import Scripted, assert_idle_and_clean, text_checkpoint
+from tests.tiny_text_model import Scripted, assert_idle_and_clean, directed_llm, text_checkpoint
 
 LOOPS = [False, True]
 
 
 @pytest.fixture(params=LOOPS, ids=["step-by-step", "overlap"])
 def llm(request: pytest.FixtureRequest, tmp_path: Path) -> LLM:
-    return LLM(text_checkpoint(tmp_path), page_size=4, num_pages=32, overlap=request.param, max_queued_requests=8)
+    return directed_llm(
+        text_checkpoint(tmp_path), page_size=4, num_pages=32, overlap=request.param, max_queued_requests=8
+    )
 
 
 def tokenized(job: int, *prompts: list[int], streaming: bool = False, **params: Any) -> Tokenized:
@@ -164,7 +166,7 @@ def test_a_question_is_answered_between_two_steps(llm: LLM) -> None:
 
 
 def test_one_token_too_many_is_never_sent(llm: LLM) -> None:
-    llm.loop.executor = Scripted([7, 1, 8, 8])  # the second is the end of the sequence
+    llm.executor.launcher = Scripted([7, 1, 8, 8])  # the second is the end of the sequence
     stage = EngineStage(llm.core)
     stage.take(tokenized(1, [5, 6], streaming=True, ignore_eos=False))
     told = run(stage)

@@ -31,7 +31,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def say(server: RunningServer, text: str) -> None:
     _, *tokens = server.core.tokenizer.encode(text)
-    server.core.loop.executor = Scripted([*tokens, *server.core.tokenizer.eos_ids[:1]])
+    server.core.executor.launcher = Scripted([*tokens, *server.core.tokenizer.eos_ids[:1]])
 
 
 def ask(server: RunningServer, **fields: Any) -> Any:

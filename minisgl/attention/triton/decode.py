@@ -8,8 +8,7 @@ FlashDecoding (Dao et al. 2023) splits the keys of a row among programs and merg
 2. Every program takes an equal share of the list: parts of a few rows, or a small part of one.
 3. A second kernel merges the parts of rows that lie in several shares (`merge_kernel`).
 
-Programs find their share from ``seq_lens`` on the device, so the host plans nothing and one CUDA graph serves all
-lengths.
+Programs find their share from ``seq_lens`` on the device: the host plans nothing, one CUDA graph serves all lengths.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ from minisgl.server.live.state import (
     PageRun,
 )
 from minisgl.server.live.view import LONGEST_USER, MOST_VISITED, LiveView, StepWatch, nodes_of
-from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean
+from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean, directed_llm
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlap"])
 def llm(checkpoint: Path, request: pytest.FixtureRequest) -> LLM:
-    return LLM(str(checkpoint), page_size=4, num_pages=32, device="cpu", overlap=request.param)
+    return directed_llm(str(checkpoint), page_size=4, num_pages=32, device="cpu", overlap=request.param)
 
 
 def watch(llm: LLM) -> StepWatch:
@@ -46,7 +46,7 @@ def watch(llm: LLM) -> StepWatch:
 
 
 def test_nothing_is_recorded_while_nobody_watches(llm: LLM) -> None:
-    llm.loop.executor = Scripted([5])
+    llm.executor.launcher = Scripted([5])
     watching = watch(llm)
     for prompt in ([1, 2], [3, 4]):
         llm.submit(llm.prepare(prompt, PARAMS)[0])
@@ -103,7 +103,7 @@ def test_a_preemption_is_noted_with_the_step_that_it_made_room_for(checkpoint: P
 
 
 def test_a_failed_step_is_a_step(llm: LLM) -> None:
-    llm.loop.executor = Failing(llm.engine, 1, RuntimeError("broken"), late=True)
+    llm.executor.launcher = Failing(llm.engine, 1, RuntimeError("broken"), late=True)
     watching = watch(llm)
     watching.look()
     (output,) = llm.generate([[1, 2, 3]], PARAMS)
@@ -115,7 +115,7 @@ def test_a_failed_step_is_a_step(llm: LLM) -> None:
 
 def test_what_is_kept_is_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_view, "SHORTEST_SLICE", 0.0)
-    llm.loop.executor = Scripted([5])
+    llm.executor.launcher = Scripted([5])
     watching = watch(llm)
     watching.look()
     llm.generate([[uid + 1] for uid in range(3 * MOST_FINISHED)], PARAMS)
