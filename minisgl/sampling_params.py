@@ -44,7 +44,7 @@ class SamplingParams:
             back-references; ``\\d``, ``\\w`` and ``\\s`` are ASCII.
 
     With a schema or an expression, end-of-sequence tokens are sampled only where the output may end, and the request
-    ends where nothing can follow, even before ``min_tokens``. Output that ``max_tokens`` or ``stop`` cut need not match.
+    ends where nothing can follow, even before ``min_tokens``. What ``max_tokens`` or ``stop`` cut off need not match.
 
     Raises:
         InvalidRequest: naming the field and its limit.

@@ -123,8 +123,8 @@ class RunningTable:
         if sorted([*used, *self._free]) != list(range(self.max_running)):
             raise InvariantError("free and used slots do not add up to the table")
         for slot in used:
-            if self.request(slot).slot != slot:
-                raise InvariantError(f"slot {slot} holds request {self.request(slot).uid}, which thinks otherwise")
+            if (request := self.request(slot)).slot != slot:
+                raise InvariantError(f"slot {slot} holds request {request.uid}, whose slot is {request.slot}")
         kv, tokens, known = self.kv_len[used], self.token_len[used], self.known_len[used]
         if not ((kv <= tokens) & (known <= tokens) & (tokens <= self.max_len[used])).all():
             raise InvariantError("a running request has kv_len or known_len over token_len, or token_len over max_len")

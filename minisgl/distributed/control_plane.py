@@ -177,7 +177,7 @@ class ZmqReceiver:
         numbered = self._socket.recv()
         (number,) = _NUMBER.unpack_from(numbered)
         if number != self._expected:
-            raise EngineDead(f"control_plane: step {number} came where {self._expected} was due")
+            raise EngineDead(f"control_plane: received step {number} instead of {self._expected}; restart the engine")
         self._expected += 1
         return numbered[_NUMBER.size :]
 

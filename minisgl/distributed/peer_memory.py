@@ -177,4 +177,4 @@ class _CudaMapping:
         if result != 0:
             name = ctypes.c_char_p()
             self._driver.cuGetErrorName(result, ctypes.byref(name))
-            raise ConfigError(f"{function} answered {(name.value or b'').decode() or result}")
+            raise ConfigError(f"{function} failed: {(name.value or b'').decode() or result}")

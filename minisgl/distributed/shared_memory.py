@@ -138,7 +138,7 @@ class SharedMemoryReceiver:
         except BlockingIOError:
             return False
         if not byte:
-            raise EOFError("the driver is gone")
+            raise EOFError("the driver has ended")
         return True
 
     def _read_record(self) -> tuple[bytes, int]:

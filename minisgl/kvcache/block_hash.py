@@ -121,7 +121,7 @@ class BlockHashCache:
             if key != block.key or key != self.hash_block(block.parent.key if block.parent else 0, block.tokens):
                 raise InvariantError(f"page {block.page} is cached under a key that is not its own")
             if (block.ref_count == 0) != (block in self._unreferenced):
-                raise InvariantError(f"page {block.page} has {block.ref_count} references and waits in the wrong place")
+                raise InvariantError(f"page {block.page} has {block.ref_count} references, but the queue disagrees")
             references_below[block.parent] += block.ref_count
         if any(references_below[block] > block.ref_count for block in self._blocks.values()):
             raise InvariantError("a page has fewer references than the pages after it")

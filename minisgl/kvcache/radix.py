@@ -117,7 +117,7 @@ class RadixCache:
         for node in [self.root, *nodes]:
             for key, child in node.children.items():
                 if child.parent is not node or key != self._key(child.tokens):
-                    raise InvariantError(f"node {child.uid} is not the child that node {node.uid} takes it for")
+                    raise InvariantError(f"node {child.uid} does not match its place under node {node.uid}")
         held = self.held_pages()
         unlocked = sum(len(node.pages) for node in nodes if node.lock_count == 0)
         if len(np.unique(held)) != len(held):

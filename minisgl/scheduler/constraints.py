@@ -41,7 +41,7 @@ class Constraints:
         rows = np.flatnonzero(self._table.constrained[sampled]).astype(np.int32)
         if len(rows) == 0:
             return batch
-        assert self._make_masks is not None, "a request has a constraint, and the scheduler nothing to make masks with"
+        assert self._make_masks is not None, "requests with constraints need a scheduler with `make_masks`"
         masks = self._make_masks(self._constraints_of(sampled[rows]))
         return replace(batch, mask_rows=rows, masks=masks.reshape(-1))
 

@@ -27,7 +27,7 @@ class ServerConfig:
             by commas; ``*`` is all of them.
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
         health_timeout: seconds that ``/health/generate`` waits for its token.
-        live_page: serve ``/ui``, which shows every client of the server the requests of all others; or ``false``.
+        live_page: serve ``/ui``, which shows every client of the server the requests of all others; ``false``: don't.
         tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.attention.triton import TRITON_DTYPES
-from minisgl.attention.triton.decode import key_range, paged_decode_attention
+from minisgl.attention.triton.decode import key_range, keys_per_tile, paged_decode_attention
 from minisgl.attention.triton.merge import PrefixParts
 from minisgl.attention.triton.prefill import QueryTiles, paged_prefill_attention, query_tiles
 from minisgl.attention.triton.tiles import LOG2_E, LOWEST, attend_keys
@@ -73,9 +73,6 @@ class TritonAttention(PagedAttention):
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
-
-
-_TILE_BYTES = 16384  # of a tile of keys; the values are as many again
 
 
 @triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "slots_ptr"])
@@ -200,7 +197,7 @@ class FixedSplitAttention(TritonAttention):
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_M=max(16, triton.next_power_of_2(heads)),
-            BLOCK_N=min(128, max(16, _TILE_BYTES // (block_d * q.element_size()))),
+            BLOCK_N=keys_per_tile(q, block_d),
             BLOCK_D=block_d,
             num_warps=4,
             num_stages=3,

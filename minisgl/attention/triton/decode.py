@@ -133,6 +133,11 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
 
 
+def keys_per_tile(q: torch.Tensor, block_d: int) -> int:
+    """Keys a tile of decode kernels: 16 KB in the queries' dtype, from 16 to 128 keys."""
+    return min(128, max(16, _TILE_BYTES // (block_d * q.element_size())))
+
+
 def paged_decode_attention(
     q: torch.Tensor,
     out: torch.Tensor,
@@ -154,7 +159,7 @@ def paged_decode_attention(
     page_size, kv_heads = k_cache.shape[1:3]
     group = num_heads // kv_heads
     block_m, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
-    block_n = min(128, max(16, _TILE_BYTES // (block_d * q.element_size())))
+    block_n = keys_per_tile(q, block_d)
     few = num_rows <= FEW_ROWS
     block_r = FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows))
     programs = max(1, num_sms * (2 if few else 4) // kv_heads)
