@@ -9,7 +9,7 @@ from minisgl.tokenizer import Tokenizer
 
 
 def complete_characters(data: bytes) -> tuple[str, bytes]:
-    """Decode UTF-8 to text, with U+FFFD for wrong bytes, and the bytes at the end that may still become a character."""
+    """Decode UTF-8, a U+FFFD for each wrong byte; return also the bytes at the end that may begin a character."""
     text = ""
     while True:
         try:

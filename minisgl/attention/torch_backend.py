@@ -148,7 +148,10 @@ class TorchAttention(PagedAttention):
         return attended if layout.inverse is None else attended.index_select(0, layout.inverse)
 
     def _gather(self, locs: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read keys and values at ``locs``, [B, L, num_kv_heads, head_dim], in memory that the next call reuses."""
+        """Read keys and values at ``locs``, [B, L, num_kv_heads, head_dim] each, into memory that the next call reuses.
+
+        If the cache is narrower than the computation, the results are converted copies.
+        """
         cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
         for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
             torch.index_select(byte_view(memory).flatten(0, 1), 0, locs.flatten(), out=byte_view(out))

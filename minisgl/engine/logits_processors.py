@@ -31,7 +31,11 @@ def constrain(logits: torch.Tensor, stage: ConstraintStage[torch.Tensor]) -> tor
 
 
 def count_tokens(history: TokenHistory, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count each token in the output, [P, vocab] of ``dtype``; mark those in prompt or output, [P, vocab] bool."""
+    """Count from the token table how often each token was generated, and tell whether it occurs at all.
+
+    Returns the occurrences in the output, [P, vocab] of ``dtype``, and whether a token is in the prompt or the output,
+    [P, vocab] bool.
+    """
     tokens = history.tokens[history.slots, : history.max_token_len]
     position = torch.arange(history.max_token_len, device=tokens.device)
     exists = position < history.token_len.unsqueeze(-1)
@@ -59,16 +63,19 @@ def penalise(logits: torch.Tensor, stage: PenaltyStage[torch.Tensor], history: T
 
 
 def softmax_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """``exp((logit − largest) / temperature)``, the latter [S] > 0: softmax up to a factor; the likeliest is 1."""
+    """``exp((logit − largest logit) / temperature)``: softmax up to a factor, 1 for the likeliest token.
+
+    ``temperature`` is [S], positive. A logit of −inf gives 0, but a row of nothing else gives NaN.
+    """
     return ((logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)).exp()
 
 
 def keep_top(weights: torch.Tensor, logits: torch.Tensor, stage: TopStage[torch.Tensor]) -> torch.Tensor:
-    """Set the weights, [S, vocab], of tokens outside of top-k or top-p to 0, in the F rows of the stage.
+    """Set the weights of tokens outside of top-k or top-p to 0, in the F rows of the stage.
 
     Top-k keeps the k likeliest tokens. Top-p keeps the fewest of those, at least one, whose weights add up to ``top_p``
     of what top-k kept (nucleus sampling, Holtzman et al. 2020). Among equal logits the lower ids stay, so ``top_k=1``
-    is greedy.
+    is greedy. ``weights`` are those that `softmax_weights` made from ``logits``, [S, vocab] both.
     """
     rows_logits, rows_weights = logits[stage.rows], weights[stage.rows]
     # Find n among the sorted logits, of which the largest max_top_k suffice.

@@ -61,8 +61,8 @@ def draw(weights: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor) -
     """Draw one token a row, [S] int64, in proportion to ``weights``, [S, vocab] float32 or float64, not negative.
 
     Token t arrives after an exponentially distributed time with rate ``weights[t]``, and the first wins (the Gumbel-max
-    trick without logarithms; Maddison et al. 2014). So a weight of 0 never wins, except in a row without a
-    positive weight; such a row, or one with a NaN, gives an unspecified token.
+    trick without logarithms; Maddison et al. 2014). The largest weight of a row must not be tiny. A weight of 0 wins
+    only in a row without a positive one; such a row, or one with a NaN, gives an unspecified token.
     """
     # One uniform number on the line of cumulative weights would need less noise, but rounding errors, which differ with
     # the shape of the batch, would move a boundary across it once in a few hundred draws. In a race they matter only

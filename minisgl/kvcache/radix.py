@@ -221,6 +221,7 @@ class RadixCache:
         """Take the unlocked leaf of the lowest priority from the heap: by default, the least recently used one.
 
         Using, locking or extending a node leaves its heap entry as it was, so entries are checked when they surface.
+        Since priorities only rise, none surfaces too late.
         """
         while True:
             queued_at, _, node = heapq.heappop(self._heap)

@@ -31,8 +31,9 @@ def pages_from_free_memory(free_before: int, model_bytes: int, memory_ratio: flo
 def pages_from_peak(total: int, used: int, peak: int, current: int, memory_ratio: float, page_bytes: int) -> int:
     """Formula B (vLLM, nano-vllm): a share of the whole memory, less the use at the worst moment of a step.
 
-    A warm-up with the largest legal prefill had ``peak`` bytes allocated; ``current`` are allocated now, and ``used``
-    by all processes. Raises `ConfigError` if not a single page fits.
+    A warm-up with the largest legal prefill measures that moment: this process had ``peak`` bytes allocated then, and
+    has ``current`` now, so a step adds the difference to the ``used`` bytes of all processes. Raises `ConfigError` if
+    not a single page fits.
     """
     budget = int(total * memory_ratio) - used - peak + current
     return _whole_pages(

@@ -61,7 +61,10 @@ class KVMemory:
         self.cache.unlock(prefix.handle)
 
     def attach(self, slot: int, prefix: MatchResult) -> None:
-        """Fill a newly admitted request's row: the locked pages, then new ones, restored from the store if it can."""
+        """Fill the row of a newly admitted request: the locked pages, then new ones for the rest of its tokens.
+
+        Pages of the rest that the store holds are copied into the new pages, and count as computed.
+        """
         shared = prefix.pages
         new = self.alloc(self.pages_for(int(self.table.token_len[slot])) - len(shared))
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
