@@ -235,6 +235,14 @@ def test_every_command_explains_its_options(command: str, capsys: pytest.Capture
     assert "--output" in capsys.readouterr().out
 
 
+def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    assert [command for command in COMMANDS if f"    {command} " not in output] == []
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_names_a_function_that_takes_its_options(command: str) -> None:
     """Many run on GPUs alone, where a wrong name would show up late."""

@@ -116,6 +116,7 @@ class Waits(Exception):
     """Raised by the third heartbeat, to end what would wait for ever."""
 
 
+@pytest.mark.timeout(30)
 def test_what_waits_for_room_or_for_a_message_sends_heartbeats(
     context: Context, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
