@@ -41,3 +41,16 @@ def test_the_status_of_a_command_is_that_of_the_process() -> None:
     )
     assert done.returncode == 2
     assert "chapter 99 is not in the course" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "loaded"), [([], []), (["chat", "--help"], ["minisgl.chat"])])
+def test_a_command_is_imported_when_it_is_chosen(arguments: list[str], loaded: list[str]) -> None:
+    code = f"""
+import contextlib, io, sys
+from minisgl.__main__ import COMMANDS, main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main({arguments})
+print(*sorted({{"torch", *(module for module, _ in COMMANDS.values())}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == loaded

@@ -35,15 +35,18 @@ class InProcessEngine(AsyncEngine):
         self._tokenizing = TokenizerStage(core.tokenizer, core.max_seq_len)
         self._engine = EngineStage(core, views)
         self._detokenizing = DetokenizerStage(core.tokenizer)
+        self._turns = 0  # of the thread's loop: the heartbeat that `_watch` looks at
         self._thread = threading.Thread(target=self._run, name="minisgl-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, once."""
+        """Start the thread, once, and watch it."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._watching = self._loop.create_task(self._watch())
 
     async def stop(self) -> None:
         """Fail all jobs in flight, and end the thread after its current step."""
+        self._watching.cancel()
         self._end(EngineDead(SHUTTING_DOWN))
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
@@ -68,10 +71,11 @@ class InProcessEngine(AsyncEngine):
                     self._send(replies)
         except BaseException as error:  # of any kind: the waiting clients must get an answer
             logger.exception("the engine's thread died")
-            self._to_loop(self._mark_dead, error)
+            self._to_loop(self._mark_dead, EngineDead(f"the engine died: {type(error).__name__}: {error}"))
 
     def _read_inbox(self) -> bool:
         """Handle all messages, and sleep while there is nothing else to do. False when it is time to stop."""
+        self._turns += 1
         while not self._inbox.empty() or not self._engine.has_work:
             message = self._next_message()
             if message is None:
@@ -89,6 +93,7 @@ class InProcessEngine(AsyncEngine):
     def _next_message(self) -> Submit | Abort | StatsRequest | None:
         """Sleep until there is one, and check now and then that the engine is alive."""
         while True:
+            self._turns += 1
             try:
                 return self._inbox.get(timeout=IDLE_SECONDS)
             except queue.Empty:
@@ -103,6 +108,20 @@ class InProcessEngine(AsyncEngine):
 
     # -- in the event loop -------------------------------------------------------------------------------------
 
-    def _mark_dead(self, error: BaseException) -> None:
-        self._end(EngineDead(f"the engine died: {type(error).__name__}: {error}"))
+    def _mark_dead(self, error: EngineDead) -> None:
+        self._watching.cancel()
+        self._end(error)
         self.died = True
+
+    async def _watch(self) -> None:
+        """Mark the engine as dead if its thread has made no turn for as long as a rank's main loop may make none."""
+        config = self._core.config
+        if config.hang_timeout is None:
+            return
+        timeout = config.distributed_timeout + config.hang_timeout
+        turns, silent = -1, 0
+        while silent < 2:  # halves: one may pass while this whole process is stopped
+            await asyncio.sleep(timeout / 2)
+            silent = silent + 1 if turns == self._turns else 0
+            turns = self._turns
+        self._mark_dead(EngineDead(f"the engine has made no progress for {timeout:g} s; its thread hangs"))

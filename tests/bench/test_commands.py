@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -231,3 +233,20 @@ def test_every_command_explains_its_options(command: str, capsys: pytest.Capture
         main([command, "--help"])
     assert ended.value.code == 0
     assert "--output" in capsys.readouterr().out
+
+
+def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    assert [command for command in COMMANDS if f"    {command} " not in output] == []
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_names_a_function_that_takes_its_options(command: str) -> None:
+    """Many run on GPUs alone, where a wrong name would show up late."""
+    where, _, options = COMMANDS[command]
+    module, _, function = where.partition(":")
+    signature = inspect.signature(getattr(import_module(f"minisgl.bench.{module}"), function))
+    assert set(signature.parameters) == set(options)

@@ -49,6 +49,15 @@ class SlowOnce(TorchAttention):
         return super().attend(q, spec)
 
 
+class HangsInAStep(TorchAttention):
+    """Attention that hangs in the first step after the start."""
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        if gc.get_freeze_count():
+            time.sleep(3600)
+        return super().attend(q, spec)
+
+
 class CountsWhatIsFrozen(TorchAttention):
     """Attention that says how many objects of a rank are frozen, as soon as any are."""
 

@@ -150,6 +150,12 @@ def test_a_step_may_last_longer_than_a_rank_may_be_silent(path: Path) -> None:
     assert tokens(llm.generate(PROMPTS, GREEDY))
 
 
+def test_ranks_that_hang_in_a_step_are_named_before_the_driver_gives_up(path: Path) -> None:
+    hangs = f"{broken.__name__}:HangsInAStep"
+    llm = start(path, hang_timeout=1.0, distributed_timeout=5.0, prefill_attention=hangs, decode_attention=hangs)
+    assert_all_end(llm, begin(llm, 0), "has made no progress for 6 s; its main loop hangs")
+
+
 def test_when_all_stand_still_the_driver_tells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_executor, "_REPORT_SLACK", 0.0)
     llm = start(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +15,7 @@ from minisgl.batch import Batch, NewRequest
 from minisgl.child_process import Ready
 from minisgl.config import EngineConfig
 from minisgl.context import AttentionChoice
+from minisgl.distributed import control_plane, rank_process
 from minisgl.distributed.messages import (
     Endpoint,
     EngineInfo,
@@ -23,7 +26,7 @@ from minisgl.distributed.messages import (
     encode_batch,
     encode_report,
 )
-from minisgl.distributed.rank_process import ReportReader, send_report
+from minisgl.distributed.rank_process import RankWorker, ReportReader, send_report
 from minisgl.errors import EngineDead
 from minisgl.request import TokenLogprobs
 from minisgl.sampling_params import SamplingParams
@@ -166,3 +169,42 @@ def test_an_alarm_ends_the_wait_for_a_report() -> None:
     inbox.close()
     os.close(writer)
     os.close(alarm)
+
+
+class NothingToDo:
+    """A control plane that ends after two receives without a step."""
+
+    left = 2
+
+    def receive(self, timeout: float | None = None) -> bytes | None:
+        self.left -= 1
+        if self.left < 0:
+            raise EOFError
+        return None
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+def test_a_rank_at_rest_and_a_driver_that_waits_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the server the driver is a child, too."""
+    beats: list[str] = []
+    monkeypatch.setattr(rank_process, "beat", lambda: beats.append("rank or reader"))
+    monkeypatch.setattr(control_plane, "beat", lambda: beats.append("control plane"))
+    engine: Any = SimpleNamespace(communicator=None)
+    options = RankOptions(
+        name="", rank=0, config=EngineConfig(), path="", store_port=0, endpoint=Endpoint(""), reports=0, threads=1
+    )
+    with pytest.raises(EOFError):
+        RankWorker(engine, NothingToDo(), options).run()
+    assert len(beats) == 3, "one a turn"
+    reader, writer = os.pipe()
+    inbox = ReportReader(reader, reader, lambda: None)
+    with pytest.raises(TimeoutError):
+        inbox.read(0.05)
+    assert len(beats) > 3
+    inbox.close()
+    os.close(writer)
+    with pytest.raises(TimeoutError):
+        control_plane.wait_until(lambda: False, 0.01, lambda: None, "ranks")
+    assert "control plane" in beats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,25 @@ def test_memory_that_another_engine_holds_is_warned_of(
     warn_if_occupied(held, 150_100_000_000)
     assert ("132.8 of 150.1 GB on this device are held by this process already" in caplog.text) == warns
     assert ("Call close() on an LLM" in caplog.text) == warns
+
+
+class Warned(Exception):
+    """Raised where the engine would go on to measure a device that is not there."""
+
+
+def test_the_warning_comes_before_an_engine_is_sized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def free_memory(device: torch.device) -> int:
+        raise Warned
+
+    monkeypatch.setattr(construction, "rank_device", lambda config, rank: torch.device("cuda"))
+    monkeypatch.setattr(construction, "device_guard", lambda device: nullcontext())
+    monkeypatch.setattr(construction, "total_memory", lambda device: 150_100_000_000)
+    monkeypatch.setattr(construction, "free_memory", free_memory)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 132_800_000_000)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(Warned):
+        build_engine(EngineConfig(model=str(path), sampler="default"), path)
+    assert "132.8 of 150.1 GB on this device are held by this process already" in caplog.text

@@ -16,7 +16,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, DecoderLayer
-from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
+from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers, select_fusions
 from minisgl.models.loader import load_model
 from tests.kernels.closeness import DEVICE
 from tests.model_zoo import ARCHITECTURES, random_tokens, run_dense, tiny_checkpoint
@@ -141,3 +141,10 @@ def test_a_device_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest
     model = load(path)[0].cpu()
     with pytest.raises(ConfigError, match="Triton kernels run on CUDA, not on 'cpu'"):
         fuse_layers(model)
+
+
+def test_without_triton_fusions_are_refused_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.models.fusions.has_triton", lambda: False)
+    with pytest.raises(ConfigError, match=r"fusions: Triton is not installed; .* or use fusions=\(\)"):
+        select_fusions(["norm"], torch.device("cuda"))
+    assert select_fusions(None, torch.device("cuda")) == select_fusions((), torch.device("cuda")) == ()

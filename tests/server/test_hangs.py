@@ -16,6 +16,7 @@ import pytest
 from minisgl.processes import ChildProcess
 from minisgl.server.config import ServerConfig
 from minisgl.server.launch import Server
+from tests.distributed import broken
 from tests.server.harness import ProcessServer, in_background, wait_until
 
 pytestmark = pytest.mark.slow
@@ -89,3 +90,15 @@ def test_a_server_at_rest_or_at_work_is_not_taken_for_stopped(restarting: Proces
     restarting.call(asyncio.sleep(HANG_TIMEOUT + 1.0))
     assert restarting.chat().choices[0].finish_reason == "length"
     assert [child.pid for child in restarting.engine._topology.children] == before
+
+
+@pytest.mark.parametrize("attention", ["SlowOnce", "HangsInAStep"])
+def test_a_step_may_last_as_long_as_a_collective_and_no_longer(checkpoint: Path, attention: str) -> None:
+    own: dict[str, Any] = dict.fromkeys(("prefill_attention", "decode_attention"), f"{broken.__name__}:{attention}")
+    with ProcessServer(checkpoint, ServerConfig(), hang_timeout=2.0, distributed_timeout=6.0, **own) as server:
+        if attention == "SlowOnce":
+            assert server.chat().choices[0].finish_reason == "length"
+            assert not child_of(server, "scheduler").exited.done()
+        else:
+            with pytest.raises(openai.APIError, match="the scheduler process has made no progress for 6 s; its main"):
+                server.chat()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,22 @@ def test_a_server_whose_engine_dies_stops(own_server: RunningServer) -> None:
         own_server.chat()
     wait_until(lambda: not own_server.server.servers[0].is_serving())
     assert own_server.engine.died
+
+
+def test_an_engine_whose_thread_hangs_is_noticed_and_one_at_rest_or_at_work_is_not(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, hang_timeout=1.0, distributed_timeout=1.0) as server:
+        time.sleep(3.2)
+        server.gate.allowed = 0  # steps that take no time, and do nothing
+        asked = in_background(lambda: server.chat().choices[0].finish_reason)
+        time.sleep(3.2)
+        server.gate.allowed = None
+        assert asked() == "length"
+        with server.gate.lock:
+            with pytest.raises(openai.APIError, match="the engine has made no progress for 2 s; its thread hangs"):
+                server.chat()
+            assert server.engine.died
+        wait_until(lambda: not server.server.servers[0].is_serving())
+        assert server.server.exit_code == 1
 
 
 def test_draining_lets_running_requests_finish(own_server: RunningServer) -> None:

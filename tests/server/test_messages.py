@@ -14,6 +14,7 @@ import zmq
 
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
+from minisgl.server import sockets
 from minisgl.server.messages import Abort, Conversation, Submit, TokenIds, encode, pack, submit
 from minisgl.server.sockets import UNBOUNDED, Receiver, Sender, address
 
@@ -109,3 +110,33 @@ def test_an_unbounded_sender_never_waits(context: Context, directory: Path) -> N
     receiver = Receiver[Abort](context, where, Abort, 5)
     assert [receiver.receive().job for _ in range(20_000)] == list(range(20_000))
     assert receiver.receive_all(0.0) == []
+
+
+class Waits(Exception):
+    """Raised by the third heartbeat, to end what would wait for ever."""
+
+
+@pytest.mark.timeout(30)
+def test_what_waits_for_room_or_for_a_message_sends_heartbeats(
+    context: Context, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = 0
+
+    def beat() -> None:
+        nonlocal beats
+        beats += 1
+        if beats % 3 == 0:
+            raise Waits
+
+    monkeypatch.setattr(sockets, "beat", beat)
+    monkeypatch.setattr(sockets, "_POLL_MS", 10)
+    sender = Sender(context, address(directory, "absent"), 1)
+    sender.send(Abort(0))
+    with pytest.raises(Waits):
+        sender.send(Abort(1))
+    receiver = Receiver[Abort](context, address(directory, "inbox"), Abort, 1)
+    with pytest.raises(Waits):
+        receiver.receive()
+    before = beats
+    assert receiver.receive_all(0.0) == []
+    assert beats == before + 1
