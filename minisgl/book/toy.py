@@ -276,7 +276,7 @@ class Engine:
             self.running.append(self.waiting.popleft())
 
     def make_room(self, row: Row) -> bool:
-        """Take the pages that a row's tokens need, if need be from the prefix cache. Return whether there are enough."""
+        """Take the pages that a row's tokens need, also from the prefix cache. Return whether there are enough."""
         while True:
             try:
                 row.cache.reserve(len(row.tokens))

@@ -1,4 +1,4 @@
-"""The toy engine: its parts against plain definitions, its model against transformers, and all of it against the loop."""
+"""The toy engine: its parts against plain definitions, its model against transformers, and all against the loop."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_safetensors_file_is_read(tmp_path: Path) -> None:
     read = toy.read_safetensors(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys(), "the header's __metadata__ is no tensor"
     for name, tensor in tensors.items():
-        assert read[name].dtype == torch.float32 and torch.equal(read[name], tensor.float()), name
+        torch.testing.assert_close(read[name], tensor.float(), atol=0, rtol=0, msg=name)
 
 
 # -- chapter 4
