@@ -36,7 +36,7 @@ def wrong_homes(table: Table) -> list[str]:
 
 def test_every_public_definition_has_exactly_one_home() -> None:
     assert len(DEFINITIONS) > 300
-    assert wrong_homes(load_table()) == [], "enter it in one chapter of minisgl/book/course.toml, or in its reference"
+    assert wrong_homes(load_table()) == [], "enter it in one file of minisgl/book/course/"
 
 
 def test_every_entry_names_what_exists() -> None:

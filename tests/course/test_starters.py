@@ -28,7 +28,7 @@ def test_a_starter_differs_from_the_package_in_its_tasks_alone(sources: Sources)
 
 def test_the_package_is_the_source_itself_with_the_files_that_it_reads(sources: Sources) -> None:
     files = sources.package()
-    for path in ("minisgl/kvcache/radix.py", "minisgl/server/ui/index.html", "minisgl/book/course.toml"):
+    for path in ("minisgl/kvcache/radix.py", "minisgl/server/ui/index.html", "minisgl/book/course/06.toml"):
         assert files[path] == sources.read(path)
     assert not [path for path in files if "__pycache__" in path]
 
