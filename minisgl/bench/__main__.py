@@ -6,10 +6,13 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import psutil
 import torch
@@ -17,111 +20,40 @@ from rich.console import Console
 
 from minisgl.bench.load import LoadError
 from minisgl.bench.report import Report
-from minisgl.bench.server import VOCAB_SIZE, ServerFailed
-from minisgl.bench.workloads import FOR_ONE_GPU, WORKLOADS
+from minisgl.bench.server import ServerFailed
+from minisgl.bench.workloads import NAMES
 
 RESULTS = Path("benchmarks", "results")
-_CHAPTER = Path("chapters", "04-paged-kv.md")
-_NAMES = list(WORKLOADS)
-_MS = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)
-_SERVER = {"model": "tiny", "start_timeout": 600.0, "options": []}
-
-# By command: "module:function", a line about it, and its options: the function's keywords with their defaults.
-COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "cpu": (
-        "cpu:run_cpu",
-        "this engine against transformers' generate, both in float32 on this machine's CPU",
-        {"model": "default", "repeat": 3, "requests": 16, "input_len": 128, "output_len": 64, "prefix_len": 1000},
-    ),
-    "host": (
-        "host:run_host",
-        "host time of the scheduler, with a model that computes nothing",
-        {"running": (256, 512, 1024, 2048), "steps": 300, "prefix_len": 2048, "page_size": 16},
-    ),
-    "kernels": (
-        "kernels:run_kernels",
-        "the fused GPU kernels against memory speed, plain PyTorch and torch.compile",
-        {"tokens": (1, 256, 8192), "repeat": 3},
-    ),
-    "batch-one": (
-        "batch_one:run_batch_one",
-        "one request alone: where each millisecond of a token goes",
-        {"model": "Qwen3-0.6B", "lengths": (1, 640, 2000), "repeat": 5, "options": []},
-    ),
+COMMANDS = {
+    "cpu": ("cpu:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
+    "host": ("host:run_host", "host time of the scheduler, with a model that computes nothing"),
+    "kernels": ("kernels:run_kernels", "the fused GPU kernels against memory speed, plain PyTorch and torch.compile"),
+    "batch-one": ("batch_one:run_batch_one", "one request alone: where each millisecond of a token goes"),
     "all-reduce": (
         "tensor_parallel:run_all_reduce",
         "sums over the GPUs of one host: NCCL and peer memory, alone and with the norm after",
-        {"ranks": (2, 4)},
     ),
-    "attention": (
-        "attention:run_attention",
-        "attention alone: every backend on the same decode and prefill steps",
-        {"backends": (), "repeat": 3},
-    ),
+    "attention": ("attention:run_attention", "attention alone: every backend on the same decode and prefill steps"),
     "attention-steps": (
         "attention:run_attention_steps",
         "decode attention from a program a head to equal shares: what each idea buys",
-        {"repeat": 3},
     ),
-    "offline": (
-        "offline:run_offline",
-        "whole workloads on one device, by default on random weights in public shapes",
-        {"models": FOR_ONE_GPU, "start": False, "workloads": _NAMES, "repeat": 3, "options": []},
-    ),
-    "compare": (
-        "offline:run_compare",
-        "the same workloads with one optimisation switched on after another",
-        {"model": "Qwen3-0.6B", "workloads": _NAMES, "repeat": 3},
-    ),
-    "profile": (
-        "offline:run_profile",
-        "where the time of a workload goes, step by step and kernel by kernel",
-        {"model": "Qwen3-0.6B", "work": "mixed", "trace": None, "options": []},
-    ),
-    "overlap": (
-        "overlap:run_overlap",
-        "decode steps with and without overlap, and with a host that is made slower",
-        {"model": "Qwen3-0.6B", "rows": (16, 256), "steps": 100, "added": _MS, "options": []},
-    ),
+    "offline": ("offline:run_offline", "whole workloads on one device, by default on random weights in public shapes"),
+    "compare": ("offline:run_compare", "the same workloads with one optimisation switched on after another"),
+    "profile": ("offline:run_profile", "where the time of a workload goes, step by step and kernel by kernel"),
+    "overlap": ("overlap:run_overlap", "decode steps with and without overlap, and with a host that is made slower"),
     "preemption": (
         "preemption:run_preemption",
         "memory pressure, on the first model: reservation and optimism; to compute again and to copy back",
-        {"models": FOR_ONE_GPU, "pool_tokens": 65536, "requests": 128, "lengths": (512, 2048, 8192), "options": []},
     ),
-    "fp8": (
-        "fp8:run_fp8",
-        "keys and values of eight bits: what they buy in memory and time",
-        {"model": "Qwen3-0.6B", "work": "mixed", "repeat": 1},
-    ),
-    "fp8-error": (
-        "fp8:run_fp8_error",
-        "keys and values of eight bits: what they cost in precision, on a text",
-        {"model": "default", "text": _CHAPTER, "tokens": 2048, "window": 1024},
-    ),
-    "tp": (
-        "tensor_parallel:run_tp",
-        "tensor parallelism: the same workloads over more ranks, and the control planes",
-        {"models": ["Qwen3-14B", "Qwen3-32B"], "ranks": (1, 2, 4), "runs": None, "planes": None, "steps": 300}
-        | {"workloads": _NAMES, "repeat": 3, "options": []},
-    ),
-    "serve": (
-        "serving:run_serve",
-        "a server under load: latency, throughput, goodput, and what is left behind",
-        {"url": None, "vocab_size": VOCAB_SIZE, "rate": None, "concurrency": None, "arrivals": ["poisson"]}
-        | {"requests": None, "input_len": [128, 128], "output_len": [64, 64], "disconnects": 0.0, "malformed": 0.0}
-        | {"ttft_limit": 1.0, "tpot_limit": 0.05, "timeout": 300.0, "seed": 0, **_SERVER},
-    ),
-    "faults": (
-        "faults:run_faults",
-        "kill each process of a server under load: what happens to each request",
-        {"users": 32, "output_len": 1000, **_SERVER},
-    ),
-    "api": (
-        "overhead:run_overhead",
-        "what the server adds to the engine's time for a token batch",
-        {"streams": (256, 1024), "output_len": 128, "repeat": 3, **_SERVER},
-    ),
+    "fp8": ("fp8:run_fp8", "keys and values of eight bits: what they buy in memory and time"),
+    "fp8-error": ("fp8:run_fp8_error", "keys and values of eight bits: what they cost in precision, on a text"),
+    "tp": ("tensor_parallel:run_tp", "tensor parallelism: the same workloads over more ranks, and the control planes"),
+    "serve": ("serving:run_serve", "a server under load: latency, throughput, goodput, and what is left behind"),
+    "faults": ("faults:run_faults", "kill each process of a server under load: what happens to each request"),
+    "api": ("overhead:run_overhead", "what the server adds to the engine's time for a token batch"),
 }
+"""By command: the function whose parameters are its options, and a line about it."""
 HELP = {
     "added": "ms added to the host's work",
     "arrivals": "poisson, constant, or trace FILE (Mooncake's or Qwen's format)",
@@ -180,46 +112,61 @@ _PAIRS: dict[str, Any] = {"nargs": "+", "type": _name_and_value, "metavar": "NAM
 _PARSING: dict[str, dict[str, Any]] = {
     "arrivals": {"metavar": ("KIND", "FILE")},
     "backends": {"nargs": "*"},
-    "concurrency": {"nargs": "+", "type": int},
-    "options": _PAIRS,
-    "planes": {"nargs": "+", "type": int},
-    "rate": {"nargs": "+", "type": float},
-    "requests": {"type": int},
-    "runs": {"action": "append", **_PAIRS},
-    "start": {"action": "store_true"},
-    "text": {"type": Path},
-    "trace": {"type": Path},
-    "work": {"choices": _NAMES},
-    "workloads": {"choices": _NAMES},
+    "work": {"choices": NAMES},
+    "workloads": {"choices": NAMES},
 }
+"""Beyond what the type of a parameter says."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all `COMMANDS`. The type of an option follows from its default, or is in ``_PARSING``."""
+def _parsing(hint: Any) -> dict[str, Any]:
+    """How argparse reads a parameter of this type, which may be None."""
+    if isinstance(hint, UnionType):
+        hint = get_args(hint)[0]
+    element, *_ = get_args(hint) or (None,)
+    if hint is bool:
+        return {"action": "store_true"}
+    if get_origin(hint) is Mapping:
+        return _PAIRS
+    if get_origin(element) is Mapping:
+        return {"action": "append", **_PAIRS}
+    return {"type": hint} if element is None else {"nargs": "+", "type": element}
+
+
+def benchmark_function(command: str) -> Callable[..., Report]:
+    """Import the function behind a command."""
+    module, _, name = COMMANDS[command][0].partition(":")
+    function: Callable[..., Report] = getattr(import_module(f"minisgl.bench.{module}"), name)
+    return function
+
+
+def build_parser(chosen: str) -> argparse.ArgumentParser:
+    """The parser of all `COMMANDS`, with the options of the ``chosen`` one: no other module is imported."""
     parser = argparse.ArgumentParser(prog="python -m minisgl.bench", description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True)
     style = argparse.ArgumentDefaultsHelpFormatter
-    for command, (_, summary, options) in COMMANDS.items():
+    for command, (_, summary) in COMMANDS.items():
         added = commands.add_parser(command, help=summary, description=summary, formatter_class=style)
-        added.add_argument("--threads", type=int, help="threads of PyTorch; by default one a core")
-        added.add_argument("--output", type=Path, help="JSON file; by default benchmarks/results/<benchmark>.json")
-        # Only where there is something to choose: help texts of Python 3.11 cannot show a group without options.
-        either = added.add_mutually_exclusive_group() if "concurrency" in options else added
-        for name, default in options.items():
-            more: dict[str, Any] = {"dest": name, "help": HELP[name], "default": default}
-            if isinstance(default, (list, tuple)):
-                more |= {"nargs": "+", "type": type(default[0]) if default else str}
-            elif type(default) in (int, float):
-                more["type"] = type(default)
-            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
-            (either if name in ("rate", "concurrency") else added).add_argument(flag, **more | _PARSING.get(name, {}))
+        if command == chosen:
+            _add_options(added, benchmark_function(command))
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, function: Callable[..., Report]) -> None:
+    parser.add_argument("--threads", type=int, help="threads of PyTorch; by default one a core")
+    parser.add_argument("--output", type=Path, help="JSON file; by default benchmarks/results/<benchmark>.json")
+    parameters, hints = signature(function).parameters, get_type_hints(function)
+    # Only where there is something to choose: help texts of Python 3.11 cannot show a group without options.
+    either = parser.add_mutually_exclusive_group() if "concurrency" in parameters else parser
+    for name, parameter in parameters.items():
+        more = {**_parsing(hints[name]), **_PARSING.get(name, {}), "default": parameter.default}
+        flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+        (either if name in ("rate", "concurrency") else parser).add_argument(flag, dest=name, help=HELP[name], **more)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark that the command line names, print its tables and write its JSON file."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
+    parser = build_parser(arguments[0] if arguments else "")
     given = vars(parser.parse_args(arguments))
     benchmark, threads, output = (given.pop(name) for name in ("benchmark", "threads", "output"))
     load_average = psutil.getloadavg()[0]
@@ -229,14 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given["options"] = dict(given["options"])
     if given.get("runs"):
         given["runs"] = [dict(pairs) for pairs in given["runs"]]
-    module, _, function = COMMANDS[benchmark][0].partition(":")
     try:
-        report: Report = getattr(import_module(f"minisgl.bench.{module}"), function)(**given)
+        report = benchmark_function(benchmark)(**given)
     except (LoadError, ServerFailed) as error:
         parser.error(f"{benchmark}: {error}")
     console = Console()
     report.show(console)
     path = output or RESULTS / f"{benchmark}.json"
+    report = replace(report, settings={**given, **report.settings})
     report.write(path, f"python -m minisgl.bench {shlex.join(arguments)}", load_average)
     console.print(f"written to {path}", soft_wrap=True)
 

@@ -83,7 +83,7 @@ def steps() -> list[Step]:
     ]
 
 
-def run_attention(backends: Sequence[str], repeat: int) -> Report:
+def run_attention(backends: Sequence[str] = (), repeat: int = 3) -> Report:
     """Time each backend on each step, in the shapes of two models. Those that cannot run here are left out."""
     require_cuda("attention")
     names, left_out = _runnable(backends)
@@ -112,7 +112,7 @@ def run_attention(backends: Sequence[str], repeat: int) -> Report:
             tables.append(Table(f"prefill, {about}", columns, prefill))
     return Report(
         "attention",
-        {"backends": names, "left_out": left_out, "repeat": repeat, "dtype": "bfloat16", "page_size": PAGE_SIZE},
+        {"backends": names, "left_out": left_out, "dtype": "bfloat16", "page_size": PAGE_SIZE},
         tables,
         [Target("256 rows of mixed lengths, × copy speed", mixed_share, 0.88, at_least=True)],
     )
@@ -205,7 +205,7 @@ def versions() -> dict[str, AttentionFactory]:
     }
 
 
-def run_attention_steps(repeat: int) -> Report:
+def run_attention_steps(repeat: int = 3) -> Report:
     """Time each of `versions` on decode steps of Qwen3-0.6B, and two of them over more and more query heads."""
     require_cuda("attention-steps")
     factories = versions()
@@ -217,7 +217,7 @@ def run_attention_steps(repeat: int) -> Report:
         bandwidth = copy_bandwidth()
         tables = [_step_table(step, factories, bandwidth, repeat) for step in decode]
         tables.append(_group_table(next(step for step in decode if len(step.fed) == 64), bandwidth, repeat))
-    settings = {"repeat": repeat, "dtype": "bfloat16", "page_size": PAGE_SIZE, "kv_heads": KV_HEADS}
+    settings = {"dtype": "bfloat16", "page_size": PAGE_SIZE, "kv_heads": KV_HEADS}
     settings |= {"head_dim": HEAD_DIM, "copy_bytes_per_second": bandwidth}
     settings |= {"left_out": {} if obstacle is None else {"flashinfer": obstacle}}
     return Report("attention-steps", settings, tables)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,7 +16,7 @@ from minisgl.batch import Batch, DeviceBatch, build_batch
 from minisgl.bench.gpu_timing import Call, copy_bandwidth, launched, milliseconds
 from minisgl.bench.offline import ALL_OFF
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.workloads import make_engine, model_dir
+from minisgl.bench.workloads import make_engine
 from minisgl.context import AttentionBackend
 from minisgl.engine.cuda_graph import CpuGraph, CudaGraphCapture, CudaGraphRunner, graph_sizes, measure_graph_memory
 from minisgl.engine.model_runner import ModelRunner
@@ -65,10 +63,11 @@ class NotCompiled:
 
 
 @torch.inference_mode()
-def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int], repeat: int) -> Report:
+def run_batch_one(
+    model: str = "Qwen3-0.6B", options: Mapping[str, Any] = {}, lengths: Sequence[int] = (1, 640, 2000), repeat: int = 5
+) -> Report:
     """Time every version at some sequence lengths, and list the kernels of some, at the second length."""
-    with tempfile.TemporaryDirectory() as root:
-        llm = make_engine(model_dir(model, Path(root)), model, {**_OPTIONS, **options})
+    llm = make_engine(model, {**_OPTIONS, **options})
     runner = llm.engine.runner
     runner.kv_cache.k.normal_()
     runner.kv_cache.v.normal_()
@@ -83,7 +82,7 @@ def run_batch_one(model: str, options: Mapping[str, Any], lengths: Sequence[int]
         rows.append([version.name, len(launches), *times, alone])
         if version.detailed:
             details += [_kernels(version.name, launches), _layer(version.name, launches)]
-    settings: dict[str, Any] = {"model": model, "options": dict(options), "repeat": repeat}
+    settings: dict[str, Any] = {}
     if runner.device.type == "cuda":
         bandwidth = copy_bandwidth()
         settings["copy_bytes_per_second"] = bandwidth

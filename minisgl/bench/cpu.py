@@ -52,11 +52,9 @@ def run_cpu(
     samples |= {"first_token_seconds_uncached": cold, "first_token_seconds_cached": warm}
     uncached, cached = statistics.median(cold), statistics.median(warm)
     first_token: list[list[Cell]] = [["minisgl", uncached * 1e3, cached * 1e3, cached / uncached]]
-    settings = {"model": model, "repeat": repeat, "dtype": "float32", "requests": requests, "input_len": input_len}
-    settings |= {"output_len": output_len, "prefix_len": prefix_len}
     return Report(
         "cpu",
-        settings,
+        {"dtype": "float32"},
         [
             Table(
                 f"generated tokens/s, {input_len} tokens in, {output_len} out",

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import psutil
 from minisgl.bench.client import Client, Outcome, RequestRecord, closed_loop
 from minisgl.bench.load import PlannedRequest
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.bench.server import ProcessTree, RunningServer, ServerFailed, served_model, server
+from minisgl.bench.server import ProcessTree, RunningServer, ServerFailed, poll, served_model, server
 
 _LOADED_TIMEOUT = 60.0  # seconds that all streams have to begin
 _ANSWER_TIMEOUT = 60.0  # seconds that a request has to end
@@ -50,25 +51,22 @@ class KillResult(NamedTuple):
         return f"{self.kind}, --restart" if self.restart else self.kind
 
 
-class _Faults(NamedTuple):
-    """The server, and the requests that are in flight when a process is killed."""
-
-    model: str
-    options: Mapping[str, Any]
-    start_timeout: float
-    plan: list[PlannedRequest]
-
-
-def run_faults(model: str, options: Mapping[str, Any], start_timeout: float, users: int, output_len: int) -> Report:
+def run_faults(
+    model: str = "tiny",
+    options: Mapping[str, Any] = {},
+    start_timeout: float = 600.0,
+    users: int = 32,
+    output_len: int = 1000,
+) -> Report:
     """Start two servers for each kind of process that they have, load them, and kill one such process with SIGKILL."""
-    faults = _Faults(model, options, start_timeout, plan_of(users, output_len))
-    first = _kill(faults, None, restart=False)
-    others = [_kill(faults, kind, restart=False) for kind in first.kinds[1:]]
-    restarted = [_kill(faults, kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
+    kill = partial(_kill, model, options, start_timeout, plan_of(users, output_len))
+    first = kill(None, restart=False)
+    others = [kill(kind, restart=False) for kind in first.kinds[1:]]
+    restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
     results = [*others, first, *restarted]
-    settings = {"model": model, "options": dict(options), "users": users, "output_len": output_len}
-    settings["input_len"] = _INPUT_LEN
-    return Report("faults", settings, [request_table(results), server_table(results)], all_targets(results))
+    return Report(
+        "faults", {"input_len": _INPUT_LEN}, [request_table(results), server_table(results)], all_targets(results)
+    )
 
 
 def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
@@ -76,18 +74,24 @@ def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
     return [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
 
 
-def _kill(faults: _Faults, kind: str | None, restart: bool) -> KillResult:
+def _kill(
+    model: str,
+    options: Mapping[str, Any],
+    start_timeout: float,
+    plan: Sequence[PlannedRequest],
+    kind: str | None,
+    restart: bool,
+) -> KillResult:
     """One server, one kill: of its first process of that kind, or of the process that was started first."""
     shared = _entries(_SHARED_MEMORY)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        options = {**faults.options, "restart": restart}
-        with server(served_model(faults.model, root), options, root, faults.start_timeout) as running:
+        with server(served_model(model, root), {**options, "restart": restart}, root, start_timeout) as running:
             tree = ProcessTree(running.process.pid)
             before = tree.descriptors()
             kinds = tuple(dict.fromkeys(tree.kinds.values()))
             victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
-            records, killed_at = asyncio.run(_load_and_kill(running, faults.plan, victim))
+            records, killed_at = asyncio.run(_load_and_kill(running, plan, victim))
             begin = time.perf_counter()
             state, noticed = _wait_for_the_end(running)
             seconds = time.perf_counter() - begin
@@ -134,19 +138,14 @@ def _wait_for_the_end(running: RunningServer) -> tuple[str, bool]:
 
 def _left_files(tree: ProcessTree, before: Mapping[str, int]) -> list[str]:
     """Kinds of processes that have more files open than before the load, once they had time to close them."""
-    deadline = time.monotonic() + _SWEEP_TIMEOUT
-    while True:
-        more = {kind: count - before[kind] for kind, count in tree.descriptors().items() if count > before[kind]}
-        if not more or time.monotonic() > deadline:
-            return [f"{count} open files of {kind}" for kind, count in more.items()]
-        time.sleep(0.1)
+    poll(lambda: all(count <= before[kind] for kind, count in tree.descriptors().items()), _SWEEP_TIMEOUT)
+    more = {kind: count - before[kind] for kind, count in tree.descriptors().items()}
+    return [f"{count} open files of {kind}" for kind, count in more.items() if count > 0]
 
 
 def _left_processes(tree: ProcessTree) -> list[str]:
     """Kinds of the processes that have not ended in time. They are killed."""
-    deadline = time.monotonic() + _SWEEP_TIMEOUT
-    while tree.alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    poll(lambda: not tree.alive(), _SWEEP_TIMEOUT)
     left = tree.alive()
     for process in left:
         process.kill()

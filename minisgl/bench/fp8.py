@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from minisgl.batch import batch_arrays, build_batch, device_batch, to_device
 from minisgl.bench.attention import DTYPE, HEAD_DIM, KV_HEADS, PAGE_SIZE, measure, steps, token_bytes
 from minisgl.bench.gpu_timing import copy_bandwidth, require_cuda
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, model_dir, run_workload
+from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, run_workload
 from minisgl.context import AttentionBackend
 from minisgl.engine.engine import Engine
 from minisgl.kvcache.pool import KVCache
@@ -25,6 +24,7 @@ from minisgl.llm import LLM
 from minisgl.registry import resolve
 
 _QUERY_HEADS = 16
+_TEXT = Path("chapters", "04-paged-kv.md")
 _ROUNDINGS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, KV in fp8": {"dtype": "float32", "kv_dtype": "fp8"},
@@ -42,7 +42,7 @@ class TextScores(NamedTuple):
     largest: tuple[float, float]  # absolute value among the keys, and among the values
 
 
-def run_fp8_error(model: str, text: Path, tokens: int, window: int) -> Report:
+def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048, window: int = 1024) -> Report:
     """Score the same text with engines that round differently, and compare their predictions.
 
     All attention reads what is stored, so one pass over a text shows the error that decoding it would have.
@@ -63,8 +63,7 @@ def run_fp8_error(model: str, text: Path, tokens: int, window: int) -> Report:
     columns = ["computed in", "perplexity", "mean difference", "largest difference", "same choice"]
     rows = [_compare(name, each, reference) for name, each in scores.items()]
     title = f"{model}, {len(reference.logprobs)} tokens of text: logprob of each, against the first line"
-    settings = {"model": model, "text": str(text), "tokens": len(ids), "window": window}
-    return Report("fp8-error", settings, [Table(title, [*columns, "largest k", "and v"], rows)])
+    return Report("fp8-error", {"tokens": len(ids)}, [Table(title, [*columns, "largest k", "and v"], rows)])
 
 
 @torch.inference_mode()
@@ -94,7 +93,7 @@ def _compare(name: str, scores: TextScores, reference: TextScores) -> list[Cell]
     return [name, perplexity, float(difference.mean()), float(difference.max()), f"{same:.1%}", *scores.largest]
 
 
-def run_fp8(model: str, work: str, repeat: int) -> Report:
+def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:
     """Attention alone and a whole workload, with keys and values of 16 and of 8 bits."""
     require_cuda("fp8")
     with torch.inference_mode():
@@ -103,19 +102,18 @@ def run_fp8(model: str, work: str, repeat: int) -> Report:
     workload = WORKLOADS[work]
     rows: list[list[Cell]] = []
     samples: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as root:
-        path = model_dir(model, Path(root))
-        for kv_dtype in ("auto", "fp8"):
-            llm = make_engine(path, model, {"kv_dtype": kv_dtype})
-            values = samples[kv_dtype] = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
-            engine, page_size = llm.engine, llm.config.page_size
-            token = engine.page_bytes // page_size
-            rows.append([kv_dtype, token, engine.num_pages * page_size, statistics.median(values)])
-            del llm, engine
-            free_memory()
+    for kv_dtype in ("auto", "fp8"):
+        llm = make_engine(model, {"kv_dtype": kv_dtype})
+        values = samples[kv_dtype] = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
+        engine, page_size = llm.engine, llm.config.page_size
+        token = engine.page_bytes // page_size
+        rows.append([kv_dtype, token, engine.num_pages * page_size, statistics.median(values)])
+        del llm, engine
+        free_memory()
     columns = ["kv_dtype", "bytes a token", "tokens that fit", f"{work}, {workload.unit}"]
-    settings = {"model": model, "workload": workload.summary, "repeat": repeat}
-    return Report("fp8", settings, [alone, Table(f"{model}, whole engine", columns, rows)], [], samples)
+    return Report(
+        "fp8", {"workload": workload.summary}, [alone, Table(f"{model}, whole engine", columns, rows)], [], samples
+    )
 
 
 def _attention_table() -> Table:

@@ -98,7 +98,7 @@ def run_host(
     prompt = f"{prefix_len} cached tokens and {_SUFFIX_LEN} more"
     return Report(
         "host",
-        {"running": list(running), "steps": steps, "prefix_len": prefix_len, "page_size": page_size},
+        {},
         [
             Table("host time of a decode step", ["requests", "running", "median, µs", "95th percentile, µs"], rows),
             Table(f"host time of a prefill, {prompt}", ["requests at once", "µs a request"], prefill),

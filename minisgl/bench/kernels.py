@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+import tempfile
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from minisgl.bench.gpu_timing import (
     require_cuda,
 )
 from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.workloads import FOR_ONE_GPU, model_dir
 from minisgl.context import AttentionSpec, ForwardContext, forward_context
 from minisgl.engine.logits_processors import keep_top, softmax_weights
 from minisgl.engine.random import draw
@@ -38,27 +42,22 @@ from minisgl.layers.mlp import silu_and_mul as plain_silu_and_mul
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import RopeSettings, Rotary, rotate
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import CausalLM, Decoder
+from minisgl.models.decoder import Decoder
 from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
 from minisgl.models.loader import load_model
 
-
-class LayerShape(NamedTuple):
-    """Sizes of a model's layers; heads are 128 wide."""
-
-    name: str
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-
-
-SHAPES = (LayerShape("0.6B", 1024, 16, 8, 3072), LayerShape("14B", 5120, 40, 8, 17408))  # of Qwen3
 _VOCAB = 151_936
 _HEAD_DIM = 128
 _EPS = 1e-6
 _DTYPE = torch.bfloat16
 _DEVICE = torch.device("cuda")
+_SAMPLES = (
+    ("greedy sample", 0.0, None),
+    ("random sample", 1.0, None),
+    ("top-k 50, top-p sample", 1.0, 50),
+    ("top-p sample", 1.0, _VOCAB),
+)
+"""Names, temperatures, and top-k beside a top-p of 0.9."""
 _ONE_PASS = 0.75  # share of the copy bandwidth that a kernel of one pass over a large tensor should reach
 _NUM_EXPERTS, _TOP_K, _EXPERTS_HIDDEN, _EXPERTS_INTERMEDIATE = 128, 8, 2048, 768  # of Qwen3-30B-A3B
 _EXPERT_WEIGHTS = 3 * _EXPERTS_HIDDEN * _EXPERTS_INTERMEDIATE
@@ -72,38 +71,48 @@ Calls = tuple[Call, Plain, tuple[object, ...]]
 
 
 class KernelCase(NamedTuple):
-    """One kernel on one shape: its name, the shape in words, the bytes that must be read or written, once each, and a
-    function that makes inputs."""
+    """One kernel on one shape."""
 
-    kernel: str
-    shape: str
-    bytes_moved: int
-    calls: Callable[[], Calls]
+    kernel: str  # its name
+    shape: str  # in words
+    elements: int  # that must be read or written, once each
+    calls: Callable[[], Calls]  # makes inputs
 
 
-def run_kernels(tokens: tuple[int, ...], repeat: int) -> Report:
+def run_kernels(tokens: Sequence[int] = (1, 256, 8192), repeat: int = 3) -> Report:
     """Every kernel on the shapes of two models, the experts of a third, then whole decoder layers."""
     require_cuda("kernels")
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
-        rows = [_measure(case, bandwidth, repeat) for case in _cases(tokens)]
+        configs = _configs()
+        rows = [_measure(case, bandwidth, repeat) for case in _cases(configs.values(), tokens)]
         experts = _experts_table(tokens, bandwidth, repeat)
-        layers = [_layer_table(shape, count, repeat) for shape in SHAPES for count in tokens if count <= 256]
+        few = [count for count in tokens if count <= 256]
+        layers = [_layer_table(name, config, count, repeat) for name, config in configs.items() for count in few]
     columns = ["kernel", "shape", "MB", "copied", "fused", "plain", "compiled"]
     largest = [row for row in rows if isinstance(row[2], float) and row[2] > 200]
     reached = min((float(row[3]) / float(row[4]) for row in largest), default=0.0)
     title = f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s"
     return Report(
         "kernels",
-        {"tokens": list(tokens), "repeat": repeat, "dtype": "bfloat16", "copy_bytes_per_second": bandwidth},
+        {"dtype": "bfloat16", "copy_bytes_per_second": bandwidth},
         [Table(title, columns, rows), experts, *layers],
         [Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True)],
     )
 
 
+def _configs() -> dict[str, ModelConfig]:
+    """Stacks of a few layers of both models, with a small vocabulary."""
+    small = {"num_layers": _LAYERS, "sliding_windows": (None,) * _LAYERS, "vocab_size": 1024}
+    small |= {"max_position_embeddings": 4096, "tie_word_embeddings": True}
+    with tempfile.TemporaryDirectory() as root:
+        return {name: replace(ModelConfig.from_dir(model_dir(name, Path(root))), **small) for name in FOR_ONE_GPU}
+
+
 def _measure(case: KernelCase, bandwidth: float, repeat: int) -> list[Cell]:
     torch._dynamo.reset()
-    inputs = [case.calls() for _ in range(buffers_needed(case.bytes_moved))]
+    bytes_moved = case.elements * _DTYPE.itemsize
+    inputs = [case.calls() for _ in range(buffers_needed(bytes_moved))]
     compiled = torch.compile(inputs[0][1], dynamic=False)
 
     def fastest(calls: list[Call]) -> float:
@@ -112,8 +121,8 @@ def _measure(case: KernelCase, bandwidth: float, repeat: int) -> list[Cell]:
     return [
         case.kernel,
         case.shape,
-        case.bytes_moved / 1e6,
-        case.bytes_moved / bandwidth * 1e6,
+        bytes_moved / 1e6,
+        bytes_moved / bandwidth * 1e6,
         fastest([fused for fused, _, _ in inputs]),
         fastest([partial(plain, *arguments) for _, plain, arguments in inputs]),
         "fails" if _fails(compiled, inputs[0][2]) else fastest([partial(compiled, *args) for _, _, args in inputs]),
@@ -133,17 +142,17 @@ def _fails(compiled: Plain, arguments: tuple[object, ...]) -> bool:
     return False
 
 
-def _cases(tokens: tuple[int, ...]) -> Iterator[KernelCase]:
-    for shape in SHAPES:
-        for count in tokens:
-            yield _norm(shape, count)
-            yield _rope(shape, count)
-            yield _activation(shape, count)
-    for rows in (count for count in tokens if count <= 256):
-        yield _sampling(rows, temperature=0.0)
-        yield _sampling(rows, temperature=1.0)
-        yield _top_sampling(rows, top_k=50)
-        yield _top_sampling(rows, top_k=_VOCAB)
+def _cases(configs: Iterable[ModelConfig], tokens: Sequence[int]) -> Iterator[KernelCase]:
+    for config in configs:
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads + 2 * config.num_kv_heads
+        for n in tokens:
+            yield KernelCase("add + RMSNorm", f"{n} × {hidden}", 4 * n * hidden, partial(_norm, n, hidden))
+            rope = partial(_rope, n, config.num_heads, config.num_kv_heads)
+            yield KernelCase("RoPE + store", f"{n} × {heads} heads", 2 * n * heads * _HEAD_DIM, rope)
+            yield KernelCase("SiLU·mul", f"{n} × {inner}", 3 * n * inner, partial(_activation, n, inner))
+    for n in (count for count in tokens if count <= 256):
+        for name, temperature, top_k in _SAMPLES:
+            yield KernelCase(name, f"{n} × {_VOCAB}", n * _VOCAB, partial(_sampling, n, temperature, top_k))
 
 
 def _random(*size: int) -> torch.Tensor:
@@ -154,108 +163,70 @@ def _integers(low: int, high: int, *size: int) -> torch.Tensor:
     return torch.randint(low, high, size, dtype=torch.int32, device=_DEVICE)
 
 
-def _norm(shape: LayerShape, tokens: int) -> KernelCase:
-    def calls() -> Calls:
-        norm = RMSNorm(shape.hidden_size, _EPS).to(_DEVICE, _DTYPE)
-        norm.weight.fill_(1.0)
-        x, residual = _random(tokens, shape.hidden_size), _random(tokens, shape.hidden_size)
-        return lambda: add_and_norm(x, residual, norm.weight, _EPS), norm.add_and_norm, (x, residual)
-
-    moved = 4 * tokens * shape.hidden_size * _DTYPE.itemsize
-    return KernelCase("add + RMSNorm", f"{tokens} × {shape.hidden_size}", moved, calls)
+def _norm(tokens: int, hidden_size: int) -> Calls:
+    norm = RMSNorm(hidden_size, _EPS).to(_DEVICE, _DTYPE)
+    norm.weight.fill_(1.0)
+    x, residual = _random(tokens, hidden_size), _random(tokens, hidden_size)
+    return lambda: add_and_norm(x, residual, norm.weight, _EPS), norm.add_and_norm, (x, residual)
 
 
-def _rope(shape: LayerShape, tokens: int) -> KernelCase:
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+def _rope(tokens: int, num_heads: int, num_kv_heads: int) -> Calls:
+    layer = Attention(1, AttentionSpec(0, num_heads, num_kv_heads, _HEAD_DIM, 1.0), qk_norm_eps=_EPS)
+    q_norm, k_norm = (norm.to(_DEVICE, _DTYPE).weight.fill_(1.0) for norm in (layer.q_norm, layer.k_norm) if norm)
+    rotary = Rotary(_HEAD_DIM, 4096, RopeSettings()).to(_DEVICE)
+    cache = KVCache(1, num_kv_heads, _HEAD_DIM, tokens, 1, _DTYPE, _DEVICE)
+    qkv = _random(tokens, (num_heads + 2 * num_kv_heads) * _HEAD_DIM)
+    positions, locations = _integers(0, 4096, tokens), torch.randperm(tokens, device=_DEVICE).int()
+    rotation = rotary(positions, _DTYPE)
 
-    def calls() -> Calls:
-        spec = AttentionSpec(0, num_heads, num_kv_heads, _HEAD_DIM, 1.0)
-        layer = Attention(1, spec, qk_norm_eps=_EPS).to(_DEVICE, _DTYPE)
-        for norm in (layer.q_norm, layer.k_norm):
-            assert norm is not None
-            norm.weight.fill_(1.0)
-        rotary = Rotary(_HEAD_DIM, 4096, RopeSettings()).to(_DEVICE)
-        cache = KVCache(1, num_kv_heads, _HEAD_DIM, tokens, 1, _DTYPE, _DEVICE)
-        qkv = _random(tokens, (num_heads + 2 * num_kv_heads) * _HEAD_DIM)
-        positions = _integers(0, 4096, tokens)
-        locations = torch.randperm(tokens, device=_DEVICE).int()
-        rotation = rotary(positions, _DTYPE)
+    def plain(qkv: torch.Tensor) -> torch.Tensor:
+        heads = qkv.view(tokens, -1, _HEAD_DIM)
+        qk = rotate(layer.normalize(heads[:, : num_heads + num_kv_heads]), rotation)
+        cache.store(0, qk[:, num_heads:], heads[:, num_heads + num_kv_heads :], locations)
+        return qk[:, :num_heads]
 
-        def plain(qkv: torch.Tensor) -> torch.Tensor:
-            heads = qkv.view(tokens, -1, _HEAD_DIM)
-            qk = rotate(layer.normalize(heads[:, : num_heads + num_kv_heads]), rotation)
-            cache.store(0, qk[:, num_heads:], heads[:, num_heads + num_kv_heads :], locations)
-            return qk[:, :num_heads]
+    def fused() -> torch.Tensor:
+        k, v = cache.k[0], cache.v[0]
+        return rotate_and_store(qkv, rotary.table, positions, locations, k, v, q_norm, k_norm, _EPS)
 
-        def fused() -> torch.Tensor:
-            k, v = cache.k[0], cache.v[0]
-            q_norm, k_norm = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
-            return rotate_and_store(qkv, rotary.table, positions, locations, k, v, q_norm, k_norm, _EPS)
-
-        return fused, plain, (qkv,)
-
-    moved = 2 * tokens * (num_heads + 2 * num_kv_heads) * _HEAD_DIM * _DTYPE.itemsize
-    return KernelCase("RoPE + store", f"{tokens} × {num_heads + 2 * num_kv_heads} heads", moved, calls)
+    return fused, plain, (qkv,)
 
 
-def _activation(shape: LayerShape, tokens: int) -> KernelCase:
-    def calls() -> Calls:
-        gate_up = _random(tokens, 2 * shape.intermediate_size)
-        return lambda: silu_and_mul(gate_up), plain_silu_and_mul, (gate_up,)
-
-    moved = 3 * tokens * shape.intermediate_size * _DTYPE.itemsize
-    return KernelCase("SiLU·mul", f"{tokens} × {shape.intermediate_size}", moved, calls)
+def _activation(tokens: int, intermediate_size: int) -> Calls:
+    gate_up = _random(tokens, 2 * intermediate_size)
+    return lambda: silu_and_mul(gate_up), plain_silu_and_mul, (gate_up,)
 
 
-def _sampling(rows: int, temperature: float) -> KernelCase:
-    def calls() -> Calls:
-        logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
-        keys = _integers(-(2**31), 2**31, 2, rows)
-        stage = RandomStage(torch.full((rows,), temperature, device=_DEVICE), *keys) if temperature else None
+def _sampling(rows: int, temperature: float, top_k: int | None) -> Calls:
+    """With a ``top_k``, also top-p 0.9 of what it leaves, in every row.
 
-        def plain(logits: torch.Tensor) -> torch.Tensor:
-            if stage is None:
-                return logits.argmax(-1)
-            wide = logits.float()
-            weights = ((wide - wide.amax(-1, keepdim=True)) / stage.temperature.unsqueeze(-1)).exp()
-            return draw(weights, stage.key_low, stage.key_high)
-
-        return lambda: sample_tokens(logits, stage, out), plain, (logits,)
-
-    name = "random sample" if temperature else "greedy sample"
-    return KernelCase(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
-
-
-def _top_sampling(rows: int, top_k: int) -> KernelCase:
-    """Top-p 0.9 of what top-k leaves, in every row.
-
-    Logits are read from memory twice: for the maxima of the chunks, and for the draw. In between one program a row
+    Logits are read from memory twice then: for the maxima of the chunks, and for the draw. In between one program a row
     searches, in about ten passes over 50 chunks of 128 tokens with top-k 50: predicted for an H200, 40 µs for one row
     and 130 for 256. Without top-k, logits as flat as these are the worst case, about six passes over the whole row:
     predicted, 350 µs for one row and 750 for 256.
     """
+    logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
+    if temperature == 0.0:
+        return lambda: sample_tokens(logits, None, out), lambda logits: logits.argmax(-1), (logits,)
+    stage = RandomStage(torch.full((rows,), temperature, device=_DEVICE), *_integers(-(2**31), 2**31, 2, rows))
+    of_rows = torch.arange(rows, dtype=torch.int32, device=_DEVICE)
+    top_p = torch.full((rows,), 0.9, device=_DEVICE)
+    top = None if top_k is None else TopStage(of_rows, torch.full_like(of_rows, top_k), top_p, top_k)
 
-    def calls() -> Calls:
-        logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
-        stage = RandomStage(torch.ones(rows, device=_DEVICE), *_integers(-(2**31), 2**31, 2, rows))
-        of_rows = torch.arange(rows, dtype=torch.int32, device=_DEVICE)
-        top = TopStage(of_rows, torch.full_like(of_rows, top_k), torch.full((rows,), 0.9, device=_DEVICE), top_k)
+    def fused() -> None:
+        thresholds = None if top is None else find_thresholds(logits, stage.temperature, top[:3], None)
+        sample_tokens(logits, stage, out, thresholds)
 
-        def fused() -> None:
-            sample_tokens(logits, stage, out, find_thresholds(logits, stage.temperature, top[:3], None))
+    def plain(logits: torch.Tensor) -> torch.Tensor:
+        wide = logits.float()
+        weights = softmax_weights(wide, stage.temperature)
+        kept = weights if top is None else keep_top(weights, wide, top)
+        return draw(kept, stage.key_low, stage.key_high)
 
-        def plain(logits: torch.Tensor) -> torch.Tensor:
-            wide = logits.float()
-            weights = keep_top(softmax_weights(wide, stage.temperature), wide, top)
-            return draw(weights, stage.key_low, stage.key_high)
-
-        return fused, plain, (logits,)
-
-    name = "top-p sample" if top_k == _VOCAB else f"top-k {top_k}, top-p sample"
-    return KernelCase(name, f"{rows} × {_VOCAB}", rows * _VOCAB * _DTYPE.itemsize, calls)
+    return fused, plain, (logits,)
 
 
-def _experts_table(tokens: tuple[int, ...], bandwidth: float, repeat: int) -> Table:
+def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Table:
     """Time of one layer's experts without the router, with experts chosen at random.
 
     The limit is the longer of reading the weights of all chosen experts, and multiplying. The plain layer waits for the
@@ -308,50 +279,27 @@ class StoreOnly(PagedAttention):
         return q
 
 
-def _layer_table(shape: LayerShape, tokens: int, repeat: int) -> Table:
+def _layer_table(name: str, config: ModelConfig, tokens: int, repeat: int) -> Table:
     """Time and launches of one layer in a decode step of ``tokens`` rows: plain, with each fusion, and compiled.
 
     A layer is the difference between a stack and one of half its height, divided by the layers between them.
     """
     rows: list[list[Cell]] = []
     choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in _FUSIONS)]
-    for name, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
-        model = _stack(shape)
+    for choice, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
+        model = load_model("", config, config.dtype, _DEVICE, "dummy")
         fuse_layers(model, fusions)
-        compiled = name == "torch.compile"
-        whole, half = (_layers_call(model.model, shape, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
+        compiled = choice == "torch.compile"
+        whole, half = (_layers_call(model.model, config, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
         times = [min(microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
         counts = [len(launched(call, _DEVICE)) for call in (whole, half)]
         between = _LAYERS - _LAYERS // 2
-        rows.append([name, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between])
-    title = f"one layer of Qwen3-{shape.name} but for attention, {tokens} tokens"
+        rows.append([choice, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between])
+    title = f"one layer of {name} but for attention, {tokens} tokens"
     return Table(title, ["", "µs", "launches"], rows)
 
 
-def _stack(shape: LayerShape) -> CausalLM:
-    config = ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        hidden_size=shape.hidden_size,
-        num_layers=_LAYERS,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=_HEAD_DIM,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=1024,
-        max_position_embeddings=4096,
-        rms_norm_eps=_EPS,
-        rope=RopeSettings(),
-        sliding_windows=(None,) * _LAYERS,
-        tie_word_embeddings=True,
-        dtype=_DTYPE,
-        qk_norm=True,
-    )
-    model = load_model("", config, config.dtype, _DEVICE, "dummy")
-    assert isinstance(model, CausalLM)
-    return model
-
-
-def _layers_call(decoder: Decoder, shape: LayerShape, tokens: int, compiled: bool, layers: int) -> Call:
+def _layers_call(decoder: Decoder, config: ModelConfig, tokens: int, compiled: bool, layers: int) -> Call:
     """A call that feeds one token a row through the first ``layers`` layers of ``decoder``."""
     rows = torch.arange(tokens, dtype=torch.int32, device=_DEVICE)
     inputs = DeviceBatch(
@@ -364,7 +312,7 @@ def _layers_call(decoder: Decoder, shape: LayerShape, tokens: int, compiled: boo
         page_table=rows[:, None],
         logit_rows=rows,
     )
-    backend = StoreOnly(KVCache(_LAYERS, shape.num_kv_heads, _HEAD_DIM, tokens, 1, _DTYPE, _DEVICE))
+    backend = StoreOnly(KVCache(_LAYERS, config.num_kv_heads, _HEAD_DIM, tokens, 1, _DTYPE, _DEVICE))
     backend.inputs = inputs
 
     def forward() -> torch.Tensor:

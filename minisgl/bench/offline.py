@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.bench.workloads import WORKLOADS, make_engine, measure_workloads, model_dir, run_workload
+from minisgl.bench.workloads import FOR_ONE_GPU, NAMES, WORKLOADS, make_engine, measure_workloads, run_workload
 from minisgl.llm import LLM
 from minisgl.trace import DEVICE, HOST, Trace
 
@@ -55,36 +55,38 @@ _NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
 
 
 def run_offline(
-    models: Sequence[str], workloads: Sequence[str], repeat: int, options: Mapping[str, Any], start: bool = False
+    models: Sequence[str] = FOR_ONE_GPU,
+    workloads: Sequence[str] = NAMES,
+    repeat: int = 3,
+    options: Mapping[str, Any] = {},
+    start: bool = False,
 ) -> Report:
     """Every workload on every model."""
     rows: list[list[Cell]] = []
     starts: list[list[Cell]] = []
     targets: list[Target] = []
     samples: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as root:
-        if start:
-            starts = _starts(models[0], model_dir(models[0], Path(root)), options, targets)
-        for model in models:
-            measured = measure_workloads(model_dir(model, Path(root)), model, options, workloads, repeat)
-            for name, values in measured.items():
-                workload, median = WORKLOADS[name], statistics.median(values)
-                title = f"{model} {name}, {workload.unit}"
-                samples[title] = values
-                rows.append([model, name, median, min(values), max(values), workload.unit])
-                if (model, name) in TARGETS and torch.cuda.is_available():
-                    targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
+    if start:
+        starts = _starts(models[0], options, targets)
+    for model in models:
+        for name, values in measure_workloads(model, options, workloads, repeat).items():
+            workload, median = WORKLOADS[name], statistics.median(values)
+            title = f"{model} {name}, {workload.unit}"
+            samples[title] = values
+            rows.append([model, name, median, min(values), max(values), workload.unit])
+            if (model, name) in TARGETS and torch.cuda.is_available():
+                targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
     tables = [Table("workloads", ["model", "workload", "median", "least", "most", "unit"], rows)]
     if starts:
         tables.append(Table("from an empty process to the first token", ["model", "kernels", "s"], starts))
     summaries = {name: WORKLOADS[name].summary for name in workloads}
-    return Report("offline", {"options": dict(options), "workloads": summaries}, tables, targets, samples)
+    return Report("offline", {"workloads": summaries}, tables, targets, samples)
 
 
-def _starts(model: str, path: str, options: Mapping[str, Any], targets: list[Target]) -> list[list[Cell]]:
+def _starts(model: str, options: Mapping[str, Any], targets: list[Target]) -> list[list[Cell]]:
     """Seconds to the first token in a new process: first without any compiled kernel, then with all of them."""
     rows: list[list[Cell]] = []
-    code = f"from minisgl.bench.workloads import make_engine; make_engine({path!r}, {model!r}, {dict(options)!r})"
+    code = f"from minisgl.bench.workloads import make_engine; make_engine({model!r}, {dict(options)!r})"
     with tempfile.TemporaryDirectory() as cache:
         folders = {name: f"{cache}/{name}" for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")}
         for kernels in ("cold", "cached"):
@@ -98,18 +100,16 @@ def _starts(model: str, path: str, options: Mapping[str, Any], targets: list[Tar
     return rows
 
 
-def run_compare(model: str, workloads: Sequence[str], repeat: int) -> Report:
+def run_compare(model: str = "Qwen3-0.6B", workloads: Sequence[str] = NAMES, repeat: int = 3) -> Report:
     """Every workload with the optimisations of `LADDER` switched on one by one, beside other engines' results."""
     rows: list[list[Cell]] = []
     samples: dict[str, list[float]] = {}
     options = dict(ALL_OFF)
-    with tempfile.TemporaryDirectory() as root:
-        path = model_dir(model, Path(root))
-        for label, added in LADDER:
-            options |= added
-            values = measure_workloads(path, model, options, workloads, repeat)
-            samples |= {f"{label}: {name}": values[name] for name in workloads}
-            rows.append([label, *(statistics.median(values[name]) for name in workloads)])
+    for label, added in LADDER:
+        options |= added
+        values = measure_workloads(model, options, workloads, repeat)
+        samples |= {f"{label}: {name}": values[name] for name in workloads}
+        rows.append([label, *(statistics.median(values[name]) for name in workloads)])
     columns = ["", *(f"{name}, {WORKLOADS[name].unit}" for name in workloads)]
     tables = [Table(f"{model}, one optimisation after another", columns, rows)]
     if _REFERENCE.exists():
@@ -117,13 +117,14 @@ def run_compare(model: str, workloads: Sequence[str], repeat: int) -> Report:
         results = {engine["name"]: engine["results"].get(model) for engine in reference["engines"]}
         others = [[name, *(found.get(each, "–") for each in workloads)] for name, found in results.items() if found]
         tables.append(Table(f"other engines, {reference['hardware']}, {reference['date']}", columns, others))
-    return Report("compare", {"model": model, "ladder": [label for label, _ in LADDER]}, tables, [], samples)
+    return Report("compare", {"ladder": [label for label, _ in LADDER]}, tables, [], samples)
 
 
-def run_profile(model: str, work: str, options: Mapping[str, Any], trace: Path | None) -> Report:
+def run_profile(
+    model: str = "Qwen3-0.6B", work: str = "mixed", options: Mapping[str, Any] = {}, trace: Path | None = None
+) -> Report:
     """Run a workload under `minisgl.trace`, and again under PyTorch's profiler."""
-    with tempfile.TemporaryDirectory() as root:
-        llm = make_engine(model_dir(model, Path(root)), model, options)
+    llm = make_engine(model, options)
     with llm.trace() as recording:
         run_workload(llm, WORKLOADS[work], seed=1)
     if trace is not None:
@@ -134,8 +135,9 @@ def run_profile(model: str, work: str, options: Mapping[str, Any], trace: Path |
     if summary.gpu_idle is not None:
         idle = summary.gpu_idle * 100
         targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
-    settings = {"model": model, "workload": work, "options": dict(options)}
-    return Report("profile", settings, [_step_table(title, recording), _kernel_table(title, llm, work)], targets)
+    return Report(
+        "profile", {"workload": work}, [_step_table(title, recording), _kernel_table(title, llm, work)], targets
+    )
 
 
 def _step_table(title: str, trace: Trace) -> Table:

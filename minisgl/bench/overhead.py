@@ -62,7 +62,12 @@ class Waves:
 
 
 def run_overhead(
-    model: str, options: Mapping[str, Any], start_timeout: float, streams: Sequence[int], output_len: int, repeat: int
+    model: str = "tiny",
+    options: Mapping[str, Any] = {},
+    start_timeout: float = 600.0,
+    streams: Sequence[int] = (256, 1024),
+    output_len: int = 128,
+    repeat: int = 3,
 ) -> Report:
     """Both times and their difference for each number of streams, and where the processor time went."""
     waves = Waves(streams, output_len, repeat)
@@ -87,8 +92,7 @@ def run_overhead(
         Table("a token batch, ms", ["streams", _ENGINE, "served", "outside the engine"], rows),
         Table("processor time of a token batch", ["streams", "process", "ms", "µs a token"], processes),
     ]
-    settings = {"model": model, "options": dict(options), **asdict(waves)}
-    return Report("api", settings, tables, all_targets(added, messages))
+    return Report("api", asdict(waves), tables, all_targets(added, messages))
 
 
 def all_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> list[Target]:
@@ -108,40 +112,42 @@ def all_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> li
 
 def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves) -> tuple[float, float]:
     """Milliseconds of a token batch without a server, elapsed and of processor time, in a process of its own."""
-    asked = {"model": model.path, "vocab_size": model.vocab_size, "options": dict(options), "streams": streams}
-    asked |= {"input_len": waves.input_len, "lengths": waves.lengths, "repeat": waves.repeat}
-    command = [sys.executable, "-c", "from minisgl.bench.overhead import run_engine_alone; run_engine_alone()"]
+    asked = (model.path, dict(options), model.vocab_size, streams, waves.input_len, waves.lengths, waves.repeat)
+    code = f"from minisgl.bench.overhead import run_engine_alone; run_engine_alone(*{asked!r})"
     try:
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=_TIMEOUT)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise ServerFailed(f"the engine alone took more than {_TIMEOUT:g} s; ask for fewer tokens") from error
     if done.returncode != 0:
         raise ServerFailed(f"the engine alone ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    pairs: list[list[list[float]]] = json.loads(done.stdout.splitlines()[-1])
-    elapsed, cpu = (waves.milliseconds([(short[i], long[i]) for short, long in pairs]) for i in range(2))
+    elapsed, cpu = (waves.milliseconds(pairs) for pairs in json.loads(done.stdout.splitlines()[-1]))
     return elapsed, cpu
 
 
-def run_engine_alone() -> None:
-    """Read what to run as JSON from standard input, and print a pair of a short and a long wave for each repetition.
+def run_engine_alone(
+    path: str,
+    options: dict[str, Any],
+    vocab_size: int,
+    streams: int,
+    input_len: int,
+    lengths: tuple[int, int],
+    repeat: int,
+) -> None:
+    """Print pairs of a short and a long wave: seconds from the first request to the last token, then of the processor.
 
-    A wave is seconds from the first request to the last token, and seconds of processor time.
+    ``repeat`` pairs of each kind, in JSON; one more wave of each length comes first and warms up.
     """
-    asked: dict[str, Any] = json.load(sys.stdin)
-    llm, count = LLM(asked["model"], **asked["options"]), asked["streams"]
+    llm = LLM(path, **options)
 
     def wave(number: int, output_len: int, seed: int) -> tuple[float, float]:
-        indices = range(number * count, (number + 1) * count)
-        prompts = [prompt_tokens(each, asked["input_len"], None, asked["vocab_size"], seed) for each in indices]
+        indices = range(number * streams, (number + 1) * streams)
+        prompts = [prompt_tokens(index, input_len, None, vocab_size, seed) for index in indices]
         begin, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
         return time.perf_counter() - begin, time.process_time() - cpu
 
-    pairs = [
-        [wave(number, length, seed) for number, length in enumerate(asked["lengths"])]
-        for seed in range(asked["repeat"] + 1)  # the first warms up
-    ]
-    print(json.dumps(pairs[1:]))
+    pairs = [[wave(number, length, seed) for number, length in enumerate(lengths)] for seed in range(repeat + 1)]
+    print(json.dumps([[(short[kind], long[kind]) for short, long in pairs[1:]] for kind in range(2)]))
 
 
 def _served(

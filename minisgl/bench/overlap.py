@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 from minisgl.batch import Batch
 from minisgl.bench.host import WARM_UP_STEPS, decode_seconds, prefill_all
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.bench.workloads import make_engine, model_dir
+from minisgl.bench.workloads import make_engine
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import EngineLoop
@@ -32,8 +30,8 @@ _EXCERPT_STEPS = 8
 
 
 def run_overlap(
-    model: str,
-    options: Mapping[str, Any],
+    model: str = "Qwen3-0.6B",
+    options: Mapping[str, Any] = {},
     rows: Sequence[int] = (16, 256),
     steps: int = 100,
     added: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0),
@@ -43,8 +41,7 @@ def run_overlap(
     ``device`` is how long the device takes for a step that it finds waiting, so it is measured with overlap. All times
     are medians over the steps. The report has traces of a few steps of the most rows.
     """
-    with tempfile.TemporaryDirectory() as root:
-        llm = make_engine(model_dir(model, Path(root)), model, options)
+    llm = make_engine(model, options)
     rng = random.Random(0)
     measured: list[list[Cell]] = []
     phases: list[list[Cell]] = []
@@ -69,14 +66,12 @@ def run_overlap(
         [ms, *(1e3 * median(_decode(llm, rng, on, most, steps, added=ms)) for on in _ON_OFF)] for ms in added
     ]
     columns = ["rows", "overlap", "ms a step", "tokens/s", "device, ms", "device idle, %"]
-    settings = {"model": model, "options": dict(options), "input_len": _INPUT_LEN}
-    settings |= {"rows": list(rows), "steps": steps, "added": list(added)}
     tables = [
         Table("decode steps", columns, measured),
         Table("what the host does in a step, ms", ["rows", "overlap", *_PHASES], phases),
         Table(f"{most} rows and a slower host, ms a step", ["added to the host", "overlap off", "on"], slower),
     ]
-    return Report("overlap", settings, tables, targets, traces=traces)
+    return Report("overlap", {"input_len": _INPUT_LEN}, tables, targets, traces=traces)
 
 
 def _decode(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 
 from minisgl.bench.gpu_timing import milliseconds
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, model_dir
+from minisgl.bench.workloads import FOR_ONE_GPU, WORKLOADS, free_memory, make_engine
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.llm import LLM
 from minisgl.request import FinishReason, Request
@@ -47,15 +45,17 @@ CASES = (
 
 
 def run_preemption(
-    models: Sequence[str], pool_tokens: int, lengths: Sequence[int], requests: int, options: Mapping[str, Any]
+    models: Sequence[str] = FOR_ONE_GPU,
+    pool_tokens: int = 65536,
+    lengths: Sequence[int] = (512, 2048, 8192),
+    requests: int = 128,
+    options: Mapping[str, Any] = {},
 ) -> Report:
     """The first model under memory pressure; and for all, what it takes to bring a request's keys and values back."""
     back: list[list[Cell]] = []
-    with tempfile.TemporaryDirectory() as root:
-        paths = {model: model_dir(model, Path(root)) for model in models}
-        pressure = _under_pressure(models[0], paths[models[0]], pool_tokens, requests, options)
-        for model in models:
-            back += _bring_back(model, paths[model], lengths, options)
+    pressure = _under_pressure(models[0], pool_tokens, requests, options)
+    for model in models:
+        back += _bring_back(model, lengths, options)
     columns = ["admission", "output tokens/s", "rows of a decode step, mean", "preemptions", "tokens computed again"]
     columns += ["first token, median s", "longest pause, s"]
     copies = ["copied back piece by piece, ms", "in one copy, ms", "copied out in one copy, ms"]
@@ -63,14 +63,12 @@ def run_preemption(
         Table(f"{models[0]}, {requests} requests in memory for {pool_tokens:,} tokens", columns, pressure),
         Table("bringing a request back", ["model", "tokens", "MB", "computed again, ms", *copies], back),
     ]
-    return Report("preemption", {"options": dict(options), "workload": WORKLOADS["mixed"].summary}, tables)
+    return Report("preemption", {"workload": WORKLOADS["mixed"].summary}, tables)
 
 
-def _under_pressure(
-    model: str, path: str, pool_tokens: int, requests: int, options: Mapping[str, Any]
-) -> list[list[Cell]]:
+def _under_pressure(model: str, pool_tokens: int, requests: int, options: Mapping[str, Any]) -> list[list[Cell]]:
     sizes = {"num_pages": pool_tokens // options.get("page_size", 16), "max_running_requests": min(requests, 128)}
-    llm = make_engine(path, model, {**sizes, **options})
+    llm = make_engine(model, {**sizes, **options})
     work = list(zip(*WORKLOADS["mixed"].requests(0, llm.model_config.vocab_size), strict=True))[:requests]
     _compete(llm, CASES[-1], work[: requests // 8 + 1])  # compiles what is left to compile
     rows = [[case.label, *_compete(llm, case, work)] for case in CASES]
@@ -128,12 +126,10 @@ def _renew(llm: LLM, case: AdmissionCase) -> None:
     llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
 
 
-def _bring_back(model: str, path: str, lengths: Sequence[int], options: Mapping[str, Any]) -> list[list[Cell]]:
-    page_size = options.get("page_size", 16)
-    dummy = {"load_format": "dummy"} if path != model else {}
-    room = {"num_pages": 2 * max(lengths) // page_size, "max_seq_len": max(lengths) + 64}
-    defaults = {"prefix_cache": "none", "enforce_eager": True, "max_running_requests": 4, **room, **dummy}
-    llm = LLM(path, **{**defaults, **options})
+def _bring_back(model: str, lengths: Sequence[int], options: Mapping[str, Any]) -> list[list[Cell]]:
+    page_size, longest = options.get("page_size", 16), max(lengths) + 64
+    room = {"num_pages": 2 * longest // page_size, "max_seq_len": longest, "max_running_requests": 4}
+    llm = make_engine(model, {"prefix_cache": "none", "enforce_eager": True, **room, **options})
     rows: list[list[Cell]] = []
     for length in lengths:
         computed = _prefill_milliseconds(llm, length)

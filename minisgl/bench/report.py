@@ -99,7 +99,7 @@ class Report:
             "samples": self.samples,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         for name, trace in self.traces.items():
             trace.export(path.with_name(f"trace-{path.stem}-{name}.json"), about)
 

@@ -183,15 +183,25 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, 
     def last_lines() -> str:
         return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
 
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    def healthy() -> bool:
         if process.poll() is not None:
             raise ServerFailed(f"the server ended with exit code {process.returncode}:\n{last_lines()}")
         with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
-            if _get(HOST, port, "/health").status_code == 200:
-                return
+            return _get(HOST, port, "/health").status_code == 200
+        return False
+
+    if not poll(healthy, timeout):
+        raise ServerFailed(f"the server did not answer within {timeout:g} s; raise --start-timeout:\n{last_lines()}")
+
+
+def poll(condition: Callable[[], bool], timeout: float) -> bool:
+    """Whether a condition has become true within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if condition():
+            return True
         time.sleep(_POLL)
-    raise ServerFailed(f"the server did not answer within {timeout:g} s; raise --start-timeout:\n{last_lines()}")
+    return False
 
 
 def _as_word(value: object) -> str:
@@ -350,11 +360,10 @@ async def monitor_server(tree: ProcessTree, address: ServerAddress) -> AsyncIter
         yield monitor
     finally:
         sampling.cancel()
-    deadline = time.monotonic() + _SETTLE_TIMEOUT
-    while True:
-        monitor.gauges = await asyncio.to_thread(read_gauges, address.host, address.port)
-        monitor.after = tree.descriptors()
+
+    def settled() -> bool:
+        monitor.gauges, monitor.after = read_gauges(address.host, address.port), tree.descriptors()
         closed = sum(monitor.after.values()) <= sum(monitor.before.values())
-        if (closed and (monitor.gauges is None or monitor.gauges.idle)) or time.monotonic() > deadline:
-            return
-        await asyncio.sleep(_POLL)
+        return closed and (monitor.gauges is None or monitor.gauges.idle)
+
+    await asyncio.to_thread(poll, settled, _SETTLE_TIMEOUT)

@@ -26,7 +26,7 @@ from minisgl.bench.client import (
 )
 from minisgl.bench.load import LoadError, PlannedRequest, Range, Traffic
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.bench.server import ProcessTree, ServerMonitor, monitor_server, running_server
+from minisgl.bench.server import VOCAB_SIZE, ProcessTree, ServerMonitor, monitor_server, running_server
 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Variables that decide over time and memory on a CPU. PyTorch and oneDNN cache compiled code for up to a thousand
@@ -156,23 +156,23 @@ class LoadRun(NamedTuple):
 
 def run_serve(
     *,
-    url: str | None,
-    model: str,
-    options: Mapping[str, Any],
-    vocab_size: int,
-    start_timeout: float,
-    rate: Sequence[float] | None,
-    concurrency: Sequence[int] | None,
-    arrivals: Sequence[str],
-    requests: int | None,
-    input_len: Sequence[int],
-    output_len: Sequence[int],
-    disconnects: float,
-    malformed: float,
-    ttft_limit: float,
-    tpot_limit: float,
-    timeout: float,
-    seed: int,
+    url: str | None = None,
+    model: str = "tiny",
+    options: Mapping[str, Any] = {},
+    vocab_size: int = VOCAB_SIZE,
+    start_timeout: float = 600.0,
+    rate: Sequence[float] | None = None,
+    concurrency: Sequence[int] | None = None,
+    arrivals: Sequence[str] = ("poisson",),
+    requests: int | None = None,
+    input_len: Sequence[int] = (128, 128),
+    output_len: Sequence[int] = (64, 64),
+    disconnects: float = 0.0,
+    malformed: float = 0.0,
+    ttft_limit: float = 1.0,
+    tpot_limit: float = 0.05,
+    timeout: float = 300.0,
+    seed: int = 0,
 ) -> Report:
     """Latency, throughput and goodput under each load, and what it left behind in the server."""
     for name, values in (("rate", rate), ("concurrency", concurrency), ("requests", [requests])):
@@ -193,8 +193,7 @@ def run_serve(
     plans = [traffic.plan(load.rate, number) for number, load in enumerate(loads)]
     with running_server(url, model, options, vocab_size, start_timeout) as (address, tree):
         runs = asyncio.run(_run_all(address, tree, seed, loads, plans, slo, timeout))
-    settings: dict[str, Any] = {"url": url, "model": address.model if url else model}
-    settings |= {"options": dict(options), **asdict(traffic), "trace": str(trace or "")}
+    settings: dict[str, Any] = {"model": address.model if url else model, **asdict(traffic), "trace": str(trace or "")}
     settings |= {"loads": [load._asdict() for load in loads], "limits_seconds": asdict(slo)}
     settings |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     memory = {f"{run.summary.load}: memory, MiB": run.server.curve for run in runs if run.server is not None}

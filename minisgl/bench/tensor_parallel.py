@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from minisgl.bench.gpu_timing import Call, microseconds
 from minisgl.bench.host import STEPS, measure_planes
 from minisgl.bench.report import Cell, Report, Table, Target
-from minisgl.bench.workloads import WORKLOADS, measure_workloads, model_dir
+from minisgl.bench.workloads import NAMES, WORKLOADS, measure_workloads
 from minisgl.errors import ConfigError
 
 TARGETS: dict[tuple[str, int, str], float] = {
@@ -70,12 +70,12 @@ class ParallelRun(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def run_tp(
-    models: Sequence[str],
-    ranks: Sequence[int],
-    workloads: Sequence[str],
-    repeat: int,
-    steps: int,
-    options: Mapping[str, Any],
+    models: Sequence[str] = ("Qwen3-14B", "Qwen3-32B"),
+    ranks: Sequence[int] = (1, 2, 4),
+    workloads: Sequence[str] = NAMES,
+    repeat: int = 3,
+    steps: int = 300,
+    options: Mapping[str, Any] = {},
     runs: Sequence[Mapping[str, Any]] | None = None,
     planes: Sequence[int] | None = None,
 ) -> Report:
@@ -87,32 +87,24 @@ def run_tp(
     if len(set(titles)) < len(titles):
         raise ConfigError(f"run: {max(titles, key=titles.count)} is there more than once; give it one repeat")
     samples: dict[str, list[float]] = {}
+    targets: list[Target] = []
     medians: dict[tuple[ParallelRun, str], float] = {}
-    with tempfile.TemporaryDirectory() as root:
-        # A single rank is an engine in this process, which then keeps some of the first GPU for itself: it comes last.
-        for case in sorted(cases, key=lambda case: -case.ranks):
-            how = {**options, "tensor_parallel_size": case.ranks, "all_reduce": case.all_reduce}
-            path = model_dir(case.model, Path(root))
-            for name, values in measure_workloads(path, case.model, how, workloads, case.repeat).items():
-                samples[f"{case.title}, {name}, {WORKLOADS[name].unit}"] = values
-                medians[case, name] = statistics.median(values)
+    # A single rank is an engine in this process, which then keeps some of the first GPU for itself: it comes last.
+    for case in sorted(cases, key=lambda case: -case.ranks):
+        how = {**options, "tensor_parallel_size": case.ranks, "all_reduce": case.all_reduce}
+        for name, values in measure_workloads(case.model, how, workloads, case.repeat).items():
+            title = f"{case.title}, {name}, {WORKLOADS[name].unit}"
+            samples[title], medians[case, name] = values, statistics.median(values)
+            # Targets are about the engine as it comes, on the machine that they were set for.
+            aim = TARGETS.get((case.model, case.ranks, name)) if case.all_reduce == "auto" else None
+            if aim is not None and torch.cuda.is_available():
+                targets.append(Target(title, medians[case, name], aim, WORKLOADS[name].more_is_better))
     sizes = planes or sorted({case.ranks for case in cases})
     tables = [_workload_table(cases, workloads, medians), measure_planes([size for size in sizes if size > 1], steps)]
     settings = {
-        "options": dict(options),
         "runs": [structs.asdict(case) for case in cases],
         "workloads": {**{name: WORKLOADS[name].summary for name in workloads}, **STEPS},
-        "steps": steps,
     }
-    # Targets are about the engine as it comes, on the machine that they were set for.
-    goals = {key: TARGETS.get((key[0].model, key[0].ranks, key[1])) for key in medians if key[0].all_reduce == "auto"}
-    targets = [
-        Target(
-            f"{case.title}, {name}, {WORKLOADS[name].unit}", medians[case, name], aim, WORKLOADS[name].more_is_better
-        )
-        for (case, name), aim in goals.items()
-        if aim is not None and torch.cuda.is_available()
-    ]
     return Report("tp", settings, tables, targets, samples)
 
 
@@ -139,7 +131,7 @@ def scaling_efficiency(alone: float, together: float, ranks: int, more_is_better
     return 100 * faster / ranks
 
 
-def run_all_reduce(ranks: Sequence[int]) -> Report:
+def run_all_reduce(ranks: Sequence[int] = (2, 4)) -> Report:
     """Time of an all-reduce by NCCL, over peer memory and by PyTorch: alone, and with residual addition and norm."""
     devices = torch.cuda.device_count()
     if max(ranks) > devices:
@@ -150,7 +142,7 @@ def run_all_reduce(ranks: Sequence[int]) -> Report:
         Target(f"µs, one row, {size} ranks", times[size]["one shot"]["1"], _ONE_ROW_MICROS, at_least=False)
         for size in ranks
     ]
-    settings = {"ranks": list(ranks), "width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)}
+    settings = {"width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)}
     return Report("all-reduce", settings, [_crossings(times), *tables], targets)
 
 

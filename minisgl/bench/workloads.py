@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ WORKLOADS = {
     "bs1": Workload("one request, 128 tokens in and 512 out, greedy", "ms/token", False, _bs1),
     "prefix": Workload("256 requests, 2,048 shared tokens and 32 own in, 64 out, greedy", "s", False, _prefix),
 }
+NAMES = tuple(WORKLOADS)
 
 
 def _tokens(vocab_size: int, rng: random.Random) -> Tokens:
@@ -123,19 +125,15 @@ def model_dir(name: str, root: Path) -> str:
     return str(path)
 
 
-def make_engine(path: str, model: str, options: Mapping[str, Any]) -> LLM:
-    """An engine for the workloads, warmed up: sequences of up to 4,096 tokens, and random weights for a shape."""
-    dummy = {"load_format": "dummy"} if path != model else {}
-    llm = LLM(path, **{"max_seq_len": 4096, **dummy, **options})
-    warm_up(llm)
-    return llm
-
-
-def warm_up(llm: LLM) -> None:
-    """Generate a few tokens, sampled and greedy."""
+def make_engine(model: str, options: Mapping[str, Any]) -> LLM:
+    """An engine that has run once: sequences of up to 4,096 tokens, and random weights for a shape of `SHAPES`."""
+    dummy = {"load_format": "dummy"} if model in SHAPES else {}
+    with tempfile.TemporaryDirectory() as root:
+        llm = LLM(model_dir(model, Path(root)), **{"max_seq_len": 4096, **dummy, **options})
     tokens = _tokens(llm.model_config.vocab_size, random.Random(9))
     for temperature in (0.6, 0.0):
         llm.generate([tokens(64)], [_params(temperature, 8)])
+    return llm
 
 
 def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
@@ -151,10 +149,10 @@ def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
 
 
 def measure_workloads(
-    path: str, model: str, options: Mapping[str, Any], names: Sequence[str], repeat: int
+    model: str, options: Mapping[str, Any], names: Sequence[str], repeat: int
 ) -> dict[str, list[float]]:
     """Values of ``repeat`` runs of each workload, on an engine of its own that is gone afterwards."""
-    with make_engine(path, model, options) as llm:
+    with make_engine(model, options) as llm:
         values = {
             name: [run_workload(llm, WORKLOADS[name], seed).value(WORKLOADS[name]) for seed in range(repeat)]
             for name in names

@@ -146,9 +146,9 @@ def test_compare_climbs_the_ladder(
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     used: list[dict[str, Any]] = []
 
-    def on_the_cpu(path: str, model: str, options: dict[str, Any]) -> LLM:
+    def on_the_cpu(model: str, options: dict[str, Any]) -> LLM:
         used.append(dict(options))
-        return LLM(path, device="cpu", max_seq_len=256, num_pages=64)
+        return LLM(model, device="cpu", max_seq_len=256, num_pages=64)
 
     monkeypatch.setattr(workloads, "make_engine", on_the_cpu)
     record = bench(tmp_path, "compare", "--model", str(model), "--work", "bs1", "--repeat", "1")

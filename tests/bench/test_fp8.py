@@ -91,8 +91,8 @@ def test_the_gain_is_that_of_the_same_work(tmp_path: Path, monkeypatch: pytest.M
     def measured(step: Step, heads: int, make: AttentionFactory, repeat: int) -> float:
         return 2.0 if make is fp8._wide else 1.0
 
-    def on_the_cpu(path: str, model: str, options: dict[str, Any]) -> LLM:
-        llm = LLM(path, device="cpu", dtype="bfloat16", num_pages=200, **options)
+    def on_the_cpu(model: str, options: dict[str, Any]) -> LLM:
+        llm = LLM(model, device="cpu", dtype="bfloat16", num_pages=200, **options)
         kept.append(llm.engine.kv_cache.k.dtype)
         return llm
 

@@ -46,7 +46,7 @@ def test_a_result_names_its_hardware_versions_and_commit(name: str) -> None:
 def test_the_command_of_a_result_can_be_typed_today(name: str) -> None:
     for words in commands_of(RECORDS[name]):
         assert words[:3] == ["python", "-m", "minisgl.bench"]
-        options = build_parser().parse_args(words[3:])
+        options = build_parser(words[3]).parse_args(words[3:])
         assert options.benchmark == RECORDS[name]["benchmark"]
 
 
