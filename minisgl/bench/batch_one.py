@@ -14,9 +14,8 @@ import torch
 
 from minisgl.batch import Batch, DeviceBatch, build_batch
 from minisgl.bench.gpu_timing import Call, copy_bandwidth, launched, milliseconds
-from minisgl.bench.offline import ALL_OFF
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.workloads import make_engine
+from minisgl.bench.workloads import ALL_OFF, make_engine
 from minisgl.context import AttentionBackend
 from minisgl.engine.cuda_graph import CpuGraph, CudaGraphCapture, CudaGraphRunner, graph_sizes, measure_graph_memory
 from minisgl.engine.model_runner import ModelRunner

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,8 +29,7 @@ _READ_SIZE = 2**16
 _TICK = 0.01  # seconds between two looks at the clock
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
+class ServerAddress(NamedTuple):
     """Where requests go, the name of the model there, and a bound below which the ids of prompts lie."""
 
     host: str
@@ -159,48 +159,33 @@ _decode = msgspec.json.Decoder(_Message).decode
 
 def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
     """The outcome and its message. Fills in the tokens of ``record`` from the bytes of the response."""
+    streamed, wanted = record.status == 200 and record.planned.stream, record.planned.output_len
     if end is Outcome.LEFT:
         return end, ""
     if end is Outcome.UNREADABLE:
         return end, "the response is no HTTP"
-    read = _read_stream if record.status == 200 and record.planned.stream else _read_body
+    if end is Outcome.CLOSED and not streamed:
+        return end, _CLOSED
+    finished, complete = False, not streamed
+    events = _events(exchange) if streamed else [(bytes(exchange.body), record.ended)]
     try:
-        return read(record, exchange, end)
+        for data, arrived in events:
+            if data == _DONE:
+                complete = True
+                break
+            message = _decode(data)
+            if message.error is not None and (streamed or record.status >= 400):
+                return Outcome.FAILED if streamed else Outcome.REFUSED, message.error.message
+            if message.usage is not None:
+                record.tokens = message.usage.completion_tokens
+            for choice in message.choices:
+                finished |= choice.finish_reason is not None and record.status == 200
+                if choice.text or (finished and not record.token_times):
+                    record.token_times.append(arrived)
     except msgspec.MsgspecError as error:
         return Outcome.UNREADABLE, f"{error}: {bytes(exchange.body[:80])!r}"
-
-
-def _read_stream(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
-    finished = False
-    for data, arrived in _events(exchange.body, exchange.lengths, exchange.times):
-        if data == _DONE:
-            return _verdict(record, finished)
-        message = _decode(data)
-        if message.error is not None:
-            return Outcome.FAILED, message.error.message
-        if message.usage is not None:
-            record.tokens = message.usage.completion_tokens
-        for choice in message.choices:
-            finished |= choice.finish_reason is not None
-            if choice.text or (finished and not record.token_times):
-                record.token_times.append(arrived)
-    return (end, _CLOSED) if end is Outcome.CLOSED else (Outcome.UNREADABLE, "a stream without [DONE]")
-
-
-def _read_body(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
-    if end is Outcome.CLOSED:
-        return end, _CLOSED
-    message = _decode(exchange.body)
-    if message.error is not None and record.status >= 400:
-        return Outcome.REFUSED, message.error.message
-    record.tokens = message.usage.completion_tokens if message.usage else 0
-    record.token_times = [record.ended]
-    return _verdict(record, record.status == 200 and any(each.finish_reason is not None for each in message.choices))
-
-
-def _verdict(record: RequestRecord, finished: bool) -> tuple[Outcome, str]:
-    """The outcome of an answer that is complete."""
-    wanted = record.planned.output_len
+    if not complete:
+        return (end, _CLOSED) if end is Outcome.CLOSED else (Outcome.UNREADABLE, "a stream without [DONE]")
     if not finished:
         return Outcome.UNREADABLE, f"status {record.status}, and no finish_reason"
     if record.tokens != wanted:
@@ -208,13 +193,13 @@ def _verdict(record: RequestRecord, finished: bool) -> tuple[Outcome, str]:
     return Outcome.FINISHED, ""
 
 
-def _events(body: bytearray, lengths: Sequence[int], times: Sequence[float]) -> Iterator[tuple[bytes, float]]:
+def _events(exchange: _Exchange) -> Iterator[tuple[bytes, float]]:
     """The data of each event of a stream (HTML's server-sent events), and when its last byte came."""
     start = 0
-    for line in body.splitlines(keepends=True):
+    for line in exchange.body.splitlines(keepends=True):
         start += len(line)
         if line.startswith(b"data:") and line.endswith((b"\n", b"\r")):
-            yield bytes(line[5:].strip()), times[bisect_left(lengths, start)]
+            yield bytes(line[5:].strip()), exchange.times[bisect_left(exchange.lengths, start)]
 
 
 def address_of(url: str) -> tuple[str, int]:
@@ -258,19 +243,21 @@ class Client:
                 writer.write(request)
                 end = await exchange.read(reader, planned.leave_after)
             writer.close()
-            record.ended, record.status = time.perf_counter(), exchange.status
-            record.outcome, record.message = _read_answer(record, exchange, end)
         except TimeoutError:
-            record.ended, record.status = time.perf_counter(), exchange.status
-            record.message = f"no end after {self._timeout:g} s"
+            end, record.message = Outcome.TIMEOUT, f"no end after {self._timeout:g} s"
             if writer is not None:
                 writer.transport.abort()  # without sending the rest
         except OSError as error:
-            record.ended, record.outcome, record.message = time.perf_counter(), Outcome.UNREACHABLE, str(error)
+            end, record.message = Outcome.UNREACHABLE, str(error)
         finally:
+            record.ended, record.status = time.perf_counter(), exchange.status
             self.in_flight -= 1
             self._unfinished.discard(exchange)
             self.pieces += len(exchange.times)
+        if end in (Outcome.TIMEOUT, Outcome.UNREACHABLE):
+            record.outcome = end
+        else:
+            record.outcome, record.message = _read_answer(record, exchange, end)
         return record
 
     def _request(self, planned: PlannedRequest) -> bytes:

@@ -59,7 +59,7 @@ def run_faults(
     output_len: int = 1000,
 ) -> Report:
     """Start two servers for each kind of process that they have, load them, and kill one such process with SIGKILL."""
-    kill = partial(_kill, model, options, start_timeout, plan_of(users, output_len))
+    kill = partial(_kill, model, plan_of(users, output_len), start_timeout, options)
     first = kill(None, restart=False)
     others = [kill(kind, restart=False) for kind in first.kinds[1:]]
     restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
@@ -76,9 +76,9 @@ def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
 
 def _kill(
     model: str,
-    options: Mapping[str, Any],
-    start_timeout: float,
     plan: Sequence[PlannedRequest],
+    timeout: float,
+    options: Mapping[str, Any],
     kind: str | None,
     restart: bool,
 ) -> KillResult:
@@ -86,7 +86,7 @@ def _kill(
     shared = _entries(_SHARED_MEMORY)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        with server(served_model(model, root), {**options, "restart": restart}, root, start_timeout) as running:
+        with server(served_model(model, root), {**options, "restart": restart}, root, timeout) as running:
             tree = ProcessTree(running.process.pid)
             before = tree.descriptors()
             kinds = tuple(dict.fromkeys(tree.kinds.values()))
@@ -170,9 +170,7 @@ def request_table(results: Sequence[KillResult]) -> Table:
 
 def server_table(results: Sequence[KillResult]) -> Table:
     """How the server ended or went on, for each kill."""
-    rows: list[list[Cell]] = [
-        [each.name, each.server, each.seconds, ", ".join(each.left) or "nothing"] for each in results
-    ]
+    rows = [[each.name, each.server, each.seconds, ", ".join(each.left) or "nothing"] for each in results]
     return Table("what happened to the server", ["killed", "server", "that took, s", "left behind"], rows)
 
 
@@ -185,7 +183,6 @@ def all_targets(results: Sequence[KillResult]) -> list[Target]:
             targets.append(Target(f"{each.name}: requests with an answer, share", told, 1.0, at_least=True))
         if each.told is not None:
             targets.append(Target(f"{each.name}: until the last one knew, s", each.told, 1.0, at_least=False))
-        sound = float(each.noticed and not each.left)
         title = f"{each.name}: ended with an error or serves again, and left nothing"
-        targets.append(Target(title, sound, 1.0, at_least=True))
+        targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
     return targets

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import statistics
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from statistics import median
+from typing import Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
 
 from minisgl.batch import Batch, NewRequest, PendingStep, StepResult, build_batch
 from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.workloads import make_engine
 from minisgl.distributed.control_plane import CONTROL_PLANES
 from minisgl.distributed.messages import Endpoint, StepReport, decode_batch, encode_batch
 from minisgl.distributed.rank_process import ReportReader, send_report
 from minisgl.kvcache.radix import RadixCache
+from minisgl.llm import LLM
 from minisgl.registry import resolve
 from minisgl.request import Int32Array, Request
 from minisgl.sampling_params import SamplingParams
@@ -28,13 +32,20 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.table import RunningTable
+from minisgl.trace import DEVICE, Trace, recorded
 
 _VOCAB = 50_000
 _SUFFIX_LEN = 64  # own tokens of a request behind the shared prefix
 _PROMPT_LENS = (32, 96)  # unequal, so that decoding requests need new pages at different steps, as real ones do
 _FILLING_STEPS = 64  # decode steps that may run before the last request is prefilled
-WARM_UP_STEPS = 16
+_WARM_UP_STEPS = 16
 _PREFILL_ROUNDS = 11
+_ON_OFF = {False: "off", True: "on"}
+_PHASES = ("schedule", "launch", "wait", "process")
+_INPUT_LEN = 32
+_SPARE_STEPS = 8  # tokens left to generate after the last timed step, so that no request ends before it
+_REPEATS = 3
+_EXCERPT_STEPS = 8
 
 STEPS = {
     "decode": "256 rows in decode, 16 of them with a new page",
@@ -45,8 +56,7 @@ _TIMEOUT = 60.0
 _WARM_UP_MESSAGES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
+class _Done(NamedTuple):
     """A step that is over before it begins, with token 1 for every sampling row."""
 
     rows: int
@@ -87,7 +97,7 @@ def run_host(
         medians = []
         for count in running:
             micros = _decode_micros(count, steps, page_size, kind == "watched")
-            medians.append(statistics.median(micros))
+            medians.append(median(micros))
             rows.append([kind, count, medians[-1], float(np.percentile(micros, 95))])
         few, many, growth = running[0], running[-1], medians[-1] / medians[0]
         targets += [
@@ -96,39 +106,35 @@ def run_host(
         ]
     prefill: list[list[Cell]] = [[requests, _prefill_micros(requests, prefix_len, page_size)] for requests in (1, 64)]
     prompt = f"{prefix_len} cached tokens and {_SUFFIX_LEN} more"
-    return Report(
-        "host",
-        {},
-        [
-            Table("host time of a decode step", ["requests", "running", "median, µs", "95th percentile, µs"], rows),
-            Table(f"host time of a prefill, {prompt}", ["requests at once", "µs a request"], prefill),
-        ],
-        targets,
-    )
+    tables = [
+        Table("host time of a decode step", ["requests", "running", "median, µs", "95th percentile, µs"], rows),
+        Table(f"host time of a prefill, {prompt}", ["requests at once", "µs a request"], prefill),
+    ]
+    return Report("host", {}, tables, targets)
 
 
 def _decode_micros(running: int, steps: int, page_size: int, watched: bool) -> list[float]:
     """Microseconds of each timed step: schedule, launch nothing, account for the tokens, collect what became known."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(*_PROMPT_LENS, size=running)
-    output_len = _FILLING_STEPS + WARM_UP_STEPS + steps
+    output_len = _FILLING_STEPS + _WARM_UP_STEPS + steps
     loop = _loop(running, _PROMPT_LENS[1] + output_len, page_size)
     for uid, length in enumerate(lengths.tolist()):
         prompt = rng.integers(_VOCAB, size=length, dtype=np.int32)
         loop.scheduler.add(_request(uid, prompt, output_len, watched))
-    prefill_all(loop)
-    return [seconds * 1e6 for seconds in decode_seconds(loop, running, steps)]
+    _prefill_all(loop)
+    return [seconds * 1e6 for seconds in _decode_seconds(loop, running, steps)]
 
 
-def prefill_all(loop: EngineLoop) -> None:
-    """Run steps until no request waits, and `WARM_UP_STEPS` more."""
+def _prefill_all(loop: EngineLoop) -> None:
+    """Run steps until no request waits, and `_WARM_UP_STEPS` more."""
     while len(loop.scheduler.waiting):
         loop.step()
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(_WARM_UP_STEPS):
         loop.step()
 
 
-def decode_seconds(loop: EngineLoop, rows: int, steps: int) -> list[float]:
+def _decode_seconds(loop: EngineLoop, rows: int, steps: int) -> list[float]:
     """Seconds that each of so many steps takes; all must decode ``rows`` requests."""
     seconds: list[float] = []
     for _ in range(steps):
@@ -155,7 +161,7 @@ def _prefill_micros(requests: int, prefix_len: int, page_size: int) -> float:
         while loop.scheduler.has_work:
             loop.step()
         micros.append((time.perf_counter() - start) / requests * 1e6)
-    return statistics.median(micros[1:])  # in the first round nothing is cached
+    return median(micros[1:])  # in the first round nothing is cached
 
 
 def _loop(max_running: int, max_seq_len: int, page_size: int) -> EngineLoop:
@@ -171,30 +177,106 @@ def _request(uid: int, prompt: Int32Array, output_len: int, watched: bool) -> Re
     return Request(uid, prompt, params, max_len=len(prompt) + output_len, watched=watched)
 
 
-class _Listener(msgspec.Struct, frozen=True):
-    """What the process that stands for a rank is started with."""
+def run_overlap(
+    model: str = "Qwen3-0.6B",
+    options: Mapping[str, Any] = {},
+    rows: Sequence[int] = (16, 256),
+    steps: int = 100,
+    added: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0),
+) -> Report:
+    """Decode steps of one engine with and without overlap: by number of rows, and with a host that is made slower.
 
-    plane: str
-    endpoint: Endpoint
-    reports: int
+    ``device`` is how long the device takes for a step that it finds waiting, so it is measured with overlap. All times
+    are medians over the steps. The report has traces of a few steps of the most rows.
+    """
+    llm = make_engine(model, options)
+    rng = random.Random(0)
+    measured: list[list[Cell]] = []
+    phases: list[list[Cell]] = []
+    targets: list[Target] = []
+    for count in rows:
+        repeats = {on: [_decode(llm, rng, on, count, steps) for _ in range(_REPEATS)] for on in _ON_OFF}
+        seconds = {on: median(itertools.chain.from_iterable(runs)) for on, runs in repeats.items()}
+        recordings = {on: Trace(llm.engine.device) for on in _ON_OFF}
+        for on, trace in recordings.items():
+            _decode(llm, rng, on, count, steps, trace=trace)
+            phases.append([count, _ON_OFF[on], *_host_times(trace)])
+        device = median(event.end - event.start for event in recordings[True].events if event.track == DEVICE)
+        for on, step in seconds.items():
+            idle = 100 * max(1 - device / step, 0.0)
+            measured.append([count, _ON_OFF[on], 1e3 * step, count / step, 1e3 * device, idle])
+        if llm.engine.device.type == "cuda":
+            host = 1e3 * recordings[True].summary().host_median
+            targets.append(Target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False))
+    traces = {_ON_OFF[on]: trace.excerpt(steps // 2, _EXCERPT_STEPS) for on, trace in recordings.items()}
+    most = rows[-1]
+    slower: list[list[Cell]] = [
+        [ms, *(1e3 * median(_decode(llm, rng, on, most, steps, added=ms)) for on in _ON_OFF)] for ms in added
+    ]
+    columns = ["rows", "overlap", "ms a step", "tokens/s", "device, ms", "device idle, %"]
+    tables = [
+        Table("decode steps", columns, measured),
+        Table("what the host does in a step, ms", ["rows", "overlap", *_PHASES], phases),
+        Table(f"{most} rows and a slower host, ms a step", ["added to the host", "overlap off", "on"], slower),
+    ]
+    return Report("overlap", {"input_len": _INPUT_LEN}, tables, targets, traces=traces)
+
+
+def _decode(
+    llm: LLM, rng: random.Random, overlap: bool, rows: int, steps: int, added: float = 0.0, trace: Trace | None = None
+) -> list[float]:
+    """Seconds from the end of each timed step to the end of the next; all decode ``rows`` requests with new prompts."""
+    scheduler = cast(Scheduler, _SlowScheduler(llm.scheduler, added / 1e3)) if added else llm.scheduler
+    loop = EngineLoop(scheduler, llm.engine, depth=int(overlap))
+    output_len = _WARM_UP_STEPS + steps + _SPARE_STEPS
+    params = SamplingParams(temperature=0.6, max_tokens=output_len, ignore_eos=True)
+    for _ in range(rows):
+        prompt = [rng.randint(0, llm.model_config.vocab_size - 1) for _ in range(_INPUT_LEN)]
+        llm.scheduler.add(llm.prepare(prompt, params)[0].request)
+    _prefill_all(loop)
+    with nullcontext() if trace is None else recorded(trace, loop, llm.engine):
+        seconds = _decode_seconds(loop, rows, steps)
+    while llm.scheduler.has_work:
+        loop.step()
+    return seconds
+
+
+def _host_times(trace: Trace) -> list[float]:
+    """Median milliseconds of each of the host's phases."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for event in trace.events:
+        times[event.name].append(1e3 * (event.end - event.start))
+    return [median(times[phase]) for phase in _PHASES]
+
+
+class _SlowScheduler:
+    """A scheduler whose `schedule` takes ``seconds`` longer."""
+
+    def __init__(self, scheduler: Scheduler, seconds: float) -> None:
+        self._scheduler, self._seconds = scheduler, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def schedule(self) -> Batch | None:
+        end = time.perf_counter() + self._seconds
+        while time.perf_counter() < end:
+            pass
+        return self._scheduler.schedule()
 
 
 def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """Microseconds from a step decided (a `Batch` in the driver) to the last rank that holds it, received and decoded.
 
-    A process without a model or a GPU stands for each rank. It waits as `RankWorker` does and takes the time where a
-    rank calls `Engine.launch`.
-
-    Args:
-        ranks: numbers of ranks.
-        steps: that are sent of each kind in `STEPS`.
+    A process without a model or a GPU stands for each of the ``ranks``. It waits as `RankWorker` does and takes the
+    time where a rank calls `Engine.launch`. Of each kind in `STEPS`, so many ``steps`` are sent.
     """
     rows: list[list[Cell]] = []
     for size in ranks:
         for plane in CONTROL_PLANES:
             for kind, batch in (("decode", decode_batch_of(256)), ("prefill", prefill_batch_of(8, 1024))):
                 taken = sorted(_plane_micros(plane, size, batch, steps))
-                cells = (statistics.median(taken), taken[int(0.95 * len(taken))])
+                cells = (median(taken), taken[int(0.95 * len(taken))])
                 rows.append([plane, kind, len(encode_batch(batch)), size, *cells])
     columns = ["control plane", "step", "bytes", "ranks", "median", "95 %"]
     return Table("from a step decided to the last rank that can launch it, µs", columns, rows)
@@ -221,14 +303,11 @@ def _plane_micros(plane: str, size: int, batch: Batch, steps: int) -> list[float
 def _start_listener(plane: str, endpoint: Endpoint, stack: ExitStack) -> ReportReader:
     """Start a process that runs `listen`, and ends with the stack."""
     reports, writer = os.pipe()
-    command = [sys.executable, "-c", "from minisgl.bench.host import listen; listen()"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(writer, *endpoint.fds))
+    code = f"from minisgl.bench.host import Endpoint, listen; listen({plane!r}, {endpoint!r}, {writer})"
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(writer, *endpoint.fds))
     stack.callback(process.wait)
     stack.callback(process.kill)
     os.close(writer)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(_Listener(plane, endpoint, writer)) + b"\n")
-    process.stdin.flush()
 
     def check() -> None:
         if process.poll() is not None:
@@ -236,20 +315,19 @@ def _start_listener(plane: str, endpoint: Endpoint, stack: ExitStack) -> ReportR
 
     reader = ReportReader(reports, reports, check)
     stack.callback(reader.close)
-    stack.callback(process.stdin.close)
     return reader
 
 
-def listen() -> None:
+def listen(plane: str, endpoint: Endpoint, reports: int) -> None:
     """Be a rank without a model: report at what time each step could have been launched."""
-    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Listener)
-    steps = resolve("control_plane", given.plane, CONTROL_PLANES).receiver(given.endpoint)
-    send_report(given.reports, StepReport(-1, b"", None, 0))
-    number = 0
-    while (message := steps.receive()) is not None:
+    steps = resolve("control_plane", plane, CONTROL_PLANES).receiver(endpoint)
+    send_report(reports, StepReport(-1, b"", None, 0))
+    for number in itertools.count():
+        message = steps.receive()
+        if message is None:
+            return
         decode_batch(message)
-        send_report(given.reports, StepReport(number, b"", None, time.monotonic_ns()))
-        number += 1
+        send_report(reports, StepReport(number, b"", None, time.monotonic_ns()))
 
 
 def decode_batch_of(rows: int) -> Batch:
@@ -270,14 +348,7 @@ def prefill_batch_of(rows: int, length: int) -> Batch:
 def _batch(rows: int, fed: int, cached: int, **changes: object) -> Batch:
     slots = np.arange(rows, dtype=np.int32)
     build: Callable[..., Batch] = build_batch
-    return build(
-        slots=slots,
-        q_lens=np.full(rows, fed, dtype=np.int32),
-        kv_lens=np.full(rows, cached, dtype=np.int32),
-        page_table=np.zeros((rows, (fed + cached) // 16 + 1), dtype=np.int32),
-        page_size=16,
-        sample_rows=slots,
-        output_index=slots,
-        num_decode=rows if cached else 0,
-        **changes,
-    )
+    q_lens, kv_lens = (np.full(rows, length, dtype=np.int32) for length in (fed, cached))
+    table = np.zeros((rows, (fed + cached) // 16 + 1), dtype=np.int32)
+    num_decode = rows if cached else 0
+    return build(slots, q_lens, kv_lens, table, 16, slots, slots, num_decode=num_decode, **changes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -81,16 +81,14 @@ def scaled(times: Times, rate: float) -> Times:
     return times * ((len(times) - 1) / duration / rate)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of a prompt, ``size`` tokens each; the last may be shorter, and the same id means the same tokens."""
 
     ids: tuple[int, ...]
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
+class TraceRequest(NamedTuple):
     """A line of a trace: seconds since its beginning, lengths in tokens, and the blocks of the prompt."""
 
     arrival: float
@@ -144,10 +142,8 @@ def _as_request(line: _Mooncake) -> TraceRequest:
     seconds, size = (line.timestamp, QWEN_BLOCK) if isinstance(line, _Qwen) else (line.timestamp / 1e3, MOONCAKE_BLOCK)
     whole, rest = divmod(line.input_length, size)
     if len(line.hash_ids) not in (whole, whole + (rest > 0)):  # some traces leave out a block that is not full
-        raise LoadError(
-            f"hash_ids: has {len(line.hash_ids)} blocks, but {line.input_length} tokens of input_length "
-            f"are {whole + (rest > 0)} blocks of {size}"
-        )
+        wanted = f"{line.input_length} tokens of input_length are {whole + (rest > 0)} blocks of {size}"
+        raise LoadError(f"hash_ids: has {len(line.hash_ids)} blocks, but {wanted}")
     return TraceRequest(seconds, line.input_length, line.output_length, Blocks(line.hash_ids, size))
 
 
@@ -193,11 +189,8 @@ class Traffic:
 
     def _random(self, rng: np.random.Generator) -> list[PlannedRequest]:
         count = 100 if self.requests is None else self.requests
-        inputs, outputs = (
-            rng.integers(least, most, size=count, endpoint=True).tolist()
-            for least, most in (self.input_len, self.output_len)
-        )
-        return [PlannedRequest(index, *lengths) for index, lengths in enumerate(zip(inputs, outputs, strict=True))]
+        inputs, outputs = (rng.integers(*each, count, endpoint=True) for each in (self.input_len, self.output_len))
+        return [PlannedRequest(index, int(inputs[index]), int(outputs[index])) for index in range(count)]
 
     def _recorded(self, trace: Path) -> list[PlannedRequest]:
         lines = read_trace(trace)
@@ -214,10 +207,8 @@ def _with_faults(
 ) -> list[PlannedRequest]:
     """Give exactly these shares of the requests, rounded and chosen at random, one fault each."""
     faulty = list(requests)
-    order = rng.permutation(len(requests)).tolist()
-    leaving = round(disconnects * len(requests))
-    wrong = round(malformed * len(requests))
-    names = list(MALFORMED)
+    order, names = rng.permutation(len(requests)).tolist(), list(MALFORMED)
+    leaving, wrong = round(disconnects * len(requests)), round(malformed * len(requests))
     for index in order[:leaving]:
         pieces = int(rng.integers(0, requests[index].output_len))
         faulty[index] = replace(requests[index], leave_after=pieces, stream=True)
@@ -252,14 +243,8 @@ def _hash(value: Any) -> NDArray[np.uint64]:
 
 def completion_body(model: str, prompt: list[int], max_tokens: int, stream: bool, malformed: str | None) -> bytes:
     """A request for exactly ``max_tokens`` greedy tokens, made wrong in the way that ``malformed`` names."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": stream,
-    }
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": stream}
+    body |= {"temperature": 0.0, "ignore_eos": True}
     if stream:
         body["stream_options"] = {"include_usage": True}
     return _encode(body) if malformed is None else MALFORMED[malformed](body)

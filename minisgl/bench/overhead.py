@@ -112,8 +112,8 @@ def all_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> li
 
 def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves) -> tuple[float, float]:
     """Milliseconds of a token batch without a server, elapsed and of processor time, in a process of its own."""
-    asked = (model.path, dict(options), model.vocab_size, streams, waves.input_len, waves.lengths, waves.repeat)
-    code = f"from minisgl.bench.overhead import run_engine_alone; run_engine_alone(*{asked!r})"
+    call = f"run_engine_alone({model!r}, {dict(options)!r}, {streams}, {waves!r})"
+    code = f"from minisgl.bench.overhead import ServedModel, Waves, run_engine_alone; {call}"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired as error:
@@ -124,29 +124,20 @@ def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, 
     return elapsed, cpu
 
 
-def run_engine_alone(
-    path: str,
-    options: dict[str, Any],
-    vocab_size: int,
-    streams: int,
-    input_len: int,
-    lengths: tuple[int, int],
-    repeat: int,
-) -> None:
-    """Print pairs of a short and a long wave: seconds from the first request to the last token, then of the processor.
-
-    ``repeat`` pairs of each kind, in JSON; one more wave of each length comes first and warms up.
-    """
-    llm = LLM(path, **options)
+def run_engine_alone(model: ServedModel, options: dict[str, Any], streams: int, waves: Waves) -> None:
+    """Print seconds of pairs of a short and a long wave, then of the processor, in JSON. A pair before warms up."""
+    llm = LLM(model.path, **options)
 
     def wave(number: int, output_len: int, seed: int) -> tuple[float, float]:
         indices = range(number * streams, (number + 1) * streams)
-        prompts = [prompt_tokens(index, input_len, None, vocab_size, seed) for index in indices]
+        prompts = [prompt_tokens(index, waves.input_len, None, model.vocab_size, seed) for index in indices]
         begin, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
         return time.perf_counter() - begin, time.process_time() - cpu
 
-    pairs = [[wave(number, length, seed) for number, length in enumerate(lengths)] for seed in range(repeat + 1)]
+    pairs = [
+        [wave(number, length, seed) for number, length in enumerate(waves.lengths)] for seed in range(waves.repeat + 1)
+    ]
     print(json.dumps([[(short[kind], long[kind]) for short, long in pairs[1:]] for kind in range(2)]))
 
 

@@ -41,12 +41,13 @@ _PACKAGE = "minisgl."
 _SAMPLE_PERIOD = 0.5  # seconds between two samples of memory
 _SETTLE_TIMEOUT = 5.0  # seconds that a server has to forget the clients that left last
 _TREND_SAMPLES = 20  # of the second half, for a trend to mean anything
-_GAUGES = {
-    ("minisgl_requests_running", None): "running",
-    ("minisgl_requests_waiting", None): "waiting",
-    ("minisgl_kv_pages", "used"): "used_pages",
-    ("minisgl_kv_page_pool_size", None): "pages",
-}
+_GAUGES = (
+    ("minisgl_requests_running", None),
+    ("minisgl_requests_waiting", None),
+    ("minisgl_kv_pages", "used"),
+    ("minisgl_kv_page_pool_size", None),
+)
+"""Names, and values of the label ``state``, of the fields of `Gauges`."""
 
 
 class ServerFailed(MiniSGLError):
@@ -93,21 +94,13 @@ class RunningServer(NamedTuple):
 def server(model: ServedModel, options: Mapping[str, Any], root: Path, timeout: float) -> Iterator[RunningServer]:
     """``python -m minisgl.serve`` on a free port, while the block runs. It is ended afterwards, by force if need be.
 
-    Call it in the main thread, which ends the server when it gets a SIGTERM itself.
-
-    Args:
-        model: that is served.
-        options: flags of the command, by names with underscores, on top of those of the model.
-        root: a directory for its log and its temporary files.
-        timeout: seconds until it must answer.
-
-    Raises:
-        ServerFailed: it ended, or did not answer in time; the message has the end of its log.
+    Call it in the main thread, which ends the server when it gets a SIGTERM itself. ``options`` are flags by names with
+    underscores; ``root`` is for its log and its temporary files. Raises `ServerFailed`, with the end of the log, if it
+    ends or has not answered after ``timeout`` seconds.
     """
     allow_many_sockets()
-    directory = root / "tmp"
+    directory, log = root / "tmp", root / "server.log"
     directory.mkdir(exist_ok=True)
-    log = root / "server.log"
     with socket.create_server((HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
     given = {"model": model.path, "host": HOST, "port": port, **model.options, **options}
@@ -158,11 +151,11 @@ def running_server(
 
 def model_of(host: str, port: int) -> str:
     """The name of the model that a server has; raises `ServerFailed` if it does not say."""
-    url = f"http://{host}:{port}/v1/models"
     try:
         name: str = _get(host, port, "/v1/models").json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise ServerFailed(f"{url} does not name a model ({error!r}); is an OpenAI-compatible server there?") from error
+        problem = f"http://{host}:{port}/v1/models does not name a model ({error!r})"
+        raise ServerFailed(f"{problem}; is an OpenAI-compatible server there?") from error
     return name
 
 
@@ -174,9 +167,8 @@ def allow_many_sockets() -> None:
 
 def _get(host: str, port: int, path: str) -> httpx.Response:
     """A small page, on a connection of its own, which the server may not find open afterwards."""
-    return httpx.get(
-        httpx.URL(scheme="http", host=host, port=port, path=path), timeout=5.0, trust_env=False, verify=False
-    )
+    url = httpx.URL(scheme="http", host=host, port=port, path=path)
+    return httpx.get(url, timeout=5.0, trust_env=False, verify=False)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, timeout: float) -> None:
@@ -302,13 +294,9 @@ def read_gauges(host: str, port: int) -> Gauges | None:
 
 def parse_gauges(text: str) -> Gauges | None:
     """The gauges out of Prometheus' text format, None if one is missing."""
-    found: dict[str, int] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = _GAUGES.get((sample.name, sample.labels.get("state")))
-            if name is not None:
-                found[name] = int(sample.value)
-    return Gauges(**found) if len(found) == len(_GAUGES) else None
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    values = {(sample.name, sample.labels.get("state")): sample.value for sample in samples}
+    return Gauges(*(int(values[name]) for name in _GAUGES)) if values.keys() >= set(_GAUGES) else None
 
 
 @dataclass(slots=True)

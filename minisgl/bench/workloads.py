@@ -1,21 +1,29 @@
-"""The offline workloads, the model shapes that they run on, and how both are run. All tokens are random."""
+"""Whole workloads on one device: how fast they run, what each optimisation buys, and where the time goes."""
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import random
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
+from minisgl.trace import DEVICE, HOST, Trace
 
 _HIGHEST_TOKEN = 10_000
 _QWEN3: dict[str, Any] = {
@@ -46,6 +54,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """``config.json`` of models with random weights, by the name of the checkpoint whose sizes they have."""
 FOR_ONE_GPU = ["Qwen3-0.6B", "Qwen3-14B"]
+
+TARGETS: dict[tuple[str, str], float] = {
+    ("Qwen3-0.6B", "mixed"): 27_000,
+    ("Qwen3-0.6B", "bs1"): 0.95,
+    ("Qwen3-0.6B", "prefix"): 0.30,
+    ("Qwen3-14B", "mixed"): 6_600,
+    ("Qwen3-14B", "bs1"): 7.9,
+}
+"""On one H200 in bfloat16, in the workload's unit."""
+_START_TARGETS = {"cached": 12.0, "cold": 120.0}
+ALL_OFF: dict[str, Any] = {
+    "prefill_attention": "triton",
+    "decode_attention": "triton",
+    "enforce_eager": True,
+    "fusions": (),
+    "sampler": "default",
+    "overlap": False,
+}
+LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("paged attention kernels, all else plain PyTorch", {}),
+    ("+ CUDA graphs", {"enforce_eager": False}),
+    ("+ fused norm, rope and activation", {"fusions": ("norm", "rope", "activation")}),
+    ("+ fused sampler", {"sampler": "triton"}),
+    ("+ single-token decoder", {"fusions": ("norm", "rope", "activation", "single-token")}),
+    ("+ overlap", {"overlap": True}),
+    ("+ shared prefixes read once", {"prefill_attention": "cascade", "decode_attention": "cascade"}),
+)
+"""Each line adds its options to `ALL_OFF` and those of the lines above."""
+_REFERENCE = Path("benchmarks", "reference", "h200.json")
+_KERNEL_ROWS = 25
+_NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
 
 Requests = tuple[list[list[int]], list[SamplingParams]]
 Tokens = Callable[[int], list[int]]
@@ -166,3 +205,132 @@ def free_memory() -> None:
     """Collect engines in reference cycles, and give their GPU memory back."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def run_offline(
+    models: Sequence[str] = FOR_ONE_GPU,
+    workloads: Sequence[str] = NAMES,
+    repeat: int = 3,
+    options: Mapping[str, Any] = {},
+    start: bool = False,
+) -> Report:
+    """Every workload on every model."""
+    rows: list[list[Cell]] = []
+    starts: list[list[Cell]] = []
+    targets: list[Target] = []
+    samples: dict[str, list[float]] = {}
+    if start:
+        starts = _starts(models[0], options, targets)
+    for model in models:
+        for name, values in measure_workloads(model, options, workloads, repeat).items():
+            workload, median = WORKLOADS[name], statistics.median(values)
+            title = f"{model} {name}, {workload.unit}"
+            samples[title] = values
+            rows.append([model, name, median, min(values), max(values), workload.unit])
+            if (model, name) in TARGETS and torch.cuda.is_available():
+                targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
+    tables = [Table("workloads", ["model", "workload", "median", "least", "most", "unit"], rows)]
+    if starts:
+        tables.append(Table("from an empty process to the first token", ["model", "kernels", "s"], starts))
+    summaries = {name: WORKLOADS[name].summary for name in workloads}
+    return Report("offline", {"workloads": summaries}, tables, targets, samples)
+
+
+def _starts(model: str, options: Mapping[str, Any], targets: list[Target]) -> list[list[Cell]]:
+    """Seconds to the first token in a new process: first without any compiled kernel, then with all of them."""
+    rows: list[list[Cell]] = []
+    code = f"from minisgl.bench.workloads import make_engine; make_engine({model!r}, {dict(options)!r})"
+    with tempfile.TemporaryDirectory() as cache:
+        folders = {name: f"{cache}/{name}" for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")}
+        for kernels in ("cold", "cached"):
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **folders})
+            seconds = time.perf_counter() - begin
+            rows.append([model, kernels, seconds])
+            if torch.cuda.is_available():
+                title = f"{model} first token, kernels {kernels}, s"
+                targets.append(Target(title, seconds, _START_TARGETS[kernels], at_least=False))
+    return rows
+
+
+def run_compare(model: str = "Qwen3-0.6B", workloads: Sequence[str] = NAMES, repeat: int = 3) -> Report:
+    """Every workload with the optimisations of `LADDER` switched on one by one, beside other engines' results."""
+    rows: list[list[Cell]] = []
+    samples: dict[str, list[float]] = {}
+    options = dict(ALL_OFF)
+    for label, added in LADDER:
+        options |= added
+        values = measure_workloads(model, options, workloads, repeat)
+        samples |= {f"{label}: {name}": values[name] for name in workloads}
+        rows.append([label, *(statistics.median(values[name]) for name in workloads)])
+    columns = ["", *(f"{name}, {WORKLOADS[name].unit}" for name in workloads)]
+    tables = [Table(f"{model}, one optimisation after another", columns, rows)]
+    if _REFERENCE.exists():
+        reference = json.loads(_REFERENCE.read_text(encoding="utf-8"))
+        results = {engine["name"]: engine["results"].get(model) for engine in reference["engines"]}
+        others = [[name, *(found.get(each, "–") for each in workloads)] for name, found in results.items() if found]
+        tables.append(Table(f"other engines, {reference['hardware']}, {reference['date']}", columns, others))
+    return Report("compare", {"ladder": [label for label, _ in LADDER]}, tables, [], samples)
+
+
+def run_profile(
+    model: str = "Qwen3-0.6B", work: str = "mixed", options: Mapping[str, Any] = {}, trace: Path | None = None
+) -> Report:
+    """Run a workload under `minisgl.trace`, and again under PyTorch's profiler."""
+    llm = make_engine(model, options)
+    with llm.trace() as recording:
+        run_workload(llm, WORKLOADS[work], seed=1)
+    if trace is not None:
+        recording.export(trace)
+    title = f"{model} {work}"
+    summary = recording.summary()
+    targets = [Target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False)]
+    if summary.gpu_idle is not None:
+        idle = summary.gpu_idle * 100
+        targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
+    return Report(
+        "profile", {"workload": work}, [_step_table(title, recording), _kernel_table(title, llm, work)], targets
+    )
+
+
+def _step_table(title: str, trace: Trace) -> Table:
+    """Kinds of steps: how many there were, and how long the device and the host took for one."""
+    device: dict[int, tuple[str, float]] = {}
+    host: defaultdict[int, float] = defaultdict(float)
+    for event in trace.events:
+        step = event.args.get("step")
+        if step is None or event.duration is None:
+            continue
+        if event.track == DEVICE:
+            device[step] = event.name, event.duration
+        elif event.track == HOST and event.name != "wait":
+            host[step] += event.duration
+    rows: list[list[Cell]] = []
+    for kind in sorted({kind for kind, _ in device.values()}):
+        steps = [step for step, (name, _) in device.items() if name == kind]
+        on_device = [device[step][1] * 1e3 for step in steps]
+        on_host = [host[step] * 1e3 for step in steps]
+        rows.append([kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host)])
+    columns = ["step", "number", "device, ms in all", "device, median ms", "host, median ms"]
+    return Table(f"{title}: steps", columns, rows)
+
+
+def _kernel_table(title: str, llm: LLM, workload: str) -> Table:
+    """Kernels of the device (PyTorch's operators on a CPU), the most expensive first."""
+    on_cuda = llm.engine.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
+        run_workload(llm, WORKLOADS[workload], seed=2)
+        if on_cuda:
+            torch.cuda.synchronize()
+    times = [
+        (entry.self_device_time_total if on_cuda else entry.self_cpu_time_total, entry.count, entry.key)
+        for entry in profiler.key_averages()
+    ]
+    total = sum(micros for micros, _, _ in times)
+    rows: list[list[Cell]] = [
+        [name[:_NAME_LENGTH], count, micros / 1e3, micros / count, 100 * micros / total]
+        for micros, count, name in sorted(times, reverse=True)[:_KERNEL_ROWS]
+        if micros > 0
+    ]
+    return Table(f"{title}: kernels", ["kernel", "launches", "ms in all", "µs each", "% of the time"], rows)

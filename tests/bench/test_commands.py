@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from minisgl import demo
-from minisgl.bench import offline, preemption, workloads
+from minisgl.bench import preemption, workloads
 from minisgl.bench.__main__ import COMMANDS, main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
 from minisgl.llm import LLM
@@ -153,7 +153,7 @@ def test_compare_climbs_the_ladder(
     monkeypatch.setattr(workloads, "make_engine", on_the_cpu)
     record = bench(tmp_path, "compare", "--model", str(model), "--work", "bs1", "--repeat", "1")
     rows = record["tables"][0]["rows"]
-    assert [row[0] for row in rows] == [label for label, _ in offline.LADDER]
+    assert [row[0] for row in rows] == [label for label, _ in workloads.LADDER]
     assert all(row[1] > 0 for row in rows)
     assert used[0]["enforce_eager"] is True
     assert used[0]["overlap"] is False

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl.attention.select import AttentionFactory
-from minisgl.bench import fp8
+from minisgl.bench import attention
 from minisgl.bench.__main__ import main
 from minisgl.bench.attention import Step, attend_calls
 from minisgl.engine.engine import Engine
@@ -36,7 +36,7 @@ def engine_of(path: Path, **options: Any) -> Engine:
 def test_a_reading_is_that_of_transformers(tmp_path: Path) -> None:
     path, reference = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     ids = [int(token) for token in torch.randint(211, (50,), generator=torch.Generator().manual_seed(0))]
-    reading = fp8.score_text(engine_of(path), ids)
+    reading = attention.score_text(engine_of(path), ids)
     logits = hf_logits(reference, ids)[:-1]
     expected = logits.log_softmax(-1)[range(49), ids[1:]]
     torch.testing.assert_close(reading.logprobs, expected, rtol=1e-3, atol=1e-3)
@@ -45,7 +45,7 @@ def test_a_reading_is_that_of_transformers(tmp_path: Path) -> None:
 
 def test_a_reading_is_over_what_is_stored(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
-    exact, rounded = (fp8.score_text(engine_of(path, kv_dtype=name), [*range(1, 60)]) for name in ("auto", "fp8"))
+    exact, rounded = (attention.score_text(engine_of(path, kv_dtype=name), [*range(1, 60)]) for name in ("auto", "fp8"))
     assert 1e-3 < (exact.logprobs - rounded.logprobs).abs().mean() < 1.0
     assert all(torch.tensor(value).to(torch.float8_e4m3fn).item() == value for value in rounded.largest)
     assert rounded.largest == pytest.approx(exact.largest, rel=0.07)
@@ -58,7 +58,7 @@ def test_the_error_is_against_the_first_line(tmp_path: Path) -> None:
     sizes = ["--model", str(model), "--text", str(text), "--tokens", "70", "--window", "32"]
     record = bench(tmp_path, "fp8-error", *sizes)
     (table,) = record["tables"]
-    assert [row[0] for row in table["rows"]] == list(fp8._ROUNDINGS)
+    assert [row[0] for row in table["rows"]] == list(attention._ROUNDINGS)
     (_, perplexity, mean, largest, same, *_), *others = table["rows"]
     assert (mean, largest, same) == (0.0, 0.0, "100.0%")
     assert perplexity > 1.0
@@ -70,13 +70,14 @@ def test_the_error_is_against_the_first_line(tmp_path: Path) -> None:
 def test_the_gain_is_measured_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="fp8: times of GPU kernels need a CUDA device"):
-        fp8.run_fp8("default", "mixed", 1)
+        attention.run_fp8("default", "mixed", 1)
 
 
 def test_the_same_keys_are_attended_to_in_both_dtypes() -> None:
     step = Step("2 × 9", [1, 1], [8, 8])
     (wide, (wide_call,)), (narrow, (narrow_call,)) = (
-        (torch.manual_seed(0), attend_calls(step, 16, make, 1, DEVICE))[1] for make in (fp8._wide, fp8._over_eight_bits)
+        (torch.manual_seed(0), attend_calls(step, 16, make, 1, DEVICE))[1]
+        for make in (attention._wide, attention._over_eight_bits)
     )
     assert narrow.kv_cache.k.dtype == torch.float8_e4m3fn
     assert torch.equal(narrow.kv_cache.k.float(), wide.kv_cache.k.to(torch.float8_e4m3fn).float())
@@ -89,7 +90,7 @@ def test_the_gain_is_that_of_the_same_work(tmp_path: Path, monkeypatch: pytest.M
     kept: list[torch.dtype] = []
 
     def measured(step: Step, heads: int, make: AttentionFactory, repeat: int) -> float:
-        return 2.0 if make is fp8._wide else 1.0
+        return 2.0 if make is attention._wide else 1.0
 
     def on_the_cpu(model: str, options: dict[str, Any]) -> LLM:
         llm = LLM(model, device="cpu", dtype="bfloat16", num_pages=200, **options)
@@ -97,11 +98,11 @@ def test_the_gain_is_that_of_the_same_work(tmp_path: Path, monkeypatch: pytest.M
         return llm
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fp8, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(fp8, "measure", measured)
-    monkeypatch.setattr(fp8, "make_engine", on_the_cpu)
-    monkeypatch.setattr(fp8, "run_workload", lambda llm, workload, seed: workload_run)
-    report = fp8.run_fp8(str(path), "bs1", 2)
+    monkeypatch.setattr(attention, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(attention, "measure", measured)
+    monkeypatch.setattr(attention, "make_engine", on_the_cpu)
+    monkeypatch.setattr(attention, "run_workload", lambda llm, workload, seed: workload_run)
+    report = attention.run_fp8(str(path), "bs1", 2)
     alone, whole = report.tables
     assert {row[-1] for row in alone.rows} == {2.0}
     assert {str(row[0]).split()[0] for row in alone.rows} == {"decode", "prefill"}
