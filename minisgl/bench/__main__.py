@@ -25,36 +25,30 @@ from minisgl.bench.workloads import NAMES
 
 RESULTS = Path("benchmarks", "results")
 COMMANDS = {
-    "cpu": ("cpu:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
+    "cpu": ("workloads:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
     "host": ("host:run_host", "host time of the scheduler, with a model that computes nothing"),
     "kernels": ("kernels:run_kernels", "the fused GPU kernels against memory speed, plain PyTorch and torch.compile"),
     "batch-one": ("batch_one:run_batch_one", "one request alone: where each millisecond of a token goes"),
     "all-reduce": (
         "tensor_parallel:run_all_reduce",
-        "sums over the GPUs of one host: NCCL and peer memory, alone and with the norm after",
+        "all-reduces between GPUs, by NCCL and over peer memory",
     ),
     "attention": ("attention:run_attention", "attention alone: every backend on the same decode and prefill steps"),
-    "attention-steps": (
-        "attention:run_attention_steps",
-        "decode attention from a program a head to equal shares: what each idea buys",
-    ),
-    "offline": (
-        "workloads:run_offline",
-        "whole workloads on one device, by default on random weights in public shapes",
-    ),
+    "attention-steps": ("attention:run_attention_steps", "decode attention: what each idea behind its kernel buys"),
+    "offline": ("workloads:run_offline", "whole workloads on one device, by default with random weights"),
     "compare": ("workloads:run_compare", "the same workloads with one optimisation switched on after another"),
     "profile": ("workloads:run_profile", "where the time of a workload goes, step by step and kernel by kernel"),
     "overlap": ("host:run_overlap", "decode steps with and without overlap, and with a host that is made slower"),
     "preemption": (
         "preemption:run_preemption",
-        "memory pressure, on the first model: reservation and optimism; to compute again and to copy back",
+        "memory pressure: reserving or not, recomputing or copying",
     ),
     "fp8": ("attention:run_fp8", "keys and values of eight bits: what they buy in memory and time"),
     "fp8-error": ("attention:run_fp8_error", "keys and values of eight bits: what they cost in precision, on a text"),
     "tp": ("tensor_parallel:run_tp", "tensor parallelism: the same workloads over more ranks, and the control planes"),
     "serve": ("serving:run_serve", "a server under load: latency, throughput, goodput, and what is left behind"),
-    "faults": ("faults:run_faults", "kill each process of a server under load: what happens to each request"),
-    "api": ("overhead:run_overhead", "what the server adds to the engine's time for a token batch"),
+    "faults": ("processes:run_faults", "kill each process of a server under load: what happens to each request"),
+    "api": ("processes:run_overhead", "what the server adds to the engine's time for a token batch"),
 }
 """By command: the function whose parameters are its options, and a line about it."""
 HELP = {
@@ -149,21 +143,21 @@ def build_parser(chosen: str) -> argparse.ArgumentParser:
     style = argparse.ArgumentDefaultsHelpFormatter
     for command, (_, summary) in COMMANDS.items():
         added = commands.add_parser(command, help=summary, description=summary, formatter_class=style)
-        if command == chosen:
-            _add_options(added, benchmark_function(command))
+        if command != chosen:
+            continue
+        function = benchmark_function(command)
+        added.add_argument("--threads", type=int, help="threads of PyTorch; by default one a core")
+        added.add_argument("--output", type=Path, help="JSON file; by default benchmarks/results/<benchmark>.json")
+        parameters, hints = signature(function).parameters, get_type_hints(function)
+        # Only where there is something to choose: help texts of Python 3.11 cannot show a group without options.
+        either = added.add_mutually_exclusive_group() if "concurrency" in parameters else added
+        for name, parameter in parameters.items():
+            more = {**_parsing(hints[name]), **_PARSING.get(name, {}), "default": parameter.default}
+            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+            (either if name in ("rate", "concurrency") else added).add_argument(
+                flag, dest=name, help=HELP[name], **more
+            )
     return parser
-
-
-def _add_options(parser: argparse.ArgumentParser, function: Callable[..., Report]) -> None:
-    parser.add_argument("--threads", type=int, help="threads of PyTorch; by default one a core")
-    parser.add_argument("--output", type=Path, help="JSON file; by default benchmarks/results/<benchmark>.json")
-    parameters, hints = signature(function).parameters, get_type_hints(function)
-    # Only where there is something to choose: help texts of Python 3.11 cannot show a group without options.
-    either = parser.add_mutually_exclusive_group() if "concurrency" in parameters else parser
-    for name, parameter in parameters.items():
-        more = {**_parsing(hints[name]), **_PARSING.get(name, {}), "default": parameter.default}
-        flag = "--" + _FLAGS.get(name, name).replace("_", "-")
-        (either if name in ("rate", "concurrency") else parser).add_argument(flag, dest=name, help=HELP[name], **more)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

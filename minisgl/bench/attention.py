@@ -277,7 +277,12 @@ def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048
         free_memory()
     reference = next(iter(scores.values()))
     columns = ["computed in", "perplexity", "mean difference", "largest difference", "same choice"]
-    rows = [_compare(name, each, reference) for name, each in scores.items()]
+    rows: list[list[Cell]] = []
+    for name, each in scores.items():
+        difference = (each.logprobs - reference.logprobs).abs()
+        same = float((each.argmax == reference.argmax).float().mean())
+        errors = (float((-each.logprobs.mean()).exp()), float(difference.mean()), float(difference.max()))
+        rows.append([name, *errors, f"{same:.1%}", *each.largest])
     title = f"{model}, {len(reference.logprobs)} tokens of text: logprob of each, against the first line"
     return Report("fp8-error", {"tokens": len(ids)}, [Table(title, [*columns, "largest k", "and v"], rows)])
 
@@ -300,13 +305,6 @@ def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
     written = [memory[:, : pages.size].flatten(1, 2)[:, :count] for memory in (runner.kv_cache.k, runner.kv_cache.v)]
     largest_k, largest_v = (float(memory.float().abs().max()) for memory in written)
     return TextScores(logprobs, logits.argmax(-1), (largest_k, largest_v))
-
-
-def _compare(name: str, scores: TextScores, reference: TextScores) -> list[Cell]:
-    difference = (scores.logprobs - reference.logprobs).abs()
-    same = float((scores.argmax == reference.argmax).float().mean())
-    perplexity = float((-scores.logprobs.mean()).exp())
-    return [name, perplexity, float(difference.mean()), float(difference.max()), f"{same:.1%}", *scores.largest]
 
 
 def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:

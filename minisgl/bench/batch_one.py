@@ -36,14 +36,6 @@ _FUSIONS = {
 }
 
 
-class Version(NamedTuple):
-    """A way of computing a decode step of one row; the kernels of the detailed ones are listed."""
-
-    name: str
-    runner: ModelRunner
-    detailed: bool
-
-
 class Launch(NamedTuple):
     """A kernel, a copy or a fill: when it began and ended, in microseconds."""
 
@@ -73,14 +65,14 @@ def run_batch_one(
     batches = [_decode_step(runner, length) for length in lengths]
     rows: list[list[Cell]] = []
     details: list[Table] = []
-    for version in _versions(runner):
-        steps = [partial(version.runner.run, batch, HostSampling()) for batch in batches]
+    for name, version, detailed in _versions(runner):
+        steps = [partial(version.run, batch, HostSampling()) for batch in batches]
         times = [_step_milliseconds(step, runner.device, repeat) for step in steps]
         launches = _launches(steps[1], runner.device)
         alone = sum(launch.end - launch.start for launch in launches) / 1e3
-        rows.append([version.name, len(launches), *times, alone])
-        if version.detailed:
-            details += [_kernels(version.name, launches), _layer(version.name, launches)]
+        rows.append([name, len(launches), *times, alone])
+        if detailed:
+            details += [_kernels(name, launches), _layer(name, launches)]
     settings: dict[str, Any] = {}
     if runner.device.type == "cuda":
         bandwidth = copy_bandwidth()
@@ -92,25 +84,25 @@ def run_batch_one(
     return Report("batch-one", settings, [Table(f"{model}, one token of one request", columns, rows), *details])
 
 
-def _versions(plain: ModelRunner) -> Iterator[Version]:
-    """From plain to fully optimised. Each fusion stays in the model for the versions after it."""
+def _versions(plain: ModelRunner) -> Iterator[tuple[str, ModelRunner, bool]]:
+    """From plain to fully optimised: names, runners, and whether kernels are listed. Each fusion stays in the model."""
     with without_pdl():
-        yield Version("plain kernels, launched one by one", plain, False)
-        yield Version("plain kernels, in a graph", _graph(plain), True)
+        yield "plain kernels, launched one by one", plain, False
+        yield "plain kernels, in a graph", _graph(plain), True
         compiled = torch.compile(plain.model, dynamic=False)
         opaque = _with(plain, attention=NotCompiled(plain.attention))
         with torch._dynamo.config.patch(recompile_limit=256):
-            yield Version("torch.compile, in a graph", _graph(opaque, decoder=compiled), True)
+            yield "torch.compile, in a graph", _graph(opaque, decoder=compiled), True
         for fusion, description in _FUSIONS.items():
             fuse_layers(plain.model, {fusion})
-            yield Version(f"+ {description}", _graph(plain), False)
+            yield f"+ {description}", _graph(plain), False
         fused = _with(plain, sampler=FusedSampler())
-        yield Version("+ sampler and inputs, fused", _graph(fused, fused=True), True)
+        yield "+ sampler and inputs, fused", _graph(fused, fused=True), True
         if not SingleTokenDecoder.supports(plain.model):
             return
         decoder = SingleTokenDecoder(plain.model, plain.kv_cache)
-        yield Version("single-token decoder, kernels in turn", _graph(fused, fused=True, decoder=decoder), True)
-    yield Version("single-token decoder, kernels started early", _graph(fused, fused=True, decoder=decoder), True)
+        yield "single-token decoder, kernels in turn", _graph(fused, fused=True, decoder=decoder), True
+    yield "single-token decoder, kernels started early", _graph(fused, fused=True, decoder=decoder), True
 
 
 def _with(runner: ModelRunner, **parts: Any) -> ModelRunner:
@@ -137,25 +129,17 @@ def _decode_step(runner: ModelRunner, length: int) -> Batch:
 
 def _step_milliseconds(step: Call, device: torch.device, repeat: int) -> float:
     """Median time of a step among others that are launched one after another, without waiting for any."""
-
-    def steps() -> None:
-        for _ in range(_TIMED_STEPS):
-            step()
-
-    return milliseconds([steps] * (repeat + 1), device) / _TIMED_STEPS
+    return milliseconds([lambda: [step() for _ in range(_TIMED_STEPS)]] * (repeat + 1), device) / _TIMED_STEPS
 
 
 def _launches(step: Call, device: torch.device) -> list[Launch]:
-    """Everything that a step launches on the device, in order; on a CPU, PyTorch's operators."""
-    events = launched(step, device)
-    launches = [Launch(_short(event.name), event.time_range.start, event.time_range.end) for event in events]
-    return sorted(launches, key=lambda launch: launch.start)
-
-
-def _short(name: str) -> str:
-    """A kernel's name without types, namespaces and template arguments."""
-    plain = re.sub(r"<.*", "", name.replace("(anonymous namespace)::", ""), flags=re.DOTALL)
-    return plain.split("(")[0].strip().rsplit("::", 1)[-1].removeprefix("void ")
+    """What a step launches, in order, by names without types and namespaces; on a CPU, PyTorch's operators."""
+    launches: list[Launch] = []
+    for event in sorted(launched(step, device), key=lambda event: event.time_range.start):
+        plain = re.sub(r"<.*", "", event.name.replace("(anonymous namespace)::", ""), flags=re.DOTALL)
+        name = plain.split("(")[0].strip().rsplit("::", 1)[-1].removeprefix("void ")
+        launches.append(Launch(name, event.time_range.start, event.time_range.end))
+    return launches
 
 
 def _kernels(version: str, launches: Sequence[Launch]) -> Table:
@@ -204,12 +188,9 @@ def _graph_memory(runner: ModelRunner) -> Table:
     sizes = graph_sizes(_MOST_ROWS)
     largest, second = sizes[-1], sizes[-2]
     first, both, all_of_them = (measure_graph_memory(runner, each) for each in ((largest,), (second, largest), sizes))
-    rows: list[list[Cell]] = [
-        [f"{largest} rows", first / 1e6],
-        [f"{second} rows, behind those", (both - first) / 1e6],
-        [f"all {len(sizes)}, as counted", all_of_them / 1e6],
-    ]
-    return Table("memory of graphs", ["", "MB"], rows)
+    measured = {f"{largest} rows": first, f"{second} rows, behind those": both - first}
+    measured[f"all {len(sizes)}, as counted"] = all_of_them
+    return Table("memory of graphs", ["", "MB"], [[name, size / 1e6] for name, size in measured.items()])
 
 
 def _bytes_read(runner: ModelRunner, length: int) -> int:

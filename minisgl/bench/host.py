@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from statistics import median
@@ -200,7 +199,8 @@ def run_overlap(
         recordings = {on: Trace(llm.engine.device) for on in _ON_OFF}
         for on, trace in recordings.items():
             _decode(llm, rng, on, count, steps, trace=trace)
-            phases.append([count, _ON_OFF[on], *_host_times(trace)])
+            spans = {name: [e.end - e.start for e in trace.events if e.name == name] for name in _PHASES}
+            phases.append([count, _ON_OFF[on], *(1e3 * median(each) for each in spans.values())])
         device = median(event.end - event.start for event in recordings[True].events if event.track == DEVICE)
         for on, step in seconds.items():
             idle = 100 * max(1 - device / step, 0.0)
@@ -239,14 +239,6 @@ def _decode(
     while llm.scheduler.has_work:
         loop.step()
     return seconds
-
-
-def _host_times(trace: Trace) -> list[float]:
-    """Median milliseconds of each of the host's phases."""
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    for event in trace.events:
-        times[event.name].append(1e3 * (event.end - event.start))
-    return [median(times[phase]) for phase in _PHASES]
 
 
 class _SlowScheduler:

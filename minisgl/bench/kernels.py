@@ -236,7 +236,8 @@ def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Tabl
     for parameter in plain.parameters():
         parameter.normal_(std=0.02)
     fused = FusedExperts(plain)
-    flops_per_second = _matrix_speed()
+    left, right = _random(_SQUARE, _SQUARE), _random(_SQUARE, _SQUARE)
+    flops_per_second = 2 * _SQUARE**3 / (microseconds([lambda: left @ right]) * 1e-6)
     rows: list[list[Cell]] = []
     for count in tokens:
         inputs = list(_expert_inputs(count))
@@ -250,12 +251,6 @@ def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Tabl
     speeds = f"{bandwidth / 1e12:.2f} TB/s, {flops_per_second / 1e12:.0f} TFLOP/s"
     title = f"{_TOP_K} of {_NUM_EXPERTS} experts a token, µs, and the limit at {speeds}"
     return Table(title, ["tokens", "MB of weights", "limit", "fused", "plain"], rows)
-
-
-def _matrix_speed() -> float:
-    """Operations a second in a product of two large random matrices."""
-    left, right = _random(_SQUARE, _SQUARE), _random(_SQUARE, _SQUARE)
-    return 2 * _SQUARE**3 / (microseconds([lambda: left @ right]) * 1e-6)
 
 
 def _expert_inputs(tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

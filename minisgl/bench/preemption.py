@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,10 +53,8 @@ def run_preemption(
     options: Mapping[str, Any] = {},
 ) -> Report:
     """The first model under memory pressure; and for all, what it takes to bring a request's keys and values back."""
-    back: list[list[Cell]] = []
     pressure = _under_pressure(models[0], pool_tokens, requests, options)
-    for model in models:
-        back += _bring_back(model, lengths, options)
+    back = [row for model in models for row in _bring_back(model, lengths, options)]
     columns = ["admission", "output tokens/s", "rows of a decode step, mean", "preemptions", "tokens computed again"]
     columns += ["first token, median s", "longest pause, s"]
     copies = ["copied back piece by piece, ms", "in one copy, ms", "copied out in one copy, ms"]
@@ -83,13 +82,13 @@ def _compete(llm: LLM, case: AdmissionCase, work: Sequence[tuple[list[int], Samp
     wanted = [each.max_tokens or 0 for _, each in work]
     most = max(wanted)
     found: list[Request] = []
-    for (prompt, _), length in zip(work, wanted, strict=True):
-        asked = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length if case.knows else most)
+    for prompt, params in work:
+        asked = params if case.knows else replace(params, max_tokens=most)
         found.append(llm.prepare(prompt, asked, streaming=True)[0].request)
     targets = {request.uid: length for request, length in zip(found, wanted, strict=True)}
     times: dict[int, list[float]] = {request.uid: [] for request in found}
-    scheduler, fed = llm.scheduler, 0
     decoded: list[int] = []
+    scheduler, fed = llm.scheduler, 0
     start = time.perf_counter()
     for request in found:
         scheduler.add(request)
@@ -130,20 +129,16 @@ def _bring_back(model: str, lengths: Sequence[int], options: Mapping[str, Any]) 
     page_size, longest = options.get("page_size", 16), max(lengths) + 64
     room = {"num_pages": 2 * longest // page_size, "max_seq_len": longest, "max_running_requests": 4}
     llm = make_engine(model, {"prefix_cache": "none", "enforce_eager": True, **room, **options})
+    one = SamplingParams(temperature=0.0, max_tokens=1)
     rows: list[list[Cell]] = []
     for length in lengths:
-        computed = _prefill_milliseconds(llm, length)
+        prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
+        prefills = [partial(llm.generate, [prompt], one) for prompt in prompts.tolist()]
+        computed = milliseconds(prefills, llm.engine.device)
         rows.append([model, length, length / page_size * llm.engine.page_bytes / 1e6, computed, *_copying(llm, length)])
-    del llm
+    del prefills, llm
     free_memory()
     return rows
-
-
-def _prefill_milliseconds(llm: LLM, length: int) -> float:
-    """Milliseconds to prefill so many tokens and to sample the next, alone on the device."""
-    prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
-    one = SamplingParams(temperature=0.0, max_tokens=1)
-    return milliseconds((partial(llm.generate, [prompt], one) for prompt in prompts.tolist()), llm.engine.device)
 
 
 def _copying(llm: LLM, length: int) -> tuple[float, float, float]:

@@ -119,9 +119,12 @@ def _output_of(*command: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    """CPU and memory, and the first CUDA device if there is one."""
+    """CPU (as Linux names it) and memory, and the first CUDA device if there is one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     hardware = {
-        "cpu": _cpu_name(),
+        "cpu": next(names, platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total_memory(torch.device("cpu")),
@@ -132,16 +135,6 @@ def _hardware() -> dict[str, Any]:
         driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
         hardware |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "driver": driver or "unknown"}
     return hardware
-
-
-def _cpu_name() -> str:
-    """The model as Linux names it; elsewhere what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _versions() -> dict[str, str]:

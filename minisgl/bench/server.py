@@ -225,11 +225,9 @@ class ProcessTree:
         found = {process: kind_of(process) for process in (root, *root.children(recursive=True))}
         self.kinds = {process: kind for process, kind in found.items() if kind is not None}
 
-    def __or__(self, later: ProcessTree) -> ProcessTree:
-        """The processes of both, for a server that has restarted some of its own in between."""
-        both = ProcessTree.__new__(ProcessTree)
-        both.kinds = self.kinds | later.kinds
-        return both
+    def add_new(self) -> None:
+        """Add what the first process has started since."""
+        self.kinds |= ProcessTree(next(iter(self.kinds)).pid).kinds
 
     def alive(self) -> list[psutil.Process]:
         """Those that still run; a zombie does not."""

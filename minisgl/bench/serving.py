@@ -235,21 +235,18 @@ def all_targets(runs: Sequence[LoadRun]) -> list[Target]:
         load, busy = run.summary.load, run.client.cpu / run.client.seconds
         targets.append(Target(f"{load}: requests answered, share", run.summary.answered, 1.0, at_least=True))
         targets.append(Target(f"{load}: client's share of a core", busy, _BUSY, at_least=False))
-        if run.server is not None:
-            targets += _leak_targets(load, run.server)
-    return targets
-
-
-def _leak_targets(load: str, server: ServerMonitor) -> list[Target]:
-    files = sum(server.after.values()) / sum(server.before.values())
-    targets = [Target(f"{load}: open files, after / before", files, 1.0, at_least=False)]
-    growth = server.growth(server.total)
-    if growth is not None:
-        factor = 1.0 + growth / (server.total[-1] - growth)
-        targets.append(Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False))
-    if server.gauges is not None:
-        back = 1.0 - server.gauges.used_pages / server.gauges.pages
-        targets.append(Target(f"{load}: pages given back, share", back, 1.0, at_least=True))
+        server = run.server
+        if server is None:
+            continue
+        files = sum(server.after.values()) / sum(server.before.values())
+        targets.append(Target(f"{load}: open files, after / before", files, 1.0, at_least=False))
+        growth = server.growth(server.total)
+        if growth is not None:
+            factor = 1.0 + growth / (server.total[-1] - growth)
+            targets.append(Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False))
+        if server.gauges is not None:
+            back = 1.0 - server.gauges.used_pages / server.gauges.pages
+            targets.append(Target(f"{load}: pages given back, share", back, 1.0, at_least=True))
     return targets
 
 

@@ -101,10 +101,8 @@ def run_tp(
                 targets.append(Target(title, medians[case, name], aim, WORKLOADS[name].more_is_better))
     sizes = planes or sorted({case.ranks for case in cases})
     tables = [_workload_table(cases, workloads, medians), measure_planes([size for size in sizes if size > 1], steps)]
-    settings = {
-        "runs": [structs.asdict(case) for case in cases],
-        "workloads": {**{name: WORKLOADS[name].summary for name in workloads}, **STEPS},
-    }
+    summaries = {name: WORKLOADS[name].summary for name in workloads}
+    settings = {"runs": [structs.asdict(case) for case in cases], "workloads": summaries | STEPS}
     return Report("tp", settings, tables, targets, samples)
 
 
@@ -138,10 +136,8 @@ def run_all_reduce(ranks: Sequence[int] = (2, 4)) -> Report:
         raise ConfigError(f"ranks: {max(ranks)} ranks need as many CUDA devices, and there are {devices} here")
     times = {size: _run_ranks(size) for size in ranks}
     tables = [table for size in ranks for table in _all_reduce_tables(size, times[size])]
-    targets = [
-        Target(f"µs, one row, {size} ranks", times[size]["one shot"]["1"], _ONE_ROW_MICROS, at_least=False)
-        for size in ranks
-    ]
+    one_row = {f"µs, one row, {size} ranks": times[size]["one shot"]["1"] for size in ranks}
+    targets = [Target(title, micros, _ONE_ROW_MICROS, at_least=False) for title, micros in one_row.items()]
     settings = {"width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)}
     return Report("all-reduce", settings, [_crossings(times), *tables], targets)
 
@@ -203,9 +199,8 @@ def measure_all_reduce(rank: int, size: int, directory: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = FileStore(str(Path(directory, "store")), size)
-    dist.init_process_group(
-        "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), device_id=device
-    )
+    limit = timedelta(seconds=60)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
     with torch.inference_mode():
         times = _rank_times(device)
     if rank == 0:
@@ -230,8 +225,7 @@ def _rank_times(device: torch.device) -> Times:
     symmetric = symmetric_memory.empty(x.shape, dtype=x.dtype, device=device)
     symmetric_memory.rendezvous(symmetric, world)
     symmetric.zero_()
-    name = world.group_name
-    torch_ops = torch.ops.symm_mem
+    name, torch_ops = world.group_name, torch.ops.symm_mem
 
     def nccl_and_norm(rows: torch.Tensor) -> None:
         dist.all_reduce(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minisgl.bench.client import Outcome
-from minisgl.bench.faults import KillResult, all_targets, plan_of, request_table, server_table
+from minisgl.bench.processes import KillResult, fault_targets, plan_of, request_table, server_table
 from tests.bench.scripted import record
 
 KINDS = ("serve", "scheduler")
@@ -18,7 +18,7 @@ def killed(
 
 
 def verdicts(what: KillResult) -> list[bool]:
-    return [target.met for target in all_targets([what])]
+    return [target.met for target in fault_targets([what])]
 
 
 def test_every_fourth_request_waits_for_a_whole_answer() -> None:

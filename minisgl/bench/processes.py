@@ -1,0 +1,344 @@
+"""A server's processes: what they add to the engine's time for a token batch, and what the loss of each costs.
+
+A **token batch** is what one step of the engine brings when N requests decode together: N tokens. It is timed twice,
+for the same model, options, lengths and N: with `minisgl.llm.LLM` alone in a process of its own, and over HTTP, with a
+client that reads N streams. Both times are differences between a long wave of requests and a short one, divided by the
+additional steps of the long one, so that costs per request (connecting, prefill, the last words) cancel out. The
+**overhead** is the second time less the first.
+
+Elapsed time depends on how many cores there are for server, engine and client. **Processor time**, of each process of
+the server by the same difference of waves, does not. The next batch waits for the scheduler's process alone, while the
+others work on this one: given a core for each process, a step pays what the scheduler's process takes more than the
+engine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from minisgl.bench.client import Client, Outcome, RequestRecord, closed_loop
+from minisgl.bench.load import PlannedRequest, prompt_tokens
+from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.server import ProcessTree, RunningServer, ServedModel, ServerFailed, poll, served_model, server
+from minisgl.llm import LLM
+from minisgl.sampling_params import SamplingParams
+
+_TIMEOUT = 600.0  # seconds for one wave, and for the engine alone
+_LIMIT_MS = 1.0
+_LIMIT_STREAMS = 256  # the goal is a millisecond a token batch of this many streams
+_ENGINE = "engine alone"
+_SCHEDULER = "scheduler"
+_LOADED_TIMEOUT = 60.0  # seconds that all streams have to begin
+_ANSWER_TIMEOUT = 60.0  # seconds that a request has to end
+_END_TIMEOUT = 60.0  # seconds that the server has to end, or to serve again
+_PROBE_TIMEOUT = 5.0  # seconds of the request that asks whether it does
+_SWEEP_TIMEOUT = 5.0  # seconds that its other processes have to follow it, and its sockets to close
+_INPUT_LEN = 16
+_SHARED_MEMORY = Path("/dev/shm")
+_TOLD = (Outcome.FINISHED, Outcome.REFUSED, Outcome.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """What is sent, on both sides."""
+
+    streams: Sequence[int]  # numbers of requests at a time; all of a wave begin together
+    output_len: int  # tokens of each in a long wave; a short one has a quarter
+    repeat: int  # pairs of waves; the median counts
+    input_len: int = 16  # tokens of each prompt
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Output tokens of a short and of a long wave."""
+        return max(1, self.output_len // 4), self.output_len
+
+    def milliseconds(self, pairs: Sequence[tuple[float, float]]) -> float:
+        """Median time of a token batch, from seconds of pairs of a short and a long wave."""
+        short, long = self.lengths
+        return statistics.median(1e3 * (after - before) / (long - short) for before, after in pairs)
+
+
+def run_overhead(
+    model: str = "tiny",
+    options: Mapping[str, Any] = {},
+    start_timeout: float = 600.0,
+    streams: Sequence[int] = (256, 1024),
+    output_len: int = 128,
+    repeat: int = 3,
+) -> Report:
+    """Both times and their difference for each number of streams, and where the processor time went."""
+    waves = Waves(streams, output_len, repeat)
+    rows: list[list[Cell]] = []
+    processes: list[list[Cell]] = []
+    added: dict[int, float] = {}
+    messages: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        served = served_model(model, root)
+        for count in streams:
+            pages = count * (-(-(waves.input_len + output_len) // 16) + 1)
+            room = {**served.options, "max_running_requests": count, "num_pages": pages, **options}
+            alone, alone_cpu = _engine_alone(served, room, count, waves)
+            over_http, cpu = _served(served, room, count, waves, root, start_timeout)
+            added[count] = over_http - alone
+            rows.append([count, alone, over_http, added[count]])
+            if _SCHEDULER in cpu:
+                messages[count] = cpu[_SCHEDULER] - alone_cpu
+            processes += [[count, kind, ms, ms / count * 1e3] for kind, ms in {_ENGINE: alone_cpu, **cpu}.items()]
+    tables = [
+        Table("a token batch, ms", ["streams", _ENGINE, "served", "outside the engine"], rows),
+        Table("processor time of a token batch", ["streams", "process", "ms", "µs a token"], processes),
+    ]
+    return Report("api", asdict(waves), tables, overhead_targets(added, messages))
+
+
+def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> list[Target]:
+    """Goals for milliseconds by number of streams, elapsed and in the scheduler's process."""
+    targets: list[Target] = []
+    for where, times in (("outside the engine", added), ("messages, in the scheduler's process", messages)):
+        if _LIMIT_STREAMS not in times:
+            continue
+        few = times[_LIMIT_STREAMS]
+        targets.append(Target(f"{where}, {_LIMIT_STREAMS} streams, ms", few, _LIMIT_MS, at_least=False))
+        for streams, many in times.items():
+            if streams > _LIMIT_STREAMS and few > 0.0:
+                title = f"{where}, growth from {_LIMIT_STREAMS} to {streams} streams, ×"
+                targets.append(Target(title, many / few, streams / _LIMIT_STREAMS, at_least=False))
+    return targets
+
+
+def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves) -> tuple[float, float]:
+    """Milliseconds of a token batch without a server, elapsed and of processor time, in a process of its own."""
+    call = f"run_engine_alone({model!r}, {dict(options)!r}, {streams}, {waves!r})"
+    code = f"from minisgl.bench.processes import ServedModel, Waves, run_engine_alone; {call}"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise ServerFailed(f"the engine alone took more than {_TIMEOUT:g} s; ask for fewer tokens") from error
+    if done.returncode != 0:
+        raise ServerFailed(f"the engine alone ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    elapsed, cpu = (waves.milliseconds(pairs) for pairs in json.loads(done.stdout.splitlines()[-1]))
+    return elapsed, cpu
+
+
+def run_engine_alone(model: ServedModel, options: dict[str, Any], streams: int, waves: Waves) -> None:
+    """Print seconds of pairs of a short and a long wave, then of the processor, in JSON. A pair before warms up."""
+    llm = LLM(model.path, **options)
+
+    def wave(number: int, output_len: int, seed: int) -> tuple[float, float]:
+        indices = range(number * streams, (number + 1) * streams)
+        prompts = [prompt_tokens(index, waves.input_len, None, model.vocab_size, seed) for index in indices]
+        begin, cpu = time.perf_counter(), time.process_time()
+        llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
+        return time.perf_counter() - begin, time.process_time() - cpu
+
+    pairs = [
+        [wave(number, length, seed) for number, length in enumerate(waves.lengths)] for seed in range(waves.repeat + 1)
+    ]
+    print(json.dumps([[(short[kind], long[kind]) for short, long in pairs[1:]] for kind in range(2)]))
+
+
+def _served(
+    model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves, root: Path, start_timeout: float
+) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a token batch over HTTP, and of processor time by kind of process."""
+    elapsed: list[tuple[float, float]] = []
+    cpu: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    with server(model, options, root, start_timeout) as running:
+        tree = ProcessTree(running.process.pid)
+        for seed in range(waves.repeat + 1):  # the first warms up
+            client = Client(running.address, seed, timeout=_TIMEOUT)
+            (short, short_cpu), (long, long_cpu) = (
+                _wave(client, tree, range(number * streams, (number + 1) * streams), waves.input_len, length)
+                for number, length in enumerate(waves.lengths)
+            )
+            if seed > 0:
+                elapsed.append((short, long))
+                for kind in long_cpu:
+                    cpu[kind].append((short_cpu[kind], long_cpu[kind]))
+    return waves.milliseconds(elapsed), {kind: waves.milliseconds(pairs) for kind, pairs in cpu.items()}
+
+
+def _wave(
+    client: Client, tree: ProcessTree, indices: range, input_len: int, output_len: int
+) -> tuple[float, dict[str, float]]:
+    """Seconds that a wave took, and seconds of processor time by kind of process."""
+    plan = [PlannedRequest(index, input_len, output_len) for index in indices]
+    before = tree.cpu_seconds()
+    records = asyncio.run(closed_loop(client, plan, len(plan)))
+    after = tree.cpu_seconds()
+    failed = [record for record in records if not record.token_times]
+    if failed:
+        raise ServerFailed(f"a request of a wave has {failed[0].outcome}: {failed[0].message}")
+    seconds = max(record.ended for record in records) - min(record.sent for record in records)
+    return seconds, {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+
+
+class KillResult(NamedTuple):
+    """What one kill led to."""
+
+    kinds: tuple[str, ...]  # of all processes that the server had
+    kind: str  # of the one that was killed
+    restart: bool  # whether the server had been told to start lost processes anew
+    records: Sequence[RequestRecord]  # of the requests that were in flight
+    told: float | None  # seconds from the kill until the last client knew whose request it cost; None if it cost none
+    server: str  # its exit code in words, or whether it serves again
+    seconds: float  # from when all clients knew until then
+    noticed: bool  # whether its operator can tell: it has ended with an error, or it serves again
+    left: list[str]  # what it left behind, in words: processes, open files, shared memory, temporary files
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, --restart" if self.restart else self.kind
+
+
+def run_faults(
+    model: str = "tiny",
+    options: Mapping[str, Any] = {},
+    start_timeout: float = 600.0,
+    users: int = 32,
+    output_len: int = 1000,
+) -> Report:
+    """Start two servers for each kind of process that they have, load them, and kill one such process with SIGKILL."""
+    kill = partial(_kill, model, plan_of(users, output_len), start_timeout, options)
+    first = kill(None, restart=False)
+    others = [kill(kind, restart=False) for kind in first.kinds[1:]]
+    restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
+    results = [*others, first, *restarted]
+    return Report(
+        "faults", {"input_len": _INPUT_LEN}, [request_table(results), server_table(results)], fault_targets(results)
+    )
+
+
+def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
+    """The requests: every fourth is answered in one piece."""
+    return [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
+
+
+def _kill(
+    model: str,
+    plan: Sequence[PlannedRequest],
+    timeout: float,
+    options: Mapping[str, Any],
+    kind: str | None,
+    restart: bool,
+) -> KillResult:
+    """One server, one kill: of its first process of that kind, or of the process that was started first."""
+    shared = _entries(_SHARED_MEMORY)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        with server(served_model(model, root), {**options, "restart": restart}, root, timeout) as running:
+            tree = ProcessTree(running.process.pid)
+            before = tree.descriptors()
+            kinds = tuple(dict.fromkeys(tree.kinds.values()))
+            victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
+            records, killed_at = asyncio.run(_load_and_kill(running, plan, victim))
+            begin = time.perf_counter()
+            state, noticed = _wait_for_the_end(running)
+            seconds = time.perf_counter() - begin
+            if running.process.poll() is None:
+                tree.add_new()
+            left = _left_files(tree, before)
+        left += _left_processes(tree) + [f"/dev/shm/{entry}" for entry in sorted(_entries(_SHARED_MEMORY) - shared)]
+        left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
+    cost = [record.ended - killed_at for record in records if record.outcome is not Outcome.FINISHED]
+    told = max(cost, default=None)
+    return KillResult(kinds, kind or kinds[0], restart, records, told, state, seconds, noticed, left)
+
+
+async def _load_and_kill(
+    running: RunningServer, plan: Sequence[PlannedRequest], victim: psutil.Process
+) -> tuple[list[RequestRecord], float]:
+    client = Client(running.address, seed=0, timeout=_ANSWER_TIMEOUT)
+    asking = asyncio.create_task(closed_loop(client, plan, len(plan)))
+    deadline = time.monotonic() + _LOADED_TIMEOUT
+    while client.streaming < sum(each.stream for each in plan):
+        if asking.done() or time.monotonic() > deadline:
+            asking.cancel()
+            raise ServerFailed(f"not all of {len(plan)} requests were under way at the same time; raise --output-len")
+        await asyncio.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    killed_at = time.perf_counter()
+    return await asking, killed_at
+
+
+def _wait_for_the_end(running: RunningServer) -> tuple[str, bool]:
+    """What became of the server, in words, and whether its operator can notice that."""
+    deadline = time.monotonic() + _END_TIMEOUT
+    while time.monotonic() < deadline:
+        try:
+            code = running.process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            probe = Client(running.address, seed=1, timeout=_PROBE_TIMEOUT)
+            if asyncio.run(probe.ask(PlannedRequest(0, 8, 1))).outcome is Outcome.FINISHED:
+                return "serves again", True
+        else:
+            return (f"killed by {signal.Signals(-code).name}", True) if code < 0 else (f"exit code {code}", code != 0)
+    return "runs and does not answer", False
+
+
+def _left_files(tree: ProcessTree, before: Mapping[str, int]) -> list[str]:
+    """Kinds of processes that have more files open than before the load, once they had time to close them."""
+    poll(lambda: all(count <= before[kind] for kind, count in tree.descriptors().items()), _SWEEP_TIMEOUT)
+    more = {kind: count - before[kind] for kind, count in tree.descriptors().items()}
+    return [f"{count} open files of {kind}" for kind, count in more.items() if count > 0]
+
+
+def _left_processes(tree: ProcessTree) -> list[str]:
+    """Kinds of the processes that have not ended in time. They are killed."""
+    poll(lambda: not tree.alive(), _SWEEP_TIMEOUT)
+    left = tree.alive()
+    for process in left:
+        process.kill()
+    return [f"process {tree.kinds[process]}" for process in left]
+
+
+def _entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
+def request_table(results: Sequence[KillResult]) -> Table:
+    """How the requests in flight ended, for each kill."""
+    counts = [Counter(record.outcome for record in each.records) for each in results]
+    seen = [outcome for outcome in Outcome if any(count[outcome] for count in counts)]
+    rows: list[list[Cell]] = [
+        [each.name, len(each.records), *(count[outcome] for outcome in seen), "–" if each.told is None else each.told]
+        for each, count in zip(results, counts, strict=True)
+    ]
+    columns = ["killed", "in flight", *seen, "until the last one knew, s"]
+    return Table("what happened to the requests in flight", columns, rows)
+
+
+def server_table(results: Sequence[KillResult]) -> Table:
+    """How the server ended or went on, for each kill."""
+    rows = [[each.name, each.server, each.seconds, ", ".join(each.left) or "nothing"] for each in results]
+    return Table("what happened to the server", ["killed", "server", "that took, s", "left behind"], rows)
+
+
+def fault_targets(results: Sequence[KillResult]) -> list[Target]:
+    """All clients must hear the reason, but for those of a process that is gone itself and can tell them nothing."""
+    targets: list[Target] = []
+    for each in results:
+        told = sum(record.outcome in _TOLD for record in each.records) / len(each.records)
+        if each.kind != each.kinds[0]:
+            targets.append(Target(f"{each.name}: requests with an answer, share", told, 1.0, at_least=True))
+        if each.told is not None:
+            targets.append(Target(f"{each.name}: until the last one knew, s", each.told, 1.0, at_least=False))
+        title = f"{each.name}: ended with an error or serves again, and left nothing"
+        targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
+    return targets
