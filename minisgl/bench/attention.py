@@ -26,7 +26,7 @@ from minisgl.bench.gpu_timing import (
     microseconds,
     require_cuda,
 )
-from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.report import Report, Target
 from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, run_workload
 from minisgl.context import AttentionBackend, AttentionSpec
 from minisgl.engine.engine import Engine
@@ -102,30 +102,27 @@ def run_attention(backends: Sequence[str] = (), repeat: int = 3) -> Report:
     require_cuda("attention")
     names, left_out = _runnable(backends)
     each = [f"{name}, µs" for name in names]
-    tables: list[Table] = []
+    report = Report("attention", {"backends": names, "left_out": left_out, **_SETTINGS})
     mixed_share = 0.0
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
         for model, heads in _QUERY_HEADS.items():
-            decode: list[list[Cell]] = []
-            prefill: list[list[Cell]] = []
+            about = f"one layer of {model}, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}"
+            columns = ("decode", "read once at copy speed, µs", *each, "fastest, × copy speed")
+            decode = report.table(f"decode, {about}; a copy moves {bandwidth / 1e12:.2f} TB/s", *columns)
+            prefill = report.table(f"prefill, {about}", "prefill", "GFLOP", *each, "fastest, TFLOP/s")
             for step in steps():
                 micros = [measure(step, heads, _backend(name), repeat) for name in names]
                 if step.decodes:
                     floor = step.kv_tokens * token_bytes() / bandwidth * 1e6
-                    decode.append([step.name, floor, *micros, f"{floor / min(micros):.0%}"])
+                    decode.add(step.name, floor, *micros, f"{floor / min(micros):.0%}")
                     if step.name.startswith(_MIXED):
                         mixed_share = max(mixed_share, floor / min(micros))
                 else:
-                    rate = step.flops(heads) / min(micros) / 1e6
-                    prefill.append([step.name, step.flops(heads) / 1e9, *micros, rate])
-            about = f"one layer of {model}, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}"
-            columns = ["decode", "read once at copy speed, µs", *each, "fastest, × copy speed"]
-            tables.append(Table(f"decode, {about}; a copy moves {bandwidth / 1e12:.2f} TB/s", columns, decode))
-            columns = ["prefill", "GFLOP", *each, "fastest, TFLOP/s"]
-            tables.append(Table(f"prefill, {about}", columns, prefill))
-    target = Target("256 rows of mixed lengths, × copy speed", mixed_share, 0.88, at_least=True)
-    return Report("attention", {"backends": names, "left_out": left_out, **_SETTINGS}, tables, [target])
+                    flops = step.flops(heads)
+                    prefill.add(step.name, flops / 1e9, *micros, flops / min(micros) / 1e6)
+    report.targets.append(Target("256 rows of mixed lengths, × copy speed", mixed_share, 0.88, at_least=True))
+    return report
 
 
 def token_bytes() -> int:
@@ -219,35 +216,27 @@ def run_attention_steps(repeat: int = 3) -> Report:
     if obstacle is None:
         factories["FlashInfer"] = _backend("flashinfer")
     decode = [step for step in steps() if step.decodes and step.shared == 0]
+    report = Report("attention-steps", {**_SETTINGS, "left_out": {} if obstacle is None else {"flashinfer": obstacle}})
     with torch.inference_mode():
-        bandwidth = copy_bandwidth()
-        tables = [_step_table(step, factories, bandwidth, repeat) for step in decode]
-        tables.append(_group_table(next(step for step in decode if len(step.fed) == 64), bandwidth, repeat))
-    left_out = {} if obstacle is None else {"flashinfer": obstacle}
-    return Report("attention-steps", {**_SETTINGS, "copy_bytes_per_second": bandwidth, "left_out": left_out}, tables)
-
-
-def _step_table(step: Step, factories: dict[str, AttentionFactory], bandwidth: float, repeat: int) -> Table:
-    moved = step.kv_tokens * token_bytes()
-    rows: list[list[Cell]] = []
-    for name, make in factories.items():
-        micros = measure(step, _QUERY_HEADS["0.6B"], make, repeat)
-        rows.append([name, micros, moved / micros / 1e3, f"{moved / bandwidth / micros * 1e6:.0%}"])
-    about = f"{step.name}: {moved / 1e6:.1f} MB of keys and values, {moved / bandwidth * 1e6:.1f} µs at copy speed"
-    return Table(about, ["decode attention of one layer", "µs", "GB/s", "of copy speed"], rows)
-
-
-def _group_table(step: Step, bandwidth: float, repeat: int) -> Table:
-    """The same keys and values for more and more query heads."""
-    moved = step.kv_tokens * token_bytes()
-    rows: list[list[Cell]] = []
-    for group in _GROUPS:
-        heads = group * KV_HEADS
-        alone, shares = (measure(step, heads, versions()[name], repeat) for name in (_ALONE, _SHARES))
-        rows.append([group, step.flops(heads) / moved, alone, shares, step.flops(heads) / shares / 1e6])
-    columns = ["query heads a KV head", "FLOP a byte", f"{_ALONE}, µs", f"{_SHARES}, µs", f"{_SHARES}, TFLOP/s"]
-    about = f"{step.name} with more query heads: always {moved / bandwidth * 1e6:.1f} µs at copy speed"
-    return Table(about, columns, rows)
+        bandwidth = report.settings["copy_bytes_per_second"] = copy_bandwidth()
+        for step in decode:
+            moved = step.kv_tokens * token_bytes()
+            copied = f"{moved / bandwidth * 1e6:.1f} µs at copy speed"
+            title = f"{step.name}: {moved / 1e6:.1f} MB of keys and values, {copied}"
+            table = report.table(title, "decode attention of one layer", "µs", "GB/s", "of copy speed")
+            for name, make in factories.items():
+                micros = measure(step, _QUERY_HEADS["0.6B"], make, repeat)
+                table.add(name, micros, moved / micros / 1e3, f"{moved / bandwidth / micros * 1e6:.0%}")
+        step = next(step for step in decode if len(step.fed) == 64)
+        moved = step.kv_tokens * token_bytes()
+        columns = ["query heads a KV head", "FLOP a byte", f"{_ALONE}, µs", f"{_SHARES}, µs", f"{_SHARES}, TFLOP/s"]
+        copied = f"always {moved / bandwidth * 1e6:.1f} µs at copy speed"
+        table = report.table(f"{step.name} with more query heads: {copied}", *columns)
+        for group in _GROUPS:
+            flops = step.flops(group * KV_HEADS)
+            alone, shares = (measure(step, group * KV_HEADS, versions()[name], repeat) for name in (_ALONE, _SHARES))
+            table.add(group, flops / moved, alone, shares, flops / shares / 1e6)
+    return report
 
 
 class TextScores(NamedTuple):
@@ -276,15 +265,16 @@ def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048
         del llm
         free_memory()
     reference = next(iter(scores.values()))
-    columns = ["computed in", "perplexity", "mean difference", "largest difference", "same choice"]
-    rows: list[list[Cell]] = []
+    title = f"{model}, {len(reference.logprobs)} tokens of text: logprob of each, against the first line"
+    columns = ("computed in", "perplexity", "mean difference", "largest difference", "same choice")
+    report = Report("fp8-error", {"tokens": len(ids)})
+    table = report.table(title, *columns, "largest k", "and v")
     for name, each in scores.items():
         difference = (each.logprobs - reference.logprobs).abs()
         same = float((each.argmax == reference.argmax).float().mean())
         errors = (float((-each.logprobs.mean()).exp()), float(difference.mean()), float(difference.max()))
-        rows.append([name, *errors, f"{same:.1%}", *each.largest])
-    title = f"{model}, {len(reference.logprobs)} tokens of text: logprob of each, against the first line"
-    return Report("fp8-error", {"tokens": len(ids)}, [Table(title, [*columns, "largest k", "and v"], rows)])
+        table.add(name, *errors, f"{same:.1%}", *each.largest)
+    return report
 
 
 @torch.inference_mode()
@@ -310,40 +300,31 @@ def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
 def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:
     """Attention alone and a whole workload, with keys and values of 16 and of 8 bits."""
     require_cuda("fp8")
+    report, workload = Report("fp8", {"workload": WORKLOADS[work].summary}), WORKLOADS[work]
+    heads = _QUERY_HEADS["0.6B"]
+    columns = ("step", "eight bits read once at copy speed, µs", "bfloat16, µs", "eight bits, µs", "ratio")
+    alone = report.table(f"attention of one layer, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}", *columns)
     with torch.inference_mode():
-        alone = _attention_table()
+        bandwidth = copy_bandwidth()
+        for step in steps():  # those that are bound by what they read, and prefill steps that are not
+            if step.shared or (step.decodes and len(step.fed) < 64):
+                continue
+            wide, narrow = (measure(step, heads, make, repeat=1) for make in (_wide, _over_eight_bits))
+            title = f"{'decode' if step.decodes else 'prefill'} {step.name}"
+            alone.add(title, step.kv_tokens * token_bytes() / 2 / bandwidth * 1e6, wide, narrow, wide / narrow)
     torch.cuda.empty_cache()
-    workload = WORKLOADS[work]
-    rows: list[list[Cell]] = []
-    samples: dict[str, list[float]] = {}
+    unit = f"{work}, {workload.unit}"
+    table = report.table(f"{model}, whole engine", "kv_dtype", "bytes a token", "tokens that fit", unit)
     for kv_dtype in ("auto", "fp8"):
         llm = make_engine(model, {"kv_dtype": kv_dtype})
-        values = samples[kv_dtype] = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
+        values = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
         engine, page_size = llm.engine, llm.config.page_size
-        token = engine.page_bytes // page_size
-        rows.append([kv_dtype, token, engine.num_pages * page_size, statistics.median(values)])
+        token, room = engine.page_bytes // page_size, engine.num_pages * page_size
+        report.samples[kv_dtype] = values
+        table.add(kv_dtype, token, room, statistics.median(values))
         del llm, engine
         free_memory()
-    columns = ["kv_dtype", "bytes a token", "tokens that fit", f"{work}, {workload.unit}"]
-    return Report(
-        "fp8", {"workload": workload.summary}, [alone, Table(f"{model}, whole engine", columns, rows)], [], samples
-    )
-
-
-def _attention_table() -> Table:
-    """One layer of Qwen3-0.6B, on the steps that are bound by what they read, and on a prefill step that is not."""
-    bandwidth = copy_bandwidth()
-    rows: list[list[Cell]] = []
-    for step in steps():
-        if step.shared or (step.decodes and len(step.fed) < 64):
-            continue
-        wide, narrow = (measure(step, _QUERY_HEADS["0.6B"], make, repeat=1) for make in (_wide, _over_eight_bits))
-        title = f"{'decode' if step.decodes else 'prefill'} {step.name}"
-        rows.append([title, step.kv_tokens * token_bytes() / 2 / bandwidth * 1e6, wide, narrow, wide / narrow])
-    columns = ["step", "eight bits read once at copy speed, µs", "bfloat16, µs", "eight bits, µs", "ratio"]
-    return Table(
-        f"attention of one layer, {_QUERY_HEADS['0.6B']} query and {KV_HEADS} KV heads of {HEAD_DIM}", columns, rows
-    )
+    return report
 
 
 def _wide(kv_cache: KVCache) -> AttentionBackend:

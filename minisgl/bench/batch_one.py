@@ -14,7 +14,7 @@ import torch
 
 from minisgl.batch import Batch, DeviceBatch, build_batch
 from minisgl.bench.gpu_timing import Call, copy_bandwidth, launched, milliseconds
-from minisgl.bench.report import Cell, Report, Table
+from minisgl.bench.report import Report, Table
 from minisgl.bench.workloads import ALL_OFF, make_engine
 from minisgl.context import AttentionBackend
 from minisgl.engine.cuda_graph import CpuGraph, CudaGraphCapture, CudaGraphRunner, graph_sizes, measure_graph_memory
@@ -63,25 +63,23 @@ def run_batch_one(
     runner.kv_cache.k.normal_()
     runner.kv_cache.v.normal_()
     batches = [_decode_step(runner, length) for length in lengths]
-    rows: list[list[Cell]] = []
-    details: list[Table] = []
+    report = Report("batch-one")
+    columns = ("", "launches", *(f"ms, {length} tokens" for length in lengths), "kernels added up, ms")
+    table = report.table(f"{model}, one token of one request", *columns)
     for name, version, detailed in _versions(runner):
         steps = [partial(version.run, batch, HostSampling()) for batch in batches]
         times = [_step_milliseconds(step, runner.device, repeat) for step in steps]
         launches = _launches(steps[1], runner.device)
         alone = sum(launch.end - launch.start for launch in launches) / 1e3
-        rows.append([name, len(launches), *times, alone])
+        table.add(name, len(launches), *times, alone)
         if detailed:
-            details += [_kernels(name, launches), _layer(name, launches)]
-    settings: dict[str, Any] = {}
+            report.tables += [_kernels(name, launches), _layer(name, launches)]
     if runner.device.type == "cuda":
-        bandwidth = copy_bandwidth()
-        settings["copy_bytes_per_second"] = bandwidth
+        bandwidth = report.settings["copy_bytes_per_second"] = copy_bandwidth()
         floors = [_bytes_read(runner, length) / bandwidth * 1e3 for length in lengths]
-        rows.append([f"these bytes copied at {bandwidth / 1e12:.2f} TB/s", 0, *floors, floors[1]])
-        details.append(_graph_memory(runner))
-    columns = ["", "launches", *(f"ms, {length} tokens" for length in lengths), "kernels added up, ms"]
-    return Report("batch-one", settings, [Table(f"{model}, one token of one request", columns, rows), *details])
+        table.add(f"these bytes copied at {bandwidth / 1e12:.2f} TB/s", 0, *floors, floors[1])
+        report.tables.append(_graph_memory(runner))
+    return report
 
 
 def _versions(plain: ModelRunner) -> Iterator[tuple[str, ModelRunner, bool]]:
@@ -148,12 +146,11 @@ def _kernels(version: str, launches: Sequence[Launch]) -> Table:
     for launch in launches:
         times[launch.name].append(launch.end - launch.start)
     total = sum(map(sum, times.values()))
-    rows: list[list[Cell]] = [
-        [name, len(each), sum(each) / len(each), sum(each), 100 * sum(each) / total]
-        for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))
-    ]
     columns = ["kernel", "launches", "µs each", "µs in all", "% of all"]
-    return Table(f"kernels of a step: {version}", columns, rows)
+    table = Table(f"kernels of a step: {version}", columns)
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1])):
+        table.add(name, len(each), sum(each) / len(each), sum(each), 100 * sum(each) / total)
+    return table
 
 
 def _layer(version: str, launches: Sequence[Launch]) -> Table:
@@ -161,12 +158,12 @@ def _layer(version: str, launches: Sequence[Launch]) -> Table:
     begin, period = repetition([launch.name for launch in launches])
     pieces = [launches[start : start + period] for start in range(begin, len(launches) - period + 1, period)]
     layers = [piece for piece in pieces if [each.name for each in piece] == [each.name for each in pieces[0]]]
-    rows: list[list[Cell]] = []
+    table = Table(f"one layer in time: {version}", ["kernel", "from µs", "to µs"])
     for index in range(period):
         starts = [layer[index].start - layer[0].start for layer in layers]
         ends = [layer[index].end - layer[0].start for layer in layers]
-        rows.append([layers[0][index].name, statistics.median(starts), statistics.median(ends)])
-    return Table(f"one layer in time: {version}", ["kernel", "from µs", "to µs"], rows)
+        table.add(layers[0][index].name, statistics.median(starts), statistics.median(ends))
+    return table
 
 
 def repetition(names: Sequence[str]) -> tuple[int, int]:

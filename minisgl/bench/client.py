@@ -218,7 +218,7 @@ class Client:
     """Any number of users, with a connection for each request, which is given up after ``timeout`` seconds."""
 
     def __init__(self, address: ServerAddress, seed: int, timeout: float) -> None:
-        self._address = address
+        self.address = address
         self._seed = seed
         self._timeout = timeout
         self._unfinished: set[_Exchange] = set()
@@ -239,7 +239,7 @@ class Client:
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
+                reader, writer = await asyncio.open_connection(self.address.host, self.address.port)
                 writer.write(request)
                 end = await exchange.read(reader, planned.leave_after)
             writer.close()
@@ -261,7 +261,7 @@ class Client:
         return record
 
     def _request(self, planned: PlannedRequest) -> bytes:
-        address = self._address
+        address = self.address
         prompt = prompt_tokens(planned.index, planned.input_len, planned.blocks, address.vocab_size, self._seed)
         body = completion_body(address.model, prompt, planned.output_len, planned.stream, planned.malformed)
         head = (

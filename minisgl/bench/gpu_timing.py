@@ -28,10 +28,8 @@ def require_cuda(benchmark: str) -> None:
 def microseconds(calls: Sequence[Call], before: Call | None = None) -> float:
     """Median time of one call, when the GPU launches each as soon as the one before has ended.
 
-    Args:
-        calls: the same work on different buffers, taking turns; as many as `buffers_needed` says, so that the L2 cache
-            holds no more of a buffer than it would in a model.
-        before: launched in front of each measurement, and not timed.
+    The ``calls`` do the same work on different buffers; as many as `buffers_needed` says, so that the L2 cache holds no
+    more of a buffer than it would in a model. ``before`` is launched in front of each measurement, and not timed.
     """
     for call in calls:  # compiling and other first-time work happens now
         call()

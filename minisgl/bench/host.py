@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from statistics import median
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from minisgl.batch import Batch, NewRequest, PendingStep, StepResult, build_batch
-from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.workloads import make_engine
 from minisgl.distributed.control_plane import CONTROL_PLANES
 from minisgl.distributed.messages import Endpoint, StepReport, decode_batch, encode_batch
@@ -90,26 +90,24 @@ def run_host(
 
     Watched requests report every token, as streams and stop strings need; of the others only the end is reported.
     """
-    rows: list[list[Cell]] = []
-    targets: list[Target] = []
+    report = Report("host")
+    columns = ("requests", "running", "median, µs", "95th percentile, µs")
+    decode = report.table("host time of a decode step", *columns)
     for kind in ("unwatched", "watched"):
         medians = []
         for count in running:
             micros = _decode_micros(count, steps, page_size, kind == "watched")
             medians.append(median(micros))
-            rows.append([kind, count, medians[-1], float(np.percentile(micros, 95))])
+            decode.add(kind, count, medians[-1], float(np.percentile(micros, 95)))
         few, many, growth = running[0], running[-1], medians[-1] / medians[0]
-        targets += [
-            Target(f"decode step of {few} {kind} requests, ms", medians[0] / 1e3, 1.0, at_least=False),
-            Target(f"growth from {few} to {many} {kind} requests, ×", growth, many / few, at_least=False),
-        ]
-    prefill: list[list[Cell]] = [[requests, _prefill_micros(requests, prefix_len, page_size)] for requests in (1, 64)]
+        title = f"growth from {few} to {many} {kind} requests, ×"
+        step = Target(f"decode step of {few} {kind} requests, ms", medians[0] / 1e3, 1.0, at_least=False)
+        report.targets += [step, Target(title, growth, many / few, at_least=False)]
     prompt = f"{prefix_len} cached tokens and {_SUFFIX_LEN} more"
-    tables = [
-        Table("host time of a decode step", ["requests", "running", "median, µs", "95th percentile, µs"], rows),
-        Table(f"host time of a prefill, {prompt}", ["requests at once", "µs a request"], prefill),
-    ]
-    return Report("host", {}, tables, targets)
+    prefill = report.table(f"host time of a prefill, {prompt}", "requests at once", "µs a request")
+    for count in (1, 64):
+        prefill.add(count, _prefill_micros(count, prefix_len, page_size))
+    return report
 
 
 def _decode_micros(running: int, steps: int, page_size: int, watched: bool) -> list[float]:
@@ -121,27 +119,23 @@ def _decode_micros(running: int, steps: int, page_size: int, watched: bool) -> l
     for uid, length in enumerate(lengths.tolist()):
         prompt = rng.integers(_VOCAB, size=length, dtype=np.int32)
         loop.scheduler.add(_request(uid, prompt, output_len, watched))
-    _prefill_all(loop)
-    return [seconds * 1e6 for seconds in _decode_seconds(loop, running, steps)]
+    return [seconds * 1e6 for seconds in _decode_seconds(loop, running, steps, nullcontext())]
 
 
-def _prefill_all(loop: EngineLoop) -> None:
-    """Run steps until no request waits, and `_WARM_UP_STEPS` more."""
+def _decode_seconds(loop: EngineLoop, rows: int, steps: int, watched: AbstractContextManager[object]) -> list[float]:
+    """Seconds of so many steps, ``watched``, after all ``rows`` requests are prefilled and `_WARM_UP_STEPS` more."""
     while len(loop.scheduler.waiting):
         loop.step()
     for _ in range(_WARM_UP_STEPS):
         loop.step()
-
-
-def _decode_seconds(loop: EngineLoop, rows: int, steps: int) -> list[float]:
-    """Seconds that each of so many steps takes; all must decode ``rows`` requests."""
     seconds: list[float] = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        output = loop.step()
-        seconds.append(time.perf_counter() - start)
-        if (output.prefill_tokens, output.decode_tokens) != (0, rows):
-            raise AssertionError(f"not a decode step of {rows} requests")
+    with watched:
+        for _ in range(steps):
+            start = time.perf_counter()
+            output = loop.step()
+            seconds.append(time.perf_counter() - start)
+            if (output.prefill_tokens, output.decode_tokens) != (0, rows):
+                raise AssertionError(f"not a decode step of {rows} requests")
     return seconds
 
 
@@ -190,9 +184,10 @@ def run_overlap(
     """
     llm = make_engine(model, options)
     rng = random.Random(0)
-    measured: list[list[Cell]] = []
-    phases: list[list[Cell]] = []
-    targets: list[Target] = []
+    report = Report("overlap", {"input_len": _INPUT_LEN})
+    columns = ("rows", "overlap", "ms a step", "tokens/s", "device, ms", "device idle, %")
+    measured = report.table("decode steps", *columns)
+    phases = report.table("what the host does in a step, ms", "rows", "overlap", *_PHASES)
     for count in rows:
         repeats = {on: [_decode(llm, rng, on, count, steps) for _ in range(_REPEATS)] for on in _ON_OFF}
         seconds = {on: median(itertools.chain.from_iterable(runs)) for on, runs in repeats.items()}
@@ -200,26 +195,20 @@ def run_overlap(
         for on, trace in recordings.items():
             _decode(llm, rng, on, count, steps, trace=trace)
             spans = {name: [e.end - e.start for e in trace.events if e.name == name] for name in _PHASES}
-            phases.append([count, _ON_OFF[on], *(1e3 * median(each) for each in spans.values())])
+            phases.add(count, _ON_OFF[on], *(1e3 * median(each) for each in spans.values()))
         device = median(event.end - event.start for event in recordings[True].events if event.track == DEVICE)
         for on, step in seconds.items():
             idle = 100 * max(1 - device / step, 0.0)
-            measured.append([count, _ON_OFF[on], 1e3 * step, count / step, 1e3 * device, idle])
+            measured.add(count, _ON_OFF[on], 1e3 * step, count / step, 1e3 * device, idle)
         if llm.engine.device.type == "cuda":
             host = 1e3 * recordings[True].summary().host_median
-            targets.append(Target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False))
-    traces = {_ON_OFF[on]: trace.excerpt(steps // 2, _EXCERPT_STEPS) for on, trace in recordings.items()}
-    most = rows[-1]
-    slower: list[list[Cell]] = [
-        [ms, *(1e3 * median(_decode(llm, rng, on, most, steps, added=ms)) for on in _ON_OFF)] for ms in added
-    ]
-    columns = ["rows", "overlap", "ms a step", "tokens/s", "device, ms", "device idle, %"]
-    tables = [
-        Table("decode steps", columns, measured),
-        Table("what the host does in a step, ms", ["rows", "overlap", *_PHASES], phases),
-        Table(f"{most} rows and a slower host, ms a step", ["added to the host", "overlap off", "on"], slower),
-    ]
-    return Report("overlap", {"input_len": _INPUT_LEN}, tables, targets, traces=traces)
+            report.targets.append(Target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False))
+    report.traces.update({_ON_OFF[on]: trace.excerpt(steps // 2, _EXCERPT_STEPS) for on, trace in recordings.items()})
+    title = f"{rows[-1]} rows and a slower host, ms a step"
+    slower = report.table(title, "added to the host", "overlap off", "on")
+    for ms in added:
+        slower.add(ms, *(1e3 * median(_decode(llm, rng, on, rows[-1], steps, added=ms)) for on in _ON_OFF))
+    return report
 
 
 def _decode(
@@ -233,9 +222,8 @@ def _decode(
     for _ in range(rows):
         prompt = [rng.randint(0, llm.model_config.vocab_size - 1) for _ in range(_INPUT_LEN)]
         llm.scheduler.add(llm.prepare(prompt, params)[0].request)
-    _prefill_all(loop)
-    with nullcontext() if trace is None else recorded(trace, loop, llm.engine):
-        seconds = _decode_seconds(loop, rows, steps)
+    watched = nullcontext() if trace is None else recorded(trace, loop, llm.engine)
+    seconds = _decode_seconds(loop, rows, steps, watched)
     while llm.scheduler.has_work:
         loop.step()
     return seconds
@@ -263,15 +251,15 @@ def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     A process without a model or a GPU stands for each of the ``ranks``. It waits as `RankWorker` does and takes the
     time where a rank calls `Engine.launch`. Of each kind in `STEPS`, so many ``steps`` are sent.
     """
-    rows: list[list[Cell]] = []
+    columns = ("control plane", "step", "bytes", "ranks", "median", "95 %")
+    table = Table("from a step decided to the last rank that can launch it, µs", columns)
     for size in ranks:
         for plane in CONTROL_PLANES:
             for kind, batch in (("decode", decode_batch_of(256)), ("prefill", prefill_batch_of(8, 1024))):
                 taken = sorted(_plane_micros(plane, size, batch, steps))
-                cells = (median(taken), taken[int(0.95 * len(taken))])
-                rows.append([plane, kind, len(encode_batch(batch)), size, *cells])
-    columns = ["control plane", "step", "bytes", "ranks", "median", "95 %"]
-    return Table("from a step decided to the last rank that can launch it, µs", columns, rows)
+                times = (median(taken), taken[int(0.95 * len(taken))])
+                table.add(plane, kind, len(encode_batch(batch)), size, *times)
+    return table
 
 
 def _plane_micros(plane: str, size: int, batch: Batch, steps: int) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.exc import InductorError
@@ -42,7 +42,7 @@ from minisgl.layers.mlp import silu_and_mul as plain_silu_and_mul
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import RopeSettings, Rotary, rotate
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import Decoder
+from minisgl.models.decoder import CausalLM, Decoder
 from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
 from minisgl.models.loader import load_model
 
@@ -84,26 +84,24 @@ def run_kernels(tokens: Sequence[int] = (1, 256, 8192), repeat: int = 3) -> Repo
     require_cuda("kernels")
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
+        report = Report("kernels", {"dtype": "bfloat16", "copy_bytes_per_second": bandwidth})
+        title = f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s"
+        table = report.table(title, "kernel", "shape", "MB", "copied", "fused", "plain", "compiled")
         configs = _configs()
-        rows = [_measure(case, bandwidth, repeat) for case in _cases(configs.values(), tokens)]
-        experts = _experts_table(tokens, bandwidth, repeat)
-        few = [count for count in tokens if count <= 256]
-        layers = [_layer_table(name, config, count, repeat) for name, config in configs.items() for count in few]
-    columns = ["kernel", "shape", "MB", "copied", "fused", "plain", "compiled"]
-    largest = [row for row in rows if isinstance(row[2], float) and row[2] > 200]
-    reached = min((float(row[3]) / float(row[4]) for row in largest), default=0.0)
-    title = f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s"
-    return Report(
-        "kernels",
-        {"dtype": "bfloat16", "copy_bytes_per_second": bandwidth},
-        [Table(title, columns, rows), experts, *layers],
-        [Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True)],
-    )
+        for case in _cases(configs.values(), tokens):
+            table.add(case.kernel, case.shape, *_measure(case, bandwidth, repeat))
+        report.tables.append(_experts_table(tokens, bandwidth, repeat))
+        for name, config in configs.items():
+            report.tables += [_layer_table(name, config, count, repeat) for count in tokens if count <= 256]
+    shares = [float(row[3]) / float(row[4]) for row in table.rows if float(row[2]) > 200]
+    reached = min(shares, default=0.0)
+    report.targets.append(Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True))
+    return report
 
 
 def _configs() -> dict[str, ModelConfig]:
     """Stacks of a few layers of both models, with a small vocabulary."""
-    small = {"num_layers": _LAYERS, "sliding_windows": (None,) * _LAYERS, "vocab_size": 1024}
+    small: dict[str, Any] = {"num_layers": _LAYERS, "sliding_windows": (None,) * _LAYERS, "vocab_size": 1024}
     small |= {"max_position_embeddings": 4096, "tie_word_embeddings": True}
     with tempfile.TemporaryDirectory() as root:
         return {name: replace(ModelConfig.from_dir(model_dir(name, Path(root))), **small) for name in FOR_ONE_GPU}
@@ -119,8 +117,6 @@ def _measure(case: KernelCase, bandwidth: float, repeat: int) -> list[Cell]:
         return min(microseconds(calls) for _ in range(repeat))
 
     return [
-        case.kernel,
-        case.shape,
         bytes_moved / 1e6,
         bytes_moved / bandwidth * 1e6,
         fastest([fused for fused, _, _ in inputs]),
@@ -238,7 +234,9 @@ def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Tabl
     fused = FusedExperts(plain)
     left, right = _random(_SQUARE, _SQUARE), _random(_SQUARE, _SQUARE)
     flops_per_second = 2 * _SQUARE**3 / (microseconds([lambda: left @ right]) * 1e-6)
-    rows: list[list[Cell]] = []
+    speeds = f"{bandwidth / 1e12:.2f} TB/s, {flops_per_second / 1e12:.0f} TFLOP/s"
+    title = f"{_TOP_K} of {_NUM_EXPERTS} experts a token, µs, and the limit at {speeds}"
+    table = Table(title, ["tokens", "MB of weights", "limit", "fused", "plain"])
     for count in tokens:
         inputs = list(_expert_inputs(count))
         touched = int(inputs[0][1].unique().numel()) * _EXPERT_WEIGHTS * _DTYPE.itemsize
@@ -247,10 +245,8 @@ def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Tabl
         plain_calls: list[Call] = [partial(plain, *each) for each in inputs]
         fused_time = min(microseconds(fused_calls) for _ in range(repeat))
         plain_time = min(eager_microseconds(plain_calls) for _ in range(repeat))
-        rows.append([count, touched / 1e6, limit, fused_time, plain_time])
-    speeds = f"{bandwidth / 1e12:.2f} TB/s, {flops_per_second / 1e12:.0f} TFLOP/s"
-    title = f"{_TOP_K} of {_NUM_EXPERTS} experts a token, µs, and the limit at {speeds}"
-    return Table(title, ["tokens", "MB of weights", "limit", "fused", "plain"], rows)
+        table.add(count, touched / 1e6, limit, fused_time, plain_time)
+    return table
 
 
 def _expert_inputs(tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -279,19 +275,19 @@ def _layer_table(name: str, config: ModelConfig, tokens: int, repeat: int) -> Ta
 
     A layer is the difference between a stack and one of half its height, divided by the layers between them.
     """
-    rows: list[list[Cell]] = []
+    table = Table(f"one layer of {name} but for attention, {tokens} tokens", ["", "µs", "launches"])
     choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in _FUSIONS)]
     for choice, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
         model = load_model("", config, config.dtype, _DEVICE, "dummy")
+        assert isinstance(model, CausalLM)
         fuse_layers(model, fusions)
         compiled = choice == "torch.compile"
         whole, half = (_layers_call(model.model, config, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
         times = [min(microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
         counts = [len(launched(call, _DEVICE)) for call in (whole, half)]
         between = _LAYERS - _LAYERS // 2
-        rows.append([choice, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between])
-    title = f"one layer of {name} but for attention, {tokens} tokens"
-    return Table(title, ["", "µs", "launches"], rows)
+        table.add(choice, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between)
+    return table
 
 
 def _layers_call(decoder: Decoder, config: ModelConfig, tokens: int, compiled: bool, layers: int) -> Call:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from minisgl.bench.gpu_timing import milliseconds
-from minisgl.bench.report import Cell, Report, Table
+from minisgl.bench.report import Cell, Report
 from minisgl.bench.workloads import FOR_ONE_GPU, WORKLOADS, free_memory, make_engine
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.llm import LLM
@@ -53,32 +53,42 @@ def run_preemption(
     options: Mapping[str, Any] = {},
 ) -> Report:
     """The first model under memory pressure; and for all, what it takes to bring a request's keys and values back."""
-    pressure = _under_pressure(models[0], pool_tokens, requests, options)
-    back = [row for model in models for row in _bring_back(model, lengths, options)]
+    report = Report("preemption", {"workload": WORKLOADS["mixed"].summary})
     columns = ["admission", "output tokens/s", "rows of a decode step, mean", "preemptions", "tokens computed again"]
     columns += ["first token, median s", "longest pause, s"]
     copies = ["copied back piece by piece, ms", "in one copy, ms", "copied out in one copy, ms"]
-    tables = [
-        Table(f"{models[0]}, {requests} requests in memory for {pool_tokens:,} tokens", columns, pressure),
-        Table("bringing a request back", ["model", "tokens", "MB", "computed again, ms", *copies], back),
-    ]
-    return Report("preemption", {"workload": WORKLOADS["mixed"].summary}, tables)
-
-
-def _under_pressure(model: str, pool_tokens: int, requests: int, options: Mapping[str, Any]) -> list[list[Cell]]:
-    sizes = {"num_pages": pool_tokens // options.get("page_size", 16), "max_running_requests": min(requests, 128)}
-    llm = make_engine(model, {**sizes, **options})
+    pressure = report.table(f"{models[0]}, {requests} requests in memory for {pool_tokens:,} tokens", *columns)
+    page_size = options.get("page_size", 16)
+    sizes = {"num_pages": pool_tokens // page_size, "max_running_requests": min(requests, 128)}
+    llm = make_engine(models[0], {**sizes, **options})
     work = list(zip(*WORKLOADS["mixed"].requests(0, llm.model_config.vocab_size), strict=True))[:requests]
     _compete(llm, CASES[-1], work[: requests // 8 + 1])  # compiles what is left to compile
-    rows = [[case.label, *_compete(llm, case, work)] for case in CASES]
+    for case in CASES:
+        pressure.add(case.label, *_compete(llm, case, work))
     del llm
     free_memory()
-    return rows
+    back = report.table("bringing a request back", "model", "tokens", "MB", "computed again, ms", *copies)
+    one, longest = SamplingParams(temperature=0.0, max_tokens=1), max(lengths) + 64
+    sizes = {"num_pages": 2 * longest // page_size, "max_seq_len": longest, "max_running_requests": 4}
+    for model in models:
+        llm = make_engine(model, {"prefix_cache": "none", "enforce_eager": True, **sizes, **options})
+        for length in lengths:
+            prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
+            prefills = (partial(llm.generate, [prompt], one) for prompt in prompts.tolist())
+            computed = milliseconds(prefills, llm.engine.device)
+            back.add(model, length, length / page_size * llm.engine.page_bytes / 1e6, computed, *_copying(llm, length))
+        del prefills, llm
+        free_memory()
+    return report
 
 
 def _compete(llm: LLM, case: AdmissionCase, work: Sequence[tuple[list[int], SamplingParams]]) -> list[Cell]:
     """Serve all requests, which arrive at once, with an empty memory and this admission policy."""
-    _renew(llm, case)
+    table = RunningTable(llm.config.max_running_requests, llm.max_seq_len)
+    cache = select_prefix_cache(case.prefix_cache)(llm.config.page_size)
+    memory, policies = KVMemory(llm.engine.num_pages, table, cache), Policies.named(admission_policy=case.admission)
+    llm.scheduler = Scheduler(table, memory, policies, llm.config.max_prefill_tokens)
+    llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
     wanted = [each.max_tokens or 0 for _, each in work]
     most = max(wanted)
     found: list[Request] = []
@@ -113,32 +123,6 @@ def _compete(llm: LLM, case: AdmissionCase, work: Sequence[tuple[list[int], Samp
         statistics.median(stamps[0] - start for stamps in times.values()),
         float(max(np.diff(stamps, prepend=stamps[0]).max() for stamps in times.values())),
     ]
-
-
-def _renew(llm: LLM, case: AdmissionCase) -> None:
-    """Give the engine a scheduler with an empty memory and other policies."""
-    table = RunningTable(llm.config.max_running_requests, llm.max_seq_len)
-    cache = select_prefix_cache(case.prefix_cache)(llm.config.page_size)
-    memory = KVMemory(llm.engine.num_pages, table, cache)
-    policies = Policies.named(admission_policy=case.admission)
-    llm.scheduler = Scheduler(table, memory, policies, llm.config.max_prefill_tokens)
-    llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
-
-
-def _bring_back(model: str, lengths: Sequence[int], options: Mapping[str, Any]) -> list[list[Cell]]:
-    page_size, longest = options.get("page_size", 16), max(lengths) + 64
-    room = {"num_pages": 2 * longest // page_size, "max_seq_len": longest, "max_running_requests": 4}
-    llm = make_engine(model, {"prefix_cache": "none", "enforce_eager": True, **room, **options})
-    one = SamplingParams(temperature=0.0, max_tokens=1)
-    rows: list[list[Cell]] = []
-    for length in lengths:
-        prompts = np.random.default_rng(length).integers(llm.model_config.vocab_size, size=(_REPEATS + 1, length))
-        prefills = [partial(llm.generate, [prompt], one) for prompt in prompts.tolist()]
-        computed = milliseconds(prefills, llm.engine.device)
-        rows.append([model, length, length / page_size * llm.engine.page_bytes / 1e6, computed, *_copying(llm, length)])
-    del prefills, llm
-    free_memory()
-    return rows
 
 
 def _copying(llm: LLM, length: int) -> tuple[float, float, float]:

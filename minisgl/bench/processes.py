@@ -33,7 +33,7 @@ import psutil
 
 from minisgl.bench.client import Client, Outcome, RequestRecord, closed_loop
 from minisgl.bench.load import PlannedRequest, prompt_tokens
-from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.server import ProcessTree, RunningServer, ServedModel, ServerFailed, poll, served_model, server
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
@@ -83,8 +83,9 @@ def run_overhead(
 ) -> Report:
     """Both times and their difference for each number of streams, and where the processor time went."""
     waves = Waves(streams, output_len, repeat)
-    rows: list[list[Cell]] = []
-    processes: list[list[Cell]] = []
+    report = Report("api", asdict(waves))
+    batch = report.table("a token batch, ms", "streams", _ENGINE, "served", "outside the engine")
+    processes = report.table("processor time of a token batch", "streams", "process", "ms", "µs a token")
     added: dict[int, float] = {}
     messages: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -96,15 +97,13 @@ def run_overhead(
             alone, alone_cpu = _engine_alone(served, room, count, waves)
             over_http, cpu = _served(served, room, count, waves, root, start_timeout)
             added[count] = over_http - alone
-            rows.append([count, alone, over_http, added[count]])
+            batch.add(count, alone, over_http, added[count])
             if _SCHEDULER in cpu:
                 messages[count] = cpu[_SCHEDULER] - alone_cpu
-            processes += [[count, kind, ms, ms / count * 1e3] for kind, ms in {_ENGINE: alone_cpu, **cpu}.items()]
-    tables = [
-        Table("a token batch, ms", ["streams", _ENGINE, "served", "outside the engine"], rows),
-        Table("processor time of a token batch", ["streams", "process", "ms", "µs a token"], processes),
-    ]
-    return Report("api", asdict(waves), tables, overhead_targets(added, messages))
+            for kind, ms in {_ENGINE: alone_cpu, **cpu}.items():
+                processes.add(count, kind, ms, ms / count * 1e3)
+    report.targets += overhead_targets(added, messages)
+    return report
 
 
 def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> list[Target]:
@@ -220,9 +219,8 @@ def run_faults(
     others = [kill(kind, restart=False) for kind in first.kinds[1:]]
     restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
     results = [*others, first, *restarted]
-    return Report(
-        "faults", {"input_len": _INPUT_LEN}, [request_table(results), server_table(results)], fault_targets(results)
-    )
+    tables = [request_table(results), server_table(results)]
+    return Report("faults", {"input_len": _INPUT_LEN}, tables, fault_targets(results))
 
 
 def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
@@ -316,18 +314,20 @@ def request_table(results: Sequence[KillResult]) -> Table:
     """How the requests in flight ended, for each kill."""
     counts = [Counter(record.outcome for record in each.records) for each in results]
     seen = [outcome for outcome in Outcome if any(count[outcome] for count in counts)]
-    rows: list[list[Cell]] = [
-        [each.name, len(each.records), *(count[outcome] for outcome in seen), "–" if each.told is None else each.told]
-        for each, count in zip(results, counts, strict=True)
-    ]
     columns = ["killed", "in flight", *seen, "until the last one knew, s"]
-    return Table("what happened to the requests in flight", columns, rows)
+    table = Table("what happened to the requests in flight", columns)
+    for each, count in zip(results, counts, strict=True):
+        told = "–" if each.told is None else each.told
+        table.add(each.name, len(each.records), *(count[outcome] for outcome in seen), told)
+    return table
 
 
 def server_table(results: Sequence[KillResult]) -> Table:
     """How the server ended or went on, for each kill."""
-    rows = [[each.name, each.server, each.seconds, ", ".join(each.left) or "nothing"] for each in results]
-    return Table("what happened to the server", ["killed", "server", "that took, s", "left behind"], rows)
+    table = Table("what happened to the server", ["killed", "server", "that took, s", "left behind"])
+    for each in results:
+        table.add(each.name, each.server, each.seconds, ", ".join(each.left) or "nothing")
+    return table
 
 
 def fault_targets(results: Sequence[KillResult]) -> list[Target]:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +31,11 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: list[list[Cell]] = field(default_factory=list)
+
+    def add(self, *cells: Cell) -> None:
+        """Append a row."""
+        self.rows.append([*cells])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +61,28 @@ class Target:
         return f"{'at least' if self.at_least else 'at most'} {_format(self.limit)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
-    """The outcome of one benchmark."""
+    """The outcome of one benchmark, which fills it in."""
 
     benchmark: str  # its name
-    settings: dict[str, Any]  # what is needed to run it again
-    tables: Sequence[Table]  # results and goals
-    targets: Sequence[Target] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # what is needed to run it again, beside the options
+    tables: list[Table] = field(default_factory=list)  # results and goals
+    targets: list[Target] = field(default_factory=list)
     samples: dict[str, list[float]] = field(default_factory=dict)  # the single measurements behind the medians, by name
-    traces: Mapping[str, Trace] = field(default_factory=dict)  # of some of the steps, by name
+    traces: dict[str, Trace] = field(default_factory=dict)  # of some of the steps, by name
+
+    def table(self, title: str, *columns: str) -> Table:
+        """Add an empty table."""
+        self.tables.append(Table(title, columns))
+        return self.tables[-1]
 
     def show(self, console: Console) -> None:
         """Print the tables, and the targets as the last of them."""
-        targets = [[target.name, _format(target.value), target.aim, target.verdict] for target in self.targets]
-        for table in [*self.tables, Table("targets", ["", "measured", "target", ""], targets)]:
+        targets = Table("targets", ["", "measured", "target", ""])
+        for target in self.targets:
+            targets.add(target.name, target.value, target.aim, target.verdict)
+        for table in [*self.tables, targets]:
             drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
             for index, column in enumerate(table.columns):
                 drawn.add_column(column, justify="left" if index == 0 else "right")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,7 +19,6 @@ from minisgl.bench.client import (
     ClientMonitor,
     Outcome,
     RequestRecord,
-    ServerAddress,
     closed_loop,
     monitor_client,
     open_loop,
@@ -192,7 +191,11 @@ def run_serve(
     slo = SLO(ttft_limit, tpot_limit)
     plans = [traffic.plan(load.rate, number) for number, load in enumerate(loads)]
     with running_server(url, model, options, vocab_size, start_timeout) as (address, tree):
-        runs = asyncio.run(_run_all(address, tree, seed, loads, plans, slo, timeout))
+        asyncio.run(_warm_up(Client(address, seed, timeout)))
+        runs: list[LoadRun] = []
+        for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
+            client = Client(address, seed + number, timeout)  # other prompts: those of the run before are cached
+            runs.append(asyncio.run(_run(client, tree, load, plan, slo)))
     settings: dict[str, Any] = {"model": address.model if url else model, **asdict(traffic), "trace": str(trace or "")}
     settings |= {"loads": [load._asdict() for load in loads], "limits_seconds": asdict(slo)}
     settings |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
@@ -206,26 +209,18 @@ def _range(name: str, values: Sequence[int]) -> Range:
     return values[0], values[-1]
 
 
-async def _run_all(
-    address: ServerAddress,
-    tree: ProcessTree | None,
-    seed: int,
-    loads: Sequence[LoadLevel],
-    plans: Sequence[list[PlannedRequest]],
-    slo: SLO,
-    timeout: float,
-) -> list[LoadRun]:
-    runs: list[LoadRun] = []
-    warm_up = [PlannedRequest(index, 16, 8) for index in range(_WARM_UP)]
-    await closed_loop(Client(address, seed, timeout), warm_up, _WARM_UP)
+async def _warm_up(client: Client) -> None:
+    await closed_loop(client, [PlannedRequest(index, 16, 8) for index in range(_WARM_UP)], _WARM_UP)
     await asyncio.sleep(_PAUSE)
-    for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
-        client = Client(address, seed + number, timeout)  # another seed: the last run's prompts in the cache don't help
-        watching = nullcontext() if tree is None else monitor_server(tree, address)
-        async with watching as watched, monitor_client(client) as monitor:
-            records = await (open_loop(client, plan) if load.users is None else closed_loop(client, plan, load.users))
-        runs.append(LoadRun(LoadSummary(load.label, records, slo), monitor, client.pieces, watched))
-    return runs
+
+
+async def _run(
+    client: Client, tree: ProcessTree | None, load: LoadLevel, plan: list[PlannedRequest], slo: SLO
+) -> LoadRun:
+    watching = nullcontext() if tree is None else monitor_server(tree, client.address)
+    async with watching as watched, monitor_client(client) as monitor:
+        records = await (open_loop(client, plan) if load.users is None else closed_loop(client, plan, load.users))
+    return LoadRun(LoadSummary(load.label, records, slo), monitor, client.pieces, watched)
 
 
 def all_targets(runs: Sequence[LoadRun]) -> list[Target]:
@@ -252,66 +247,55 @@ def all_targets(runs: Sequence[LoadRun]) -> list[Target]:
 
 def all_tables(runs: Sequence[LoadRun]) -> list[Table]:
     """A row for each load in every table, then a table of each server's processes."""
-    slo, percents = runs[0].summary.slo, ["p50", "p90", "p99"]
     seen = [outcome for outcome in Outcome if any(run.summary.outcomes[outcome] for run in runs)]
+    tables = {title: Table(title, ["load", *cells]) for title, cells in _cells(runs[0], seen).items()}
+    for run in runs:
+        for title, cells in _cells(run, seen).items():
+            tables[title].add(run.summary.load, *cells.values())
+    servers = [_server_table(run.summary.load, run.server) for run in runs if run.server is not None]
+    return [*tables.values(), *servers]
 
-    def table(title: str, columns: Sequence[str], cells: Callable[[LoadRun], Sequence[Cell]]) -> Table:
-        return Table(title, ["load", *columns], [[run.summary.load, *cells(run)] for run in runs])
 
-    def throughput(run: LoadRun) -> Sequence[Cell]:
-        of = run.summary
-        share = of.goodput / of.throughput if of.finished else 0.0
-        return [of.throughput, of.output_throughput, of.goodput, f"{share:.0%}"]
-
-    def answers(run: LoadRun) -> Sequence[Cell]:
-        wrong = sum(record.planned.malformed is not None for record in run.summary.records)
-        return [len(run.summary.records), wrong, *(run.summary.outcomes[outcome] for outcome in seen)]
-
-    def client(run: LoadRun) -> Sequence[Cell]:
-        of = run.client
-        piece: Cell = 1e6 * of.cpu / run.pieces if run.pieces else _NONE
-        late = [*_millis(of.delays, 99, 100), *_millis(run.summary.lateness, 99)]
-        return [of.cpu / of.seconds, piece, *late, of.in_flight / of.seconds, run.summary.little]
-
-    tables = [
-        table(
-            f"throughput; good is a first token in {slo.ttft:g} s and then {1e3 * slo.tpot:g} ms a token",
-            ["requests/s", "output tokens/s", "good requests/s", "good"],
-            throughput,
-        ),
-        table(
-            "percentiles, ms: time to first token (TTFT), and to the end (E2E), from when the request was due",
-            [*(f"TTFT {each}" for each in percents), *(f"E2E {each}" for each in percents)],
-            lambda run: [*_millis(run.summary.ttft, 50, 90, 99), *_millis(run.summary.latency, 50, 90, 99)],
-        ),
-        table(
-            "percentiles, ms: time per output token after the first (TPOT), between two pieces of an answer (ITL)",
-            [*(f"TPOT {each}" for each in percents), "ITL p50", "ITL p99", "ITL p99.9"],
-            lambda run: [*_millis(run.summary.tpot, 50, 90, 99), *_millis(run.summary.itl, 50, 99, 99.9)],
-        ),
-        table("what became of the requests", ["sent", "of them malformed", *seen], answers),
-        table(
-            "the client itself: CPU; ms that its clock and its sending were late; in flight, counted and by Little's "
-            "law",
-            ["share of a core", "µs a piece", "delay p99", "delay max", "late p99", "in flight", "Little"],
-            client,
-        ),
-    ]
-    return tables + [_server_table(run.summary.load, run.server) for run in runs if run.server is not None]
+def _cells(run: LoadRun, seen: Sequence[Outcome]) -> dict[str, dict[str, Cell]]:
+    """The row of a load in each table, by titles and columns."""
+    of, client = run.summary, run.client
+    good = f"good is a first token in {of.slo.ttft:g} s and then {1e3 * of.slo.tpot:g} ms a token"
+    from_due = "time to first token (TTFT), and to the end (E2E), from when the request was due"
+    between = "time per output token after the first (TPOT), between two pieces of an answer (ITL)"
+    lateness = "ms that its clock and its sending were late; in flight, counted and by Little's law"
+    share = of.goodput / of.throughput if of.finished else 0.0
+    wrong = sum(record.planned.malformed is not None for record in of.records)
+    piece: Cell = 1e6 * client.cpu / run.pieces if run.pieces else _NONE
+    throughput: dict[str, Cell] = {"requests/s": of.throughput, "output tokens/s": of.output_throughput}
+    itself = {
+        "share of a core": client.cpu / client.seconds,
+        "µs a piece": piece,
+        **_millis("delay", client.delays, 99),
+    }
+    itself["delay max"] = 1e3 * max(client.delays) if client.delays else _NONE
+    in_flight = {"in flight": client.in_flight / client.seconds, "Little": of.little}
+    return {
+        f"throughput; {good}": {**throughput, "good requests/s": of.goodput, "good": f"{share:.0%}"},
+        f"percentiles, ms: {from_due}": _millis("TTFT", of.ttft, 50, 90, 99) | _millis("E2E", of.latency, 50, 90, 99),
+        f"percentiles, ms: {between}": _millis("TPOT", of.tpot, 50, 90, 99) | _millis("ITL", of.itl, 50, 99, 99.9),
+        "what became of the requests": {
+            **{"sent": len(of.records), "of them malformed": wrong},
+            **{outcome: of.outcomes[outcome] for outcome in seen},
+        },
+        f"the client itself: CPU; {lateness}": {**itself, **_millis("late", of.lateness, 99), **in_flight},
+    }
 
 
 def _server_table(load: str, server: ServerMonitor) -> Table:
     kinds = {kind: [sample.get(kind, 0) for sample in server.resident] for kind in server.tree.kinds.values()}
-    rows: list[list[Cell]] = [
-        [kind, *_memory(server, memory), server.before.get(kind, 0), server.after.get(kind, 0)]
-        for kind, memory in kinds.items()
-    ]
-    rows.append(["all", *_memory(server, server.total), sum(server.before.values()), sum(server.after.values())])
     gauges = server.gauges
     left = f"{gauges.running + gauges.waiting} requests, {gauges.used_pages} pages" if gauges else "not told by it"
-    title = f"server's processes, {load}; in use at the end: {left}"
     columns = ["process", "MiB before", "at half", "at the end", "growth in 2nd half", "files before", "after"]
-    return Table(title, columns, rows)
+    table = Table(f"server's processes, {load}; in use at the end: {left}", columns)
+    for kind, memory in kinds.items():
+        table.add(kind, *_memory(server, memory), server.before.get(kind, 0), server.after.get(kind, 0))
+    table.add("all", *_memory(server, server.total), sum(server.before.values()), sum(server.after.values()))
+    return table
 
 
 def _memory(server: ServerMonitor, values: Sequence[int]) -> list[Cell]:
@@ -322,6 +306,7 @@ def _memory(server: ServerMonitor, values: Sequence[int]) -> list[Cell]:
     return [values[0] / _MIB, half / _MIB, values[-1] / _MIB, _NONE if growth is None else growth / _MIB]
 
 
-def _millis(values: Sequence[float], *percents: float) -> list[Cell]:
+def _millis(name: str, values: Sequence[float], *percents: float) -> dict[str, Cell]:
     found = percentiles(values, *percents)
-    return [_NONE] * len(percents) if found is None else [1e3 * value for value in found]
+    times: Sequence[Cell] = [_NONE] * len(percents) if found is None else [1e3 * value for value in found]
+    return {f"{name} p{percent:g}": time for percent, time in zip(percents, times, strict=True)}

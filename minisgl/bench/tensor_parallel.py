@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from minisgl.bench.gpu_timing import Call, microseconds
 from minisgl.bench.host import STEPS, measure_planes
-from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.report import Cell, Report, Target
 from minisgl.bench.workloads import NAMES, WORKLOADS, measure_workloads
 from minisgl.errors import ConfigError
 
@@ -86,30 +86,23 @@ def run_tp(
     titles = [case.title for case in cases]
     if len(set(titles)) < len(titles):
         raise ConfigError(f"run: {max(titles, key=titles.count)} is there more than once; give it one repeat")
-    samples: dict[str, list[float]] = {}
-    targets: list[Target] = []
+    summaries = {name: WORKLOADS[name].summary for name in workloads}
+    report = Report("tp", {"runs": [structs.asdict(case) for case in cases], "workloads": summaries | STEPS})
     medians: dict[tuple[ParallelRun, str], float] = {}
     # A single rank is an engine in this process, which then keeps some of the first GPU for itself: it comes last.
     for case in sorted(cases, key=lambda case: -case.ranks):
         how = {**options, "tensor_parallel_size": case.ranks, "all_reduce": case.all_reduce}
         for name, values in measure_workloads(case.model, how, workloads, case.repeat).items():
             title = f"{case.title}, {name}, {WORKLOADS[name].unit}"
-            samples[title], medians[case, name] = values, statistics.median(values)
+            report.samples[title], medians[case, name] = values, statistics.median(values)
             # Targets are about the engine as it comes, on the machine that they were set for.
             aim = TARGETS.get((case.model, case.ranks, name)) if case.all_reduce == "auto" else None
             if aim is not None and torch.cuda.is_available():
-                targets.append(Target(title, medians[case, name], aim, WORKLOADS[name].more_is_better))
+                report.targets.append(Target(title, medians[case, name], aim, WORKLOADS[name].more_is_better))
     sizes = planes or sorted({case.ranks for case in cases})
-    tables = [_workload_table(cases, workloads, medians), measure_planes([size for size in sizes if size > 1], steps)]
-    summaries = {name: WORKLOADS[name].summary for name in workloads}
-    settings = {"runs": [structs.asdict(case) for case in cases], "workloads": summaries | STEPS}
-    return Report("tp", settings, tables, targets, samples)
-
-
-def _workload_table(
-    cases: Sequence[ParallelRun], workloads: Sequence[str], medians: Mapping[tuple[ParallelRun, str], float]
-) -> Table:
-    rows: list[list[Cell]] = []
+    columns = ("model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %")
+    table = report.table("workloads", *columns)
+    report.tables.append(measure_planes([size for size in sizes if size > 1], steps))
     for model in dict.fromkeys(case.model for case in cases):
         of_model = sorted((case for case in cases if case.model == model), key=lambda case: case.ranks)
         for name in workloads:
@@ -118,9 +111,8 @@ def _workload_table(
                 median, workload = medians[case, name], WORKLOADS[name]
                 share = "–" if alone is None else scaling_efficiency(alone, median, case.ranks, workload.more_is_better)
                 sums = case.all_reduce if case.ranks > 1 else "–"
-                rows.append([model, name, case.ranks, sums, median, workload.unit, share])
-    columns = ["model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %"]
-    return Table("workloads", columns, rows)
+                table.add(model, name, case.ranks, sums, median, workload.unit, share)
+    return report
 
 
 def scaling_efficiency(alone: float, together: float, ranks: int, more_is_better: bool) -> float:
@@ -135,11 +127,22 @@ def run_all_reduce(ranks: Sequence[int] = (2, 4)) -> Report:
     if max(ranks) > devices:
         raise ConfigError(f"ranks: {max(ranks)} ranks need as many CUDA devices, and there are {devices} here")
     times = {size: _run_ranks(size) for size in ranks}
-    tables = [table for size in ranks for table in _all_reduce_tables(size, times[size])]
-    one_row = {f"µs, one row, {size} ranks": times[size]["one shot"]["1"] for size in ranks}
-    targets = [Target(title, micros, _ONE_ROW_MICROS, at_least=False) for title, micros in one_row.items()]
-    settings = {"width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)}
-    return Report("all-reduce", settings, [_crossings(times), *tables], targets)
+    report = Report("all-reduce", {"width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)})
+    title, *columns = "from how many KB it pays", "ranks", "two shots", "norm in the same kernel", "NCCL"
+    crossings = report.table(title, *columns)
+    for size, micros in times.items():
+        ours = {rows: min(micros["one shot"].get(rows, two), two) for rows, two in micros["two shots"].items()}
+        two_shots = crossing(micros["one shot"], micros["two shots"])
+        one_kernel = crossing(micros["peer memory, then norm"], micros["one kernel"])
+        crossings.add(size, two_shots, one_kernel, crossing(ours, micros["NCCL"]))
+        for title, ways in (("all-reduce", _WAYS), ("all-reduce, residual addition and RMSNorm", _NORMS)):
+            table = report.table(f"{title}, {size} ranks, µs", "rows", "KB", *ways)
+            for count in ROWS:
+                if str(count) in micros[ways[0]]:
+                    table.add(count, count * WIDTH * 2 / 1e3, *(micros[way].get(str(count), "–") for way in ways))
+        title = f"µs, one row, {size} ranks"
+        report.targets.append(Target(title, micros["one shot"]["1"], _ONE_ROW_MICROS, at_least=False))
+    return report
 
 
 def _run_ranks(size: int) -> Times:
@@ -158,29 +161,6 @@ def _run_ranks(size: int) -> Times:
                 process.kill()
         times: Times = json.loads(Path(directory, "times.json").read_text(encoding="utf-8"))
         return times
-
-
-def _all_reduce_tables(size: int, times: Times) -> list[Table]:
-    tables = []
-    for title, ways in (("all-reduce", _WAYS), ("all-reduce, residual addition and RMSNorm", _NORMS)):
-        rows: list[Sequence[Cell]] = [
-            [count, count * WIDTH * 2 / 1e3, *(times[way].get(str(count), "–") for way in ways)]
-            for count in ROWS
-            if str(count) in times[ways[0]]
-        ]
-        tables.append(Table(f"{title}, {size} ranks, µs", ["rows", "KB", *ways], rows))
-    return tables
-
-
-def _crossings(times: Mapping[int, Times]) -> Table:
-    """From how many bytes another way is faster."""
-    rows: list[Sequence[Cell]] = []
-    for size, micros in times.items():
-        ours = {rows: min(micros["one shot"].get(rows, two), two) for rows, two in micros["two shots"].items()}
-        two_shots = crossing(micros["one shot"], micros["two shots"])
-        one_kernel = crossing(micros["peer memory, then norm"], micros["one kernel"])
-        rows.append([size, two_shots, one_kernel, crossing(ours, micros["NCCL"])])
-    return Table("from how many KB it pays", ["ranks", "two shots", "norm in the same kernel", "NCCL"], rows)
 
 
 def crossing(before: Mapping[str, float], after: Mapping[str, float]) -> Cell:

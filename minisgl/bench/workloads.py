@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.report import Report, Table, Target
 from minisgl.llm import LLM
 from minisgl.models.hub import resolve_model
 from minisgl.sampling_params import SamplingParams
@@ -219,28 +219,24 @@ def run_offline(
     start: bool = False,
 ) -> Report:
     """Every workload on every model."""
-    rows: list[list[Cell]] = []
-    targets: list[Target] = []
-    samples: dict[str, list[float]] = {}
-    starts = _starts(models[0], options, targets) if start else []
+    report = Report("offline", {"workloads": {name: WORKLOADS[name].summary for name in workloads}})
+    table = report.table("workloads", "model", "workload", "median", "least", "most", "unit")
+    if start:
+        _measure_start(models[0], options, report)
     for model in models:
         for name, values in measure_workloads(model, options, workloads, repeat).items():
             workload, median = WORKLOADS[name], statistics.median(values)
             title = f"{model} {name}, {workload.unit}"
-            samples[title] = values
-            rows.append([model, name, median, min(values), max(values), workload.unit])
+            report.samples[title] = values
+            table.add(model, name, median, min(values), max(values), workload.unit)
             if (model, name) in TARGETS and torch.cuda.is_available():
-                targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
-    tables = [Table("workloads", ["model", "workload", "median", "least", "most", "unit"], rows)]
-    if start:
-        tables.append(Table("from an empty process to the first token", ["model", "kernels", "s"], starts))
-    summaries = {name: WORKLOADS[name].summary for name in workloads}
-    return Report("offline", {"workloads": summaries}, tables, targets, samples)
+                report.targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
+    return report
 
 
-def _starts(model: str, options: Mapping[str, Any], targets: list[Target]) -> list[list[Cell]]:
+def _measure_start(model: str, options: Mapping[str, Any], report: Report) -> None:
     """Seconds to the first token in a new process: first without any compiled kernel, then with all of them."""
-    rows: list[list[Cell]] = []
+    table = report.table("from an empty process to the first token", "model", "kernels", "s")
     code = f"from minisgl.bench.workloads import make_engine; make_engine({model!r}, {dict(options)!r})"
     with tempfile.TemporaryDirectory() as cache:
         folders = {name: f"{cache}/{name}" for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")}
@@ -248,31 +244,30 @@ def _starts(model: str, options: Mapping[str, Any], targets: list[Target]) -> li
             begin = time.perf_counter()
             subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **folders})
             seconds = time.perf_counter() - begin
-            rows.append([model, kernels, seconds])
+            table.add(model, kernels, seconds)
             if torch.cuda.is_available():
                 title = f"{model} first token, kernels {kernels}, s"
-                targets.append(Target(title, seconds, _START_TARGETS[kernels], at_least=False))
-    return rows
+                report.targets.append(Target(title, seconds, _START_TARGETS[kernels], at_least=False))
 
 
 def run_compare(model: str = "Qwen3-0.6B", workloads: Sequence[str] = NAMES, repeat: int = 3) -> Report:
     """Every workload with the optimisations of `LADDER` switched on one by one, beside other engines' results."""
-    rows: list[list[Cell]] = []
-    samples: dict[str, list[float]] = {}
+    report = Report("compare", {"ladder": [label for label, _ in LADDER]})
+    columns = ["", *(f"{name}, {WORKLOADS[name].unit}" for name in workloads)]
+    table = report.table(f"{model}, one optimisation after another", *columns)
     options = dict(ALL_OFF)
     for label, added in LADDER:
         options |= added
         values = measure_workloads(model, options, workloads, repeat)
-        samples |= {f"{label}: {name}": values[name] for name in workloads}
-        rows.append([label, *(statistics.median(values[name]) for name in workloads)])
-    columns = ["", *(f"{name}, {WORKLOADS[name].unit}" for name in workloads)]
-    tables = [Table(f"{model}, one optimisation after another", columns, rows)]
+        report.samples.update({f"{label}: {name}": values[name] for name in workloads})
+        table.add(label, *(statistics.median(values[name]) for name in workloads))
     if _REFERENCE.exists():
         reference = json.loads(_REFERENCE.read_text(encoding="utf-8"))
-        results = {engine["name"]: engine["results"].get(model) for engine in reference["engines"]}
-        others = [[name, *(found.get(each, "–") for each in workloads)] for name, found in results.items() if found]
-        tables.append(Table(f"other engines, {reference['hardware']}, {reference['date']}", columns, others))
-    return Report("compare", {"ladder": [label for label, _ in LADDER]}, tables, [], samples)
+        others = report.table(f"other engines, {reference['hardware']}, {reference['date']}", *columns)
+        for engine in reference["engines"]:
+            if found := engine["results"].get(model):
+                others.add(engine["name"], *(found.get(name, "–") for name in workloads))
+    return report
 
 
 def run_profile(
@@ -284,18 +279,21 @@ def run_profile(
         run_workload(llm, WORKLOADS[work], seed=1)
     if trace is not None:
         recording.export(trace)
-    title = f"{model} {work}"
+    report, title = Report("profile", {"workload": work}), f"{model} {work}"
     summary = recording.summary()
-    targets = [Target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False)]
+    host = summary.host_median * 1e3
+    report.targets.append(Target(f"{title}, host time a step, ms", host, 1.0, at_least=False))
     if summary.gpu_idle is not None:
         idle = summary.gpu_idle * 100
-        targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
-    return Report(
-        "profile", {"workload": work}, [_step_table(title, recording), _kernel_table(title, llm, work)], targets
-    )
+        report.targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
+    columns = ("step", "number", "device, ms in all", "device, median ms", "host, median ms")
+    _add_steps(report.table(f"{title}: steps", *columns), recording)
+    columns = ("kernel", "launches", "ms in all", "µs each", "% of the time")
+    _add_kernels(report.table(f"{title}: kernels", *columns), llm, work)
+    return report
 
 
-def _step_table(title: str, trace: Trace) -> Table:
+def _add_steps(table: Table, trace: Trace) -> None:
     """Kinds of steps: how many there were, and how long the device and the host took for one."""
     device: dict[int, tuple[str, float]] = {}
     host: defaultdict[int, float] = defaultdict(float)
@@ -307,17 +305,14 @@ def _step_table(title: str, trace: Trace) -> Table:
             device[step] = event.name, event.duration
         elif event.track == HOST and event.name != "wait":
             host[step] += event.duration
-    rows: list[list[Cell]] = []
     for kind in sorted({kind for kind, _ in device.values()}):
         steps = [step for step, (name, _) in device.items() if name == kind]
         on_device = [device[step][1] * 1e3 for step in steps]
         on_host = [host[step] * 1e3 for step in steps]
-        rows.append([kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host)])
-    columns = ["step", "number", "device, ms in all", "device, median ms", "host, median ms"]
-    return Table(f"{title}: steps", columns, rows)
+        table.add(kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host))
 
 
-def _kernel_table(title: str, llm: LLM, workload: str) -> Table:
+def _add_kernels(table: Table, llm: LLM, workload: str) -> None:
     """Kernels of the device (PyTorch's operators on a CPU), the most expensive first."""
     on_cuda = llm.engine.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
@@ -330,12 +325,9 @@ def _kernel_table(title: str, llm: LLM, workload: str) -> Table:
         for entry in profiler.key_averages()
     ]
     total = sum(micros for micros, _, _ in times)
-    rows: list[list[Cell]] = [
-        [name[:_NAME_LENGTH], count, micros / 1e3, micros / count, 100 * micros / total]
-        for micros, count, name in sorted(times, reverse=True)[:_KERNEL_ROWS]
-        if micros > 0
-    ]
-    return Table(f"{title}: kernels", ["kernel", "launches", "ms in all", "µs each", "% of the time"], rows)
+    for micros, count, name in sorted(times, reverse=True)[:_KERNEL_ROWS]:
+        if micros > 0:
+            table.add(name[:_NAME_LENGTH], count, micros / 1e3, micros / count, 100 * micros / total)
 
 
 def run_cpu(
@@ -359,27 +351,25 @@ def run_cpu(
         ids: Prompts = rng.integers(llm.model_config.vocab_size, size=(count, length)).tolist()
         return ids
 
-    rows: list[list[Cell]] = []
-    samples: dict[str, list[float]] = {}
-    for name, count in (("batch", requests), ("single", 1)):
-        seconds, agreeing = _race(ours, _transformers(model), partial(prompts, count, input_len), output_len, repeat)
-        samples |= {f"{name}_seconds": seconds[0], f"{name}_seconds_transformers": seconds[1]}
-        speeds = [count * output_len / statistics.median(each) for each in seconds]
-        rows.append([count, *speeds, speeds[0] / speeds[1], f"{agreeing} of {count * repeat}"])
-    cold, warm = _time_to_first_token(llm, prompts, prefix_len, repeat)
-    samples |= {"first_token_seconds_uncached": cold, "first_token_seconds_cached": warm}
-    uncached, cached = statistics.median(cold), statistics.median(warm)
+    report = Report("cpu", {"dtype": "float32"})
     title = f"generated tokens/s, {input_len} tokens in, {output_len} out"
-    tables = [Table(title, ["requests", "minisgl", "transformers", "ratio", "same output"], rows)]
+    table = report.table(title, "requests", "minisgl", "transformers", "ratio", "same output")
+    theirs = _transformers(model)
+    for name, count, goal in (("batch", requests, 1.5), ("single", 1, 1.0)):
+        seconds, agreeing = _race(ours, theirs, partial(prompts, count, input_len), output_len, repeat)
+        report.samples.update({f"{name}_seconds": seconds[0], f"{name}_seconds_transformers": seconds[1]})
+        speeds = [count * output_len / statistics.median(each) for each in seconds]
+        table.add(count, *speeds, speeds[0] / speeds[1], f"{agreeing} of {count * repeat}")
+        title = f"{count} request{'s' * (name == 'batch')}, × transformers"
+        report.targets.append(Target(title, speeds[0] / speeds[1], goal, at_least=True))
+    cold, warm = _time_to_first_token(llm, prompts, prefix_len, repeat)
+    report.samples.update({"first_token_seconds_uncached": cold, "first_token_seconds_cached": warm})
+    uncached, cached = statistics.median(cold), statistics.median(warm)
     title = f"time to first token, {prefix_len} tokens of prefix and {_SUFFIX_LEN} more"
-    columns = ["", "prefix uncached, ms", "prefix cached, ms", "cached / uncached"]
-    tables += [Table(title, columns, [["minisgl", uncached * 1e3, cached * 1e3, cached / uncached]])]
-    targets = [
-        Target(f"{requests} requests, × transformers", float(rows[0][3]), 1.5, at_least=True),
-        Target("1 request, × transformers", float(rows[1][3]), 1.0, at_least=True),
-        Target("first token, cached / uncached", cached / uncached, 0.2, at_least=False),
-    ]
-    return Report("cpu", {"dtype": "float32"}, tables, targets, samples)
+    table = report.table(title, "", "prefix uncached, ms", "prefix cached, ms", "cached / uncached")
+    table.add("minisgl", uncached * 1e3, cached * 1e3, cached / uncached)
+    report.targets.append(Target("first token, cached / uncached", cached / uncached, 0.2, at_least=False))
+    return report
 
 
 def _race(
