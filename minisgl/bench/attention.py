@@ -18,7 +18,7 @@ import torch
 from minisgl.attention.select import ATTENTION_BACKENDS, AttentionFactory, flashinfer_obstacle
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.batch import Batch, DeviceBatch, batch_arrays, build_batch, device_batch, to_device
-from minisgl.bench.gpu_timing import (
+from minisgl.bench.gpu import (
     Call,
     buffers_needed,
     copy_bandwidth,

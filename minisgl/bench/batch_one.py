@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from minisgl.batch import Batch, DeviceBatch, build_batch
-from minisgl.bench.gpu_timing import Call, copy_bandwidth, launched, milliseconds
+from minisgl.bench.gpu import Call, copy_bandwidth, launched, milliseconds
 from minisgl.bench.report import Report, Table
 from minisgl.bench.workloads import ALL_OFF, make_engine
 from minisgl.context import AttentionBackend

@@ -15,7 +15,7 @@ from torch._inductor.exc import InductorError
 
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.batch import Batch, DeviceBatch
-from minisgl.bench.gpu_timing import (
+from minisgl.bench.gpu import (
     Call,
     buffers_needed,
     copy_bandwidth,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from minisgl.bench.gpu_timing import milliseconds
+from minisgl.bench.gpu import milliseconds
 from minisgl.bench.report import Cell, Report
 from minisgl.bench.workloads import FOR_ONE_GPU, WORKLOADS, free_memory, make_engine
 from minisgl.kvcache.prefix import select_prefix_cache

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,7 @@ from minisgl.sampling_params import SamplingParams
 _TIMEOUT = 600.0  # seconds for one wave, and for the engine alone
 _LIMIT_MS = 1.0
 _LIMIT_STREAMS = 256  # the goal is a millisecond a token batch of this many streams
-_ENGINE = "engine alone"
-_SCHEDULER = "scheduler"
+_ELAPSED, _ENGINE, _SCHEDULER = "elapsed", "engine alone", "scheduler"
 _LOADED_TIMEOUT = 60.0  # seconds that all streams have to begin
 _ANSWER_TIMEOUT = 60.0  # seconds that a request has to end
 _END_TIMEOUT = 60.0  # seconds that the server has to end, or to serve again
@@ -62,15 +61,15 @@ class Waves:
     repeat: int  # pairs of waves; the median counts
     input_len: int = 16  # tokens of each prompt
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Output tokens of a short and of a long wave."""
-        return max(1, self.output_len // 4), self.output_len
-
-    def milliseconds(self, pairs: Sequence[tuple[float, float]]) -> float:
-        """Median time of a token batch, from seconds of pairs of a short and a long wave."""
-        short, long = self.lengths
-        return statistics.median(1e3 * (after - before) / (long - short) for before, after in pairs)
+    def milliseconds(self, streams: int, wave: Callable[[range, int, int], dict[str, float]]) -> dict[str, float]:
+        """Median times of a token batch, by name, from the seconds that `wave` says for indices, length and seed."""
+        lengths = (max(1, self.output_len // 4), self.output_len)
+        times: defaultdict[str, list[float]] = defaultdict(list)
+        for seed in range(self.repeat + 1):  # the first warms up
+            short, long = (wave(range(i * streams, (i + 1) * streams), lengths[i], seed) for i in range(2))
+            for name in long if seed > 0 else ():
+                times[name].append(1e3 * (long[name] - short[name]) / (lengths[1] - lengths[0]))
+        return {name: statistics.median(each) for name, each in times.items()}
 
 
 def run_overhead(
@@ -94,13 +93,15 @@ def run_overhead(
         for count in streams:
             pages = count * (-(-(waves.input_len + output_len) // 16) + 1)
             room = {**served.options, "max_running_requests": count, "num_pages": pages, **options}
-            alone, alone_cpu = _engine_alone(served, room, count, waves)
-            over_http, cpu = _served(served, room, count, waves, root, start_timeout)
+            times = _engine_alone(served, room, count, waves)
+            alone = times.pop(_ELAPSED)
+            times |= _served(served, room, count, waves, root, start_timeout)
+            over_http = times.pop(_ELAPSED)
             added[count] = over_http - alone
             batch.add(count, alone, over_http, added[count])
-            if _SCHEDULER in cpu:
-                messages[count] = cpu[_SCHEDULER] - alone_cpu
-            for kind, ms in {_ENGINE: alone_cpu, **cpu}.items():
+            if _SCHEDULER in times:
+                messages[count] = times[_SCHEDULER] - times[_ENGINE]
+            for kind, ms in times.items():
                 processes.add(count, kind, ms, ms / count * 1e3)
     report.targets += overhead_targets(added, messages)
     return report
@@ -121,7 +122,7 @@ def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) 
     return targets
 
 
-def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves) -> tuple[float, float]:
+def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves) -> dict[str, float]:
     """Milliseconds of a token batch without a server, elapsed and of processor time, in a process of its own."""
     call = f"run_engine_alone({model!r}, {dict(options)!r}, {streams}, {waves!r})"
     code = f"from minisgl.bench.processes import ServedModel, Waves, run_engine_alone; {call}"
@@ -131,61 +132,42 @@ def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, 
         raise ServerFailed(f"the engine alone took more than {_TIMEOUT:g} s; ask for fewer tokens") from error
     if done.returncode != 0:
         raise ServerFailed(f"the engine alone ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    elapsed, cpu = (waves.milliseconds(pairs) for pairs in json.loads(done.stdout.splitlines()[-1]))
-    return elapsed, cpu
+    times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return times
 
 
 def run_engine_alone(model: ServedModel, options: dict[str, Any], streams: int, waves: Waves) -> None:
-    """Print seconds of pairs of a short and a long wave, then of the processor, in JSON. A pair before warms up."""
+    """Print milliseconds of a token batch, from the first request to the last token and of processor time, in JSON."""
     llm = LLM(model.path, **options)
 
-    def wave(number: int, output_len: int, seed: int) -> tuple[float, float]:
-        indices = range(number * streams, (number + 1) * streams)
+    def wave(indices: range, output_len: int, seed: int) -> dict[str, float]:
         prompts = [prompt_tokens(index, waves.input_len, None, model.vocab_size, seed) for index in indices]
         begin, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
-        return time.perf_counter() - begin, time.process_time() - cpu
+        return {_ELAPSED: time.perf_counter() - begin, _ENGINE: time.process_time() - cpu}
 
-    pairs = [
-        [wave(number, length, seed) for number, length in enumerate(waves.lengths)] for seed in range(waves.repeat + 1)
-    ]
-    print(json.dumps([[(short[kind], long[kind]) for short, long in pairs[1:]] for kind in range(2)]))
+    print(json.dumps(waves.milliseconds(streams, wave)))
 
 
 def _served(
     model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves, root: Path, start_timeout: float
-) -> tuple[float, dict[str, float]]:
+) -> dict[str, float]:
     """Milliseconds of a token batch over HTTP, and of processor time by kind of process."""
-    elapsed: list[tuple[float, float]] = []
-    cpu: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     with server(model, options, root, start_timeout) as running:
         tree = ProcessTree(running.process.pid)
-        for seed in range(waves.repeat + 1):  # the first warms up
-            client = Client(running.address, seed, timeout=_TIMEOUT)
-            (short, short_cpu), (long, long_cpu) = (
-                _wave(client, tree, range(number * streams, (number + 1) * streams), waves.input_len, length)
-                for number, length in enumerate(waves.lengths)
-            )
-            if seed > 0:
-                elapsed.append((short, long))
-                for kind in long_cpu:
-                    cpu[kind].append((short_cpu[kind], long_cpu[kind]))
-    return waves.milliseconds(elapsed), {kind: waves.milliseconds(pairs) for kind, pairs in cpu.items()}
 
+        def wave(indices: range, output_len: int, seed: int) -> dict[str, float]:
+            plan = [PlannedRequest(index, waves.input_len, output_len) for index in indices]
+            before = tree.cpu_seconds()
+            records = asyncio.run(closed_loop(Client(running.address, seed, _TIMEOUT), plan, len(plan)))
+            after = tree.cpu_seconds()
+            failed = [record for record in records if not record.token_times]
+            if failed:
+                raise ServerFailed(f"a request of a wave has {failed[0].outcome}: {failed[0].message}")
+            seconds = max(record.ended for record in records) - min(record.sent for record in records)
+            return {_ELAPSED: seconds, **{kind: after[kind] - before.get(kind, 0.0) for kind in after}}
 
-def _wave(
-    client: Client, tree: ProcessTree, indices: range, input_len: int, output_len: int
-) -> tuple[float, dict[str, float]]:
-    """Seconds that a wave took, and seconds of processor time by kind of process."""
-    plan = [PlannedRequest(index, input_len, output_len) for index in indices]
-    before = tree.cpu_seconds()
-    records = asyncio.run(closed_loop(client, plan, len(plan)))
-    after = tree.cpu_seconds()
-    failed = [record for record in records if not record.token_times]
-    if failed:
-        raise ServerFailed(f"a request of a wave has {failed[0].outcome}: {failed[0].message}")
-    seconds = max(record.ended for record in records) - min(record.sent for record in records)
-    return seconds, {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+        return waves.milliseconds(streams, wave)
 
 
 class KillResult(NamedTuple):

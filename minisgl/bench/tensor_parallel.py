@@ -20,7 +20,7 @@ import torch.distributed as dist
 from msgspec import Meta, Struct, structs
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from minisgl.bench.gpu_timing import Call, microseconds
+from minisgl.bench.gpu import Call, microseconds
 from minisgl.bench.host import STEPS, measure_planes
 from minisgl.bench.report import Cell, Report, Target
 from minisgl.bench.workloads import NAMES, WORKLOADS, measure_workloads

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor.exc import InductorError
 
-from minisgl.bench.gpu_timing import buffers_needed, launched, microseconds
+from minisgl.bench.gpu import buffers_needed, launched, microseconds
 from minisgl.bench.kernels import _fails, run_kernels
 from minisgl.errors import ConfigError
 

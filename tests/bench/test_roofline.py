@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minisgl.batch import Batch, build_batch
+from minisgl.bench.gpu import Machine, Work, step_work
 from minisgl.bench.host import SimulatedDevice
-from minisgl.bench.roofline import Machine, Work, step_work
 from minisgl.bench.workloads import model_dir
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
