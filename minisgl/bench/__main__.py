@@ -65,7 +65,6 @@ HELP = {
     "options": "options of minisgl.llm.LLM, with values in JSON",
     "output_len": "tokens out: one number, or for a server the least and the most",
     "page_size": "tokens a page",
-    "planes": "ranks told over control planes; by default, as many as run",
     "pool_tokens": "tokens that the KV cache holds",
     "prefix_len": "tokens of the cached prefix",
     "ranks": "numbers of GPUs",
@@ -74,7 +73,6 @@ HELP = {
     "requests": "how many; for a server by default 100, or all of a trace",
     "rows": "numbers of running requests",
     "running": "numbers of running requests",
-    "runs": "an engine of its own in place of --model and --ranks: model=M ranks=N, [repeat=N] [all_reduce=NAME]",
     "seed": "of lengths, arrivals, faults and prompts",
     "start": "also measure the time to the first token",
     "start_timeout": "seconds that a server has to start",
@@ -104,8 +102,7 @@ def _name_and_value(text: str) -> tuple[str, Any]:
         return name, value
 
 
-_FLAGS = {"backends": "backend", "models": "model", "options": "set", "runs": "run", "workloads": "work"}
-_PAIRS: dict[str, Any] = {"nargs": "+", "type": _name_and_value, "metavar": "NAME=VALUE"}
+_FLAGS = {"backends": "backend", "models": "model", "options": "set", "workloads": "work"}
 _PARSING: dict[str, dict[str, Any]] = {
     "arrivals": {"metavar": ("KIND", "FILE")},
     "backends": {"nargs": "*"},
@@ -123,9 +120,7 @@ def _parsing(hint: Any) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is Mapping:
-        return _PAIRS
-    if get_origin(element) is Mapping:
-        return {"action": "append", **_PAIRS}
+        return {"nargs": "+", "type": _name_and_value, "metavar": "NAME=VALUE"}
     return {"type": hint} if element is None else {"nargs": "+", "type": element}
 
 
@@ -171,8 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(threads)
     if "options" in given:
         given["options"] = dict(given["options"])
-    if given.get("runs"):
-        given["runs"] = [dict(pairs) for pairs in given["runs"]]
     try:
         report = benchmark_function(benchmark)(**given)
     except (LoadError, ServerFailed) as error:

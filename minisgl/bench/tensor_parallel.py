@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -10,14 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-from msgspec import Meta, Struct, structs
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from minisgl.bench.gpu import Call, microseconds
@@ -47,28 +45,6 @@ Times = Mapping[str, Mapping[str, float]]
 """Microseconds by the way that was taken and the number of rows."""
 
 
-class ParallelRun(Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine, and how often each workload runs on it."""
-
-    model: str  # a name from `SHAPES`, which gets random weights, or what `minisgl.llm.LLM` takes
-    ranks: Annotated[int, Meta(ge=1)]  # that share it
-    repeat: Annotated[int, Meta(ge=1)]  # runs of each workload, with new prompts; the median counts
-    all_reduce: str = "auto"  # as in `EngineConfig`: ``"torch"`` between GPUs is NCCL alone. One rank adds up nothing
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> ParallelRun:
-        """From values by name; raises `ConfigError` if one is unknown, missing or wrong."""
-        try:
-            return msgspec.convert(dict(values), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"run: {error}; give model=M ranks=N, [repeat=N], [all_reduce=NAME]") from error
-
-    @property
-    def title(self) -> str:
-        sums = "" if self.all_reduce == "auto" else f", all_reduce {self.all_reduce}"
-        return f"{self.model} over {self.ranks}{sums}"
-
-
 def run_tp(
     models: Sequence[str] = ("Qwen3-14B", "Qwen3-32B"),
     ranks: Sequence[int] = (1, 2, 4),
@@ -76,42 +52,30 @@ def run_tp(
     repeat: int = 3,
     steps: int = 300,
     options: Mapping[str, Any] = {},
-    runs: Sequence[Mapping[str, Any]] | None = None,
-    planes: Sequence[int] | None = None,
 ) -> Report:
     """Every workload on every model over every number of ranks, and the time to send steps over each control plane."""
-    common = {"repeat": repeat, "all_reduce": options.get("all_reduce", "auto")}
-    wanted = runs or [{"model": model, "ranks": size} for model in models for size in ranks]
-    cases = [ParallelRun.of({**common, **each}) for each in wanted]
-    titles = [case.title for case in cases]
-    if len(set(titles)) < len(titles):
-        raise ConfigError(f"run: {max(titles, key=titles.count)} is there more than once; give it one repeat")
-    summaries = {name: WORKLOADS[name].summary for name in workloads}
-    report = Report("tp", {"runs": [structs.asdict(case) for case in cases], "workloads": summaries | STEPS})
-    medians: dict[tuple[ParallelRun, str], float] = {}
-    # A single rank is an engine in this process, which then keeps some of the first GPU for itself: it comes last.
-    for case in sorted(cases, key=lambda case: -case.ranks):
-        how = {**options, "tensor_parallel_size": case.ranks, "all_reduce": case.all_reduce}
-        for name, values in measure_workloads(case.model, how, workloads, case.repeat).items():
-            title = f"{case.title}, {name}, {WORKLOADS[name].unit}"
-            report.samples[title], medians[case, name] = values, statistics.median(values)
-            # Targets are about the engine as it comes, on the machine that they were set for.
-            aim = TARGETS.get((case.model, case.ranks, name)) if case.all_reduce == "auto" else None
-            if aim is not None and torch.cuda.is_available():
-                report.targets.append(Target(title, medians[case, name], aim, WORKLOADS[name].more_is_better))
-    sizes = planes or sorted({case.ranks for case in cases})
+    report = Report("tp", {"workloads": {name: WORKLOADS[name].summary for name in workloads} | STEPS})
     columns = ("model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %")
     table = report.table("workloads", *columns)
+    all_reduce = options.get("all_reduce", "auto")
+    medians: dict[tuple[str, int, str], float] = {}
+    sizes = sorted(set(ranks))
+    # A single rank is an engine in this process, which then keeps some of the first GPU for itself: it comes last.
+    for size, model in itertools.product(reversed(sizes), dict.fromkeys(models)):
+        how = {**options, "tensor_parallel_size": size}
+        for name, values in measure_workloads(model, how, workloads, repeat).items():
+            workload, median = WORKLOADS[name], statistics.median(values)
+            title = f"{model} over {size}, {name}, {workload.unit}"
+            report.samples[title], medians[model, size, name] = values, median
+            # Targets are about the engine as it comes, on the machine that they were set for.
+            aim = TARGETS.get((model, size, name)) if all_reduce == "auto" else None
+            if aim is not None and torch.cuda.is_available():
+                report.targets.append(Target(title, median, aim, workload.more_is_better))
+    for model, name, size in itertools.product(dict.fromkeys(models), workloads, sizes):
+        workload, median, alone = WORKLOADS[name], medians[model, size, name], medians.get((model, 1, name))
+        share = "–" if alone is None else scaling_efficiency(alone, median, size, workload.more_is_better)
+        table.add(model, name, size, all_reduce if size > 1 else "–", median, workload.unit, share)
     report.tables.append(measure_planes([size for size in sizes if size > 1], steps))
-    for model in dict.fromkeys(case.model for case in cases):
-        of_model = sorted((case for case in cases if case.model == model), key=lambda case: case.ranks)
-        for name in workloads:
-            alone = next((medians[case, name] for case in of_model if case.ranks == 1), None)
-            for case in of_model:
-                median, workload = medians[case, name], WORKLOADS[name]
-                share = "–" if alone is None else scaling_efficiency(alone, median, case.ranks, workload.more_is_better)
-                sums = case.all_reduce if case.ranks > 1 else "–"
-                table.add(model, name, case.ranks, sums, median, workload.unit, share)
     return report
 
 
@@ -166,7 +130,7 @@ def _run_ranks(size: int) -> Times:
 def crossing(before: Mapping[str, float], after: Mapping[str, float]) -> Cell:
     """KB from which ``after`` is faster, between the two sizes where the lines through the times meet; – if nowhere."""
     lead = [(int(rows), before[rows] - after[rows]) for rows in before if rows in after]
-    for (few, less), (many, more) in pairwise(lead):
+    for (few, less), (many, more) in itertools.pairwise(lead):
         if less <= 0 < more:
             return (few + (many - few) * less / (less - more)) * WIDTH * 2 / 1e3
     return "–" if not lead or lead[0][1] <= 0 else lead[0][0] * WIDTH * 2 / 1e3

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl.bench.host import decode_batch_of, prefill_batch_of
-from minisgl.bench.tensor_parallel import ParallelRun, run_tp, scaling_efficiency
-from minisgl.errors import ConfigError
+from minisgl.bench.tensor_parallel import scaling_efficiency
 from tests.bench.test_commands import bench, small_workloads
 from tests.model_zoo import tiny_checkpoint
 
@@ -46,42 +45,15 @@ def test_tp_runs_every_workload_over_every_number_of_ranks(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("small_workloads")
-def test_runs_have_repeats_and_sums_of_their_own(tmp_path: Path) -> None:
-    """And who is told over control planes does not depend on them."""
+def test_another_all_reduce_is_named_in_the_table(tmp_path: Path) -> None:
+    """And numbers of ranks that are given twice are measured once."""
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
-    runs = [f"--run model={model} ranks=1 repeat=2", f"--run model={model} ranks=2 all_reduce=ring"]
-    sizes = ["--work", "bs1", "--repeat", "1", "--planes", "1", "--steps", "5"]
-    record = bench(tmp_path, "tp", *" ".join(runs).split(), *sizes, *OPTIONS)
-    workloads, planes = record["tables"]
+    sizes = ["--ranks", "1", "2", "1", "--work", "bs1", "--repeat", "1", "--steps", "5"]
+    record = bench(tmp_path, "tp", "--model", str(model), *sizes, *OPTIONS, "all_reduce=ring")
+    workloads, _ = record["tables"]
     assert [row[2:4] for row in workloads["rows"]] == [[1, "–"], [2, "ring"]]
-    assert planes["rows"] == []
-    assert [(name, len(values)) for name, values in record["samples"].items()] == [
-        (f"{model} over 2, all_reduce ring, bs1, ms/token", 1),
-        (f"{model} over 1, bs1, ms/token", 2),  # the last, since it keeps some of the first GPU
-    ]
-    assert record["settings"]["runs"] == [
-        {"model": str(model), "ranks": 1, "repeat": 2, "all_reduce": "auto"},
-        {"model": str(model), "ranks": 2, "repeat": 1, "all_reduce": "ring"},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("values", "wrong"),
-    [
-        ({"model": "m", "ranks": 2}, "repeat"),
-        ({"model": "m", "ranks": 2, "repeat": 1, "sums": "torch"}, "sums"),
-        ({"model": "m", "ranks": "two", "repeat": 1}, "ranks"),
-        ({"model": "m", "ranks": 2, "repeat": 0}, "repeat"),
-    ],
-)
-def test_a_run_says_what_is_wrong_with_it(values: dict[str, object], wrong: str) -> None:
-    with pytest.raises(ConfigError, match=rf"run: [^;]*\b{wrong}\b"):
-        ParallelRun.of(values)
-
-
-def test_a_run_that_is_there_twice_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(ConfigError, match="m over 2 is there more than once"):
-        run_tp(["m"], [2, 1, 2], ["bs1"], 1, 5, {})
+    # The last is that of one rank, which keeps some of the first GPU.
+    assert list(record["samples"]) == [f"{model} over {ranks}, bs1, ms/token" for ranks in (2, 1)]
 
 
 def test_efficiency_is_of_what_as_many_ranks_could_do() -> None:
