@@ -23,26 +23,19 @@ from minisgl.bench.report import Report
 from minisgl.bench.server import ServerFailed
 from minisgl.bench.workloads import NAMES
 
-RESULTS = Path("benchmarks", "results")
 COMMANDS = {
     "cpu": ("workloads:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
     "host": ("host:run_host", "host time of the scheduler, with a model that computes nothing"),
     "kernels": ("kernels:run_kernels", "the fused GPU kernels against memory speed, plain PyTorch and torch.compile"),
     "batch-one": ("batch_one:run_batch_one", "one request alone: where each millisecond of a token goes"),
-    "all-reduce": (
-        "tensor_parallel:run_all_reduce",
-        "all-reduces between GPUs, by NCCL and over peer memory",
-    ),
+    "all-reduce": ("tensor_parallel:run_all_reduce", "all-reduces between GPUs, by NCCL and over peer memory"),
     "attention": ("attention:run_attention", "attention alone: every backend on the same decode and prefill steps"),
     "attention-steps": ("attention:run_attention_steps", "decode attention: what each idea behind its kernel buys"),
     "offline": ("workloads:run_offline", "whole workloads on one device, by default with random weights"),
     "compare": ("workloads:run_compare", "the same workloads with one optimisation switched on after another"),
     "profile": ("workloads:run_profile", "where the time of a workload goes, step by step and kernel by kernel"),
     "overlap": ("host:run_overlap", "decode steps with and without overlap, and with a host that is made slower"),
-    "preemption": (
-        "preemption:run_preemption",
-        "memory pressure: reserving or not, recomputing or copying",
-    ),
+    "preemption": ("preemption:run_preemption", "memory pressure: reserving or not, recomputing or copying"),
     "fp8": ("attention:run_fp8", "keys and values of eight bits: what they buy in memory and time"),
     "fp8-error": ("attention:run_fp8_error", "keys and values of eight bits: what they cost in precision, on a text"),
     "tp": ("tensor_parallel:run_tp", "tensor parallelism: the same workloads over more ranks, and the control planes"),
@@ -172,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{benchmark}: {error}")
     console = Console()
     report.show(console)
-    path = output or RESULTS / f"{benchmark}.json"
+    path = output or Path("benchmarks", "results", f"{benchmark}.json")
     report = replace(report, settings={**given, **report.settings})
     report.write(path, f"python -m minisgl.bench {shlex.join(arguments)}", load_average)
     console.print(f"written to {path}", soft_wrap=True)

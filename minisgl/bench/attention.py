@@ -18,14 +18,7 @@ import torch
 from minisgl.attention.select import ATTENTION_BACKENDS, AttentionFactory, flashinfer_obstacle
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.batch import Batch, DeviceBatch, batch_arrays, build_batch, device_batch, to_device
-from minisgl.bench.gpu import (
-    Call,
-    buffers_needed,
-    copy_bandwidth,
-    eager_microseconds,
-    microseconds,
-    require_cuda,
-)
+from minisgl.bench import gpu
 from minisgl.bench.report import Report, Target
 from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, run_workload
 from minisgl.context import AttentionBackend, AttentionSpec
@@ -99,13 +92,19 @@ def steps() -> list[Step]:
 
 def run_attention(backends: Sequence[str] = (), repeat: int = 3) -> Report:
     """Time each backend on each step, in the shapes of two models. Those that cannot run here are left out."""
-    require_cuda("attention")
-    names, left_out = _runnable(backends)
+    gpu.require_cuda("attention")
+    names, left_out = list(backends or ATTENTION_BACKENDS), dict[str, str]()
+    for name in names:
+        try:
+            _backend(name)(_small_cache())
+        except ConfigError as error:
+            left_out[name] = str(error)
+    names = [name for name in names if name not in left_out]
     each = [f"{name}, µs" for name in names]
     report = Report("attention", {"backends": names, "left_out": left_out, **_SETTINGS})
     mixed_share = 0.0
     with torch.inference_mode():
-        bandwidth = copy_bandwidth()
+        bandwidth = gpu.copy_bandwidth()
         for model, heads in _QUERY_HEADS.items():
             about = f"one layer of {model}, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}"
             columns = ("decode", "read once at copy speed, µs", *each, "fastest, × copy speed")
@@ -138,27 +137,16 @@ def _small_cache() -> KVCache:
     return KVCache(1, KV_HEADS, HEAD_DIM, 1, PAGE_SIZE, DTYPE, _DEVICE)
 
 
-def _runnable(backends: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The backends that can be built here, and why the others cannot."""
-    names, left_out = list(backends or ATTENTION_BACKENDS), dict[str, str]()
-    for name in names:
-        try:
-            _backend(name)(_small_cache())
-        except ConfigError as error:
-            left_out[name] = str(error)
-    return [name for name in names if name not in left_out], left_out
-
-
 def measure(step: Step, heads: int, make: AttentionFactory, repeat: int) -> float:
     """Microseconds that attention over stored keys takes in one layer with ``heads`` query heads, at best."""
-    backend, calls = attend_calls(step, heads, make, buffers_needed(step.kv_tokens * token_bytes()), _DEVICE)
-    time = microseconds if backend.capturable else eager_microseconds
+    backend, calls = attend_calls(step, heads, make, gpu.buffers_needed(step.kv_tokens * token_bytes()), _DEVICE)
+    time = gpu.microseconds if backend.capturable else gpu.eager_microseconds
     return min(time(calls) for _ in range(repeat))
 
 
 def attend_calls(
     step: Step, heads: int, make: AttentionFactory, layers: int, device: torch.device
-) -> tuple[PagedAttention, list[Call]]:
+) -> tuple[PagedAttention, list[gpu.Call]]:
     """A backend that has planned a step, and for each layer a call that attends."""
     cache, batch, inputs = paged(step, layers, device)
     cache.k.normal_()
@@ -210,7 +198,7 @@ def versions() -> dict[str, AttentionFactory]:
 
 def run_attention_steps(repeat: int = 3) -> Report:
     """Time each of `versions` on decode steps of Qwen3-0.6B, and two of them over more and more query heads."""
-    require_cuda("attention-steps")
+    gpu.require_cuda("attention-steps")
     factories = versions()
     obstacle = flashinfer_obstacle(_small_cache())
     if obstacle is None:
@@ -218,7 +206,7 @@ def run_attention_steps(repeat: int = 3) -> Report:
     decode = [step for step in steps() if step.decodes and step.shared == 0]
     report = Report("attention-steps", {**_SETTINGS, "left_out": {} if obstacle is None else {"flashinfer": obstacle}})
     with torch.inference_mode():
-        bandwidth = report.settings["copy_bytes_per_second"] = copy_bandwidth()
+        bandwidth = report.settings["copy_bytes_per_second"] = gpu.copy_bandwidth()
         for step in decode:
             moved = step.kv_tokens * token_bytes()
             copied = f"{moved / bandwidth * 1e6:.1f} µs at copy speed"
@@ -248,7 +236,7 @@ class TextScores(NamedTuple):
 
 
 def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048, window: int = 1024) -> Report:
-    """Score the same text with engines that round differently, and compare their predictions.
+    """Compare the predictions of engines that round differently, along the same text.
 
     All attention reads what is stored, so one pass over a text shows the error that decoding it would have.
     """
@@ -299,13 +287,13 @@ def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
 
 def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:
     """Attention alone and a whole workload, with keys and values of 16 and of 8 bits."""
-    require_cuda("fp8")
+    gpu.require_cuda("fp8")
     report, workload = Report("fp8", {"workload": WORKLOADS[work].summary}), WORKLOADS[work]
     heads = _QUERY_HEADS["0.6B"]
     columns = ("step", "eight bits read once at copy speed, µs", "bfloat16, µs", "eight bits, µs", "ratio")
     alone = report.table(f"attention of one layer, {heads} query and {KV_HEADS} KV heads of {HEAD_DIM}", *columns)
     with torch.inference_mode():
-        bandwidth = copy_bandwidth()
+        bandwidth = gpu.copy_bandwidth()
         for step in steps():  # those that are bound by what they read, and prefill steps that are not
             if step.shared or (step.decodes and len(step.fed) < 64):
                 continue
@@ -317,10 +305,10 @@ def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> 
     table = report.table(f"{model}, whole engine", "kv_dtype", "bytes a token", "tokens that fit", unit)
     for kv_dtype in ("auto", "fp8"):
         llm = make_engine(model, {"kv_dtype": kv_dtype})
-        values = [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
+        runs = (run_workload(llm, workload, seed) for seed in range(repeat))
+        values = report.samples[kv_dtype] = [run.value(workload) for run in runs]
         engine, page_size = llm.engine, llm.config.page_size
         token, room = engine.page_bytes // page_size, engine.num_pages * page_size
-        report.samples[kv_dtype] = values
         table.add(kv_dtype, token, room, statistics.median(values))
         del llm, engine
         free_memory()
@@ -328,13 +316,12 @@ def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> 
 
 
 def _wide(kv_cache: KVCache) -> AttentionBackend:
-    return resolve("backends", "triton", ATTENTION_BACKENDS)(kv_cache)
+    return _backend("triton")(kv_cache)
 
 
 def _over_eight_bits(kv_cache: KVCache) -> AttentionBackend:
     """The backend of `_wide` over the same keys and values, rounded."""
-    layers, pages = kv_cache.k.shape[:2]
-    device = kv_cache.k.device
+    (layers, pages), device = kv_cache.k.shape[:2], kv_cache.k.device
     narrow = KVCache(layers, KV_HEADS, HEAD_DIM, pages - 1, PAGE_SIZE, DTYPE, device, torch.float8_e4m3fn)
     narrow.k.copy_(kv_cache.k)
     narrow.v.copy_(kv_cache.v)

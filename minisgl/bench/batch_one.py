@@ -48,8 +48,7 @@ class NotCompiled:
     """An attention backend that torch.compile calls without tracing into it, as in vLLM's compiled models."""
 
     def __init__(self, attention: AttentionBackend) -> None:
-        self.capturable = attention.capturable
-        self.plan = attention.plan
+        self.capturable, self.plan = attention.capturable, attention.plan
         self.forward = torch.compiler.disable(attention.forward)
 
 
@@ -167,10 +166,7 @@ def _layer(version: str, launches: Sequence[Launch]) -> Table:
 
 
 def repetition(names: Sequence[str]) -> tuple[int, int]:
-    """Where a sequence begins to repeat itself, and its period, judged by its middle half.
-
-    A sequence that never repeats itself is one period, from the start.
-    """
+    """Where a sequence begins to repeat itself, and its period, judged by its middle half; else all of it."""
     middle = names[len(names) // 4 : 3 * len(names) // 4]
     period = next((p for p in range(1, len(middle) // 2 + 1) if middle[p:] == middle[:-p]), len(names))
     begin = len(names) // 4 if period < len(names) else 0

@@ -2,8 +2,7 @@
 
 It must not be what it measures. A thousand streams bring tens of thousands of pieces a second, and a full HTTP library
 takes longer for each than the server does. This client knows just the HTTP/1.1 that it needs (RFC 9112): one request a
-connection, and a response in chunks, of a known length, or until the connection ends. It notes the time of each piece
-and keeps the bytes, which are parsed after the end.
+connection, and a response in chunks, of a known length, or until its end. Bytes are parsed after the last has come.
 """
 
 from __future__ import annotations
@@ -232,15 +231,22 @@ class Client:
 
     async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
         """Send a request now, or late if it was ``due`` before, and wait for its end. No error is raised."""
-        request, exchange, sent = self._request(planned), _Exchange(), time.perf_counter()
+        address, seed = self.address, self._seed
+        prompt = prompt_tokens(planned.index, planned.input_len, planned.blocks, address.vocab_size, seed)
+        body = completion_body(address.model, prompt, planned.output_len, planned.stream, planned.malformed)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        exchange, sent = _Exchange(), time.perf_counter()
         record = RequestRecord(planned, sent if due is None else due, sent, sent, Outcome.TIMEOUT)
         self.in_flight += 1
         self._unfinished.add(exchange)
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                reader, writer = await asyncio.open_connection(self.address.host, self.address.port)
-                writer.write(request)
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(head.encode() + body)
                 end = await exchange.read(reader, planned.leave_after)
             writer.close()
         except TimeoutError:
@@ -259,16 +265,6 @@ class Client:
         else:
             record.outcome, record.message = _read_answer(record, exchange, end)
         return record
-
-    def _request(self, planned: PlannedRequest) -> bytes:
-        address = self.address
-        prompt = prompt_tokens(planned.index, planned.input_len, planned.blocks, address.vocab_size, self._seed)
-        body = completion_body(address.model, prompt, planned.output_len, planned.stream, planned.malformed)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        return head.encode() + body
 
 
 async def open_loop(client: Client, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def require_cuda(benchmark: str) -> None:
         raise ConfigError(f"{benchmark}: times of GPU kernels need a CUDA device, and there is none here")
 
 
-def microseconds(calls: Sequence[Call], before: Call | None = None) -> float:
+def microseconds(calls: Sequence[Call], before: Call = lambda: None) -> float:
     """Median time of one call, when the GPU launches each as soon as the one before has ended.
 
     The ``calls`` do the same work on different buffers; as many as `buffers_needed` says, so that the L2 cache holds no
@@ -53,20 +53,14 @@ def microseconds(calls: Sequence[Call], before: Call | None = None) -> float:
 
 def eager_microseconds(calls: Sequence[Call]) -> float:
     """Median time of one call of work that cannot be captured in a graph; the host's share is part of it."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return _median_micros(run, len(calls))
+    return _median_micros(lambda: [call() for call in calls], len(calls))
 
 
-def _median_micros(run: Call, calls: int, before: Call | None = None) -> float:
+def _median_micros(run: Call, calls: int, before: Call = lambda: None) -> float:
     times: list[float] = []
     for _ in range(_REPLAYS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        if before is not None:
-            before()
+        before()
         start.record()
         run()
         stop.record()
@@ -76,10 +70,9 @@ def _median_micros(run: Call, calls: int, before: Call | None = None) -> float:
 
 
 def buffers_needed(bytes_moved: int) -> int:
-    """How many sets of buffers `microseconds` should take turns through.
+    """How many sets of buffers `microseconds` should take turns through: as many as take up twice the L2 cache.
 
-    One, if a set takes at most a quarter of the L2 cache: a model finds the activations of a decode step there too.
-    Otherwise as many as take up twice the cache.
+    One, if a set takes at most a quarter of it: a model finds the activations of a decode step there too.
     """
     cache: int = torch.cuda.get_device_properties().L2_cache_size
     return 1 if bytes_moved <= cache // 4 else math.ceil(2 * cache / bytes_moved) + 1
@@ -116,17 +109,13 @@ def launched(call: Call, device: torch.device) -> list[FunctionEvent]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a kernel that flips the signs of a large tensor.
-
-    A plain copy is not launched as a kernel, and is slower in a graph.
-    """
+    """Bytes read and written per second by a kernel that flips signs, as a plain copy is slower in a graph."""
     source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (microseconds([lambda: torch.neg(source, out=target)]) * 1e-6)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Bytes to move (each once), floating-point operations, and the number of kernels that do it."""
 
     name: str
@@ -140,8 +129,7 @@ class Work:
         return self.flops / self.bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """A device in three numbers."""
 
     name: str  # of the device

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl.batch import Batch, NewRequest, PendingStep, StepResult, build_batch
+from minisgl.batch import Batch, NewRequest, PendingStep, StepLauncher, StepResult, build_batch
 from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.workloads import make_engine
 from minisgl.distributed.control_plane import CONTROL_PLANES
@@ -86,13 +86,9 @@ class SimulatedDevice(NullExecutor):
 def run_host(
     running: Sequence[int] = (256, 512, 1024, 2048), steps: int = 300, prefix_len: int = 2048, page_size: int = 16
 ) -> Report:
-    """Host time of decode steps by number of running requests, and of prefill by request.
-
-    Watched requests report every token, as streams and stop strings need; of the others only the end is reported.
-    """
+    """Host time of decode steps by running requests, watched (each token is reported) or not, and of prefill."""
     report = Report("host")
-    columns = ("requests", "running", "median, µs", "95th percentile, µs")
-    decode = report.table("host time of a decode step", *columns)
+    decode = report.table("host time of a decode step", "requests", "running", "median, µs", "95th percentile, µs")
     for kind in ("unwatched", "watched"):
         medians = []
         for count in running:
@@ -215,8 +211,7 @@ def _decode(
     llm: LLM, rng: random.Random, overlap: bool, rows: int, steps: int, added: float = 0.0, trace: Trace | None = None
 ) -> list[float]:
     """Seconds from the end of each timed step to the end of the next; all decode ``rows`` requests with new prompts."""
-    scheduler = cast(Scheduler, _SlowScheduler(llm.scheduler, added / 1e3)) if added else llm.scheduler
-    loop = EngineLoop(scheduler, llm.engine, depth=int(overlap))
+    loop = EngineLoop(llm.scheduler, _SlowExecutor(llm.engine, added / 1e3) if added else llm.engine, int(overlap))
     output_len = _WARM_UP_STEPS + steps + _SPARE_STEPS
     params = SamplingParams(temperature=0.6, max_tokens=output_len, ignore_eos=True)
     for _ in range(rows):
@@ -229,20 +224,17 @@ def _decode(
     return seconds
 
 
-class _SlowScheduler:
-    """A scheduler whose `schedule` takes ``seconds`` longer."""
+class _SlowExecutor:
+    """An `Executor` on which the host takes ``seconds`` longer to launch a step."""
 
-    def __init__(self, scheduler: Scheduler, seconds: float) -> None:
-        self._scheduler, self._seconds = scheduler, seconds
+    def __init__(self, executor: StepLauncher, seconds: float) -> None:
+        self._executor, self._seconds = executor, seconds
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-    def schedule(self) -> Batch | None:
+    def launch(self, batch: Batch) -> PendingStep:
         end = time.perf_counter() + self._seconds
         while time.perf_counter() < end:
             pass
-        return self._scheduler.schedule()
+        return self._executor.launch(batch)
 
 
 def measure_planes(ranks: Sequence[int], steps: int) -> Table:

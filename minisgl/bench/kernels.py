@@ -8,22 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._inductor.exc import InductorError
 
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.batch import Batch, DeviceBatch
-from minisgl.bench.gpu import (
-    Call,
-    buffers_needed,
-    copy_bandwidth,
-    eager_microseconds,
-    launched,
-    microseconds,
-    require_cuda,
-)
+from minisgl.bench import gpu
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.bench.workloads import FOR_ONE_GPU, model_dir
 from minisgl.context import AttentionSpec, ForwardContext, forward_context
@@ -66,35 +58,29 @@ _LAYERS = 4
 _FUSIONS = tuple(name for name in LAYER_FUSIONS if name != "experts")  # these layers have none
 
 Plain = Callable[..., object]
-Calls = tuple[Call, Plain, tuple[object, ...]]
+Calls = tuple[gpu.Call, Plain, tuple[object, ...]]
 """The fused call on fresh random inputs, and the plain function with its arguments."""
 
 
-class KernelCase(NamedTuple):
-    """One kernel on one shape."""
-
-    kernel: str  # its name
-    shape: str  # in words
-    elements: int  # that must be read or written, once each
-    calls: Callable[[], Calls]  # makes inputs
+KernelCase = tuple[str, str, int, Callable[[], Calls]]
+"""One kernel on one shape: both in words, the elements that must be read or written, and what makes the calls."""
 
 
 def run_kernels(tokens: Sequence[int] = (1, 256, 8192), repeat: int = 3) -> Report:
     """Every kernel on the shapes of two models, the experts of a third, then whole decoder layers."""
-    require_cuda("kernels")
+    gpu.require_cuda("kernels")
     with torch.inference_mode():
-        bandwidth = copy_bandwidth()
+        bandwidth = gpu.copy_bandwidth()
         report = Report("kernels", {"dtype": "bfloat16", "copy_bytes_per_second": bandwidth})
         title = f"one kernel, µs, and these bytes copied at {bandwidth / 1e12:.2f} TB/s"
         table = report.table(title, "kernel", "shape", "MB", "copied", "fused", "plain", "compiled")
         configs = _configs()
-        for case in _cases(configs.values(), tokens):
-            table.add(case.kernel, case.shape, *_measure(case, bandwidth, repeat))
+        for kernel, shape, elements, make in _cases(configs.values(), tokens):
+            table.add(kernel, shape, *_measure(elements * _DTYPE.itemsize, make, bandwidth, repeat))
         report.tables.append(_experts_table(tokens, bandwidth, repeat))
         for name, config in configs.items():
             report.tables += [_layer_table(name, config, count, repeat) for count in tokens if count <= 256]
-    shares = [float(row[3]) / float(row[4]) for row in table.rows if float(row[2]) > 200]
-    reached = min(shares, default=0.0)
+    reached = min((float(row[3]) / float(row[4]) for row in table.rows if float(row[2]) > 200), default=0.0)
     report.targets.append(Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True))
     return report
 
@@ -107,14 +93,13 @@ def _configs() -> dict[str, ModelConfig]:
         return {name: replace(ModelConfig.from_dir(model_dir(name, Path(root))), **small) for name in FOR_ONE_GPU}
 
 
-def _measure(case: KernelCase, bandwidth: float, repeat: int) -> list[Cell]:
+def _measure(bytes_moved: int, make: Callable[[], Calls], bandwidth: float, repeat: int) -> list[Cell]:
     torch._dynamo.reset()
-    bytes_moved = case.elements * _DTYPE.itemsize
-    inputs = [case.calls() for _ in range(buffers_needed(bytes_moved))]
+    inputs = [make() for _ in range(gpu.buffers_needed(bytes_moved))]
     compiled = torch.compile(inputs[0][1], dynamic=False)
 
-    def fastest(calls: list[Call]) -> float:
-        return min(microseconds(calls) for _ in range(repeat))
+    def fastest(calls: list[gpu.Call]) -> float:
+        return min(gpu.microseconds(calls) for _ in range(repeat))
 
     return [
         bytes_moved / 1e6,
@@ -142,13 +127,13 @@ def _cases(configs: Iterable[ModelConfig], tokens: Sequence[int]) -> Iterator[Ke
     for config in configs:
         hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads + 2 * config.num_kv_heads
         for n in tokens:
-            yield KernelCase("add + RMSNorm", f"{n} × {hidden}", 4 * n * hidden, partial(_norm, n, hidden))
+            yield "add + RMSNorm", f"{n} × {hidden}", 4 * n * hidden, partial(_norm, n, hidden)
             rope = partial(_rope, n, config.num_heads, config.num_kv_heads)
-            yield KernelCase("RoPE + store", f"{n} × {heads} heads", 2 * n * heads * _HEAD_DIM, rope)
-            yield KernelCase("SiLU·mul", f"{n} × {inner}", 3 * n * inner, partial(_activation, n, inner))
+            yield "RoPE + store", f"{n} × {heads} heads", 2 * n * heads * _HEAD_DIM, rope
+            yield "SiLU·mul", f"{n} × {inner}", 3 * n * inner, partial(_activation, n, inner)
     for n in (count for count in tokens if count <= 256):
         for name, temperature, top_k in _SAMPLES:
-            yield KernelCase(name, f"{n} × {_VOCAB}", n * _VOCAB, partial(_sampling, n, temperature, top_k))
+            yield name, f"{n} × {_VOCAB}", n * _VOCAB, partial(_sampling, n, temperature, top_k)
 
 
 def _random(*size: int) -> torch.Tensor:
@@ -196,10 +181,9 @@ def _activation(tokens: int, intermediate_size: int) -> Calls:
 def _sampling(rows: int, temperature: float, top_k: int | None) -> Calls:
     """With a ``top_k``, also top-p 0.9 of what it leaves, in every row.
 
-    Logits are read from memory twice then: for the maxima of the chunks, and for the draw. In between one program a row
-    searches, in about ten passes over 50 chunks of 128 tokens with top-k 50: predicted for an H200, 40 µs for one row
-    and 130 for 256. Without top-k, logits as flat as these are the worst case, about six passes over the whole row:
-    predicted, 350 µs for one row and 750 for 256.
+    Logits are read twice then: for the maxima of the chunks, and for the draw. In between one program a row searches,
+    with top-k 50 in about ten passes over 50 chunks of 128 tokens: predicted for an H200, 40 µs for one row and 130 for
+    256. Without top-k, six passes over the whole row, as logits as flat as these are the worst case: 350 µs and 750.
     """
     logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
     if temperature == 0.0:
@@ -231,32 +215,30 @@ def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Tabl
     plain = Experts(_NUM_EXPERTS, _EXPERTS_HIDDEN, _EXPERTS_INTERMEDIATE).to(_DEVICE, _DTYPE)
     for parameter in plain.parameters():
         parameter.normal_(std=0.02)
-    fused = FusedExperts(plain)
+    fused, one_expert = FusedExperts(plain), _EXPERT_WEIGHTS * _DTYPE.itemsize
     left, right = _random(_SQUARE, _SQUARE), _random(_SQUARE, _SQUARE)
-    flops_per_second = 2 * _SQUARE**3 / (microseconds([lambda: left @ right]) * 1e-6)
+    flops_per_second = 2 * _SQUARE**3 / (gpu.microseconds([lambda: left @ right]) * 1e-6)
     speeds = f"{bandwidth / 1e12:.2f} TB/s, {flops_per_second / 1e12:.0f} TFLOP/s"
     title = f"{_TOP_K} of {_NUM_EXPERTS} experts a token, µs, and the limit at {speeds}"
     table = Table(title, ["tokens", "MB of weights", "limit", "fused", "plain"])
     for count in tokens:
-        inputs = list(_expert_inputs(count))
-        touched = int(inputs[0][1].unique().numel()) * _EXPERT_WEIGHTS * _DTYPE.itemsize
+        weights = min(count * _TOP_K, _NUM_EXPERTS) * one_expert  # of a set, which leave the cache before its next turn
+        inputs = [_expert_inputs(count) for _ in range(gpu.buffers_needed(weights))]
+        touched = int(inputs[0][1].unique().numel()) * one_expert
         limit = max(touched / bandwidth, count * _TOP_K * 2 * _EXPERT_WEIGHTS / flops_per_second) * 1e6
-        fused_calls: list[Call] = [partial(fused, *each) for each in inputs]
-        plain_calls: list[Call] = [partial(plain, *each) for each in inputs]
-        fused_time = min(microseconds(fused_calls) for _ in range(repeat))
-        plain_time = min(eager_microseconds(plain_calls) for _ in range(repeat))
+        fused_calls: list[gpu.Call] = [partial(fused, *each) for each in inputs]
+        plain_calls: list[gpu.Call] = [partial(plain, *each) for each in inputs]
+        fused_time = min(gpu.microseconds(fused_calls) for _ in range(repeat))
+        plain_time = min(gpu.eager_microseconds(plain_calls) for _ in range(repeat))
         table.add(count, touched / 1e6, limit, fused_time, plain_time)
     return table
 
 
-def _expert_inputs(tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Tokens, experts and weights; enough sets that a set's weights have left the cache when its turn comes again."""
-    one_expert = _EXPERT_WEIGHTS * _DTYPE.itemsize
-    for _ in range(buffers_needed(min(tokens * _TOP_K, _NUM_EXPERTS) * one_expert)):
-        x = _random(tokens, _EXPERTS_HIDDEN)
-        probs = torch.randn(tokens, _NUM_EXPERTS, device=_DEVICE).softmax(-1)
-        weights, experts = probs.topk(_TOP_K)
-        yield x, experts, weights.to(_DTYPE)
+def _expert_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, experts and weights."""
+    probs = torch.randn(tokens, _NUM_EXPERTS, device=_DEVICE).softmax(-1)
+    weights, experts = probs.topk(_TOP_K)
+    return _random(tokens, _EXPERTS_HIDDEN), experts, weights.to(_DTYPE)
 
 
 class StoreOnly(PagedAttention):
@@ -283,14 +265,14 @@ def _layer_table(name: str, config: ModelConfig, tokens: int, repeat: int) -> Ta
         fuse_layers(model, fusions)
         compiled = choice == "torch.compile"
         whole, half = (_layers_call(model.model, config, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
-        times = [min(microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
-        counts = [len(launched(call, _DEVICE)) for call in (whole, half)]
+        times = [min(gpu.microseconds([call]) for _ in range(repeat)) for call in (whole, half)]
+        counts = [len(gpu.launched(call, _DEVICE)) for call in (whole, half)]
         between = _LAYERS - _LAYERS // 2
         table.add(choice, (times[0] - times[1]) / between, (counts[0] - counts[1]) / between)
     return table
 
 
-def _layers_call(decoder: Decoder, config: ModelConfig, tokens: int, compiled: bool, layers: int) -> Call:
+def _layers_call(decoder: Decoder, config: ModelConfig, tokens: int, compiled: bool, layers: int) -> gpu.Call:
     """A call that feeds one token a row through the first ``layers`` layers of ``decoder``."""
     rows = torch.arange(tokens, dtype=torch.int32, device=_DEVICE)
     inputs = DeviceBatch(

@@ -115,10 +115,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """All requests of a trace, in the order of their arrivals.
 
     The first line tells the format: Qwen's has a ``chat_id``. A later turn of a conversation comes at its own time,
-    answered or not: its prompt holds the answer that was given then.
-
-    Raises:
-        LoadError: the file cannot be read, or a line is not what the format says; the message has its number.
+    answered or not: its prompt holds the answer that was given then. Raises `LoadError` if the file cannot be read, or
+    a line, whose number the message has, is not what the format says.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -177,7 +175,16 @@ class Traffic:
     def plan(self, rate: float | None, run: int) -> list[PlannedRequest]:
         """The requests of run number ``run``. Without a ``rate`` they keep the times of a trace, or have none."""
         rng = np.random.default_rng([self.seed, run])
-        requests = self._recorded(self.trace) if self.trace else self._random(rng)
+        if self.trace:
+            lines = read_trace(self.trace)
+            if self.requests is not None and self.requests > len(lines):
+                raise LoadError(f"requests: {self.trace} has {len(lines)}, got {self.requests}; ask for fewer")
+            chosen = enumerate(lines[: self.requests])
+            requests = [PlannedRequest(i, at.input_len, at.output_len, at.arrival, at.blocks) for i, at in chosen]
+        else:
+            count = 100 if self.requests is None else self.requests
+            inputs, outputs = (rng.integers(*each, count, endpoint=True) for each in (self.input_len, self.output_len))
+            requests = [PlannedRequest(i, int(inputs[i]), int(outputs[i])) for i in range(count)]
         times = np.array([each.due for each in requests]) - requests[0].due
         if rate is not None and self.trace:
             times = scaled(times, rate)
@@ -186,20 +193,6 @@ class Traffic:
             times = constant(rate, len(requests)) if constantly else poisson(rate, len(requests), rng)
         on_time = [replace(each, due=float(due)) for each, due in zip(requests, times, strict=True)]
         return _with_faults(on_time, self.disconnects, self.malformed, rng)
-
-    def _random(self, rng: np.random.Generator) -> list[PlannedRequest]:
-        count = 100 if self.requests is None else self.requests
-        inputs, outputs = (rng.integers(*each, count, endpoint=True) for each in (self.input_len, self.output_len))
-        return [PlannedRequest(index, int(inputs[index]), int(outputs[index])) for index in range(count)]
-
-    def _recorded(self, trace: Path) -> list[PlannedRequest]:
-        lines = read_trace(trace)
-        if self.requests is not None and self.requests > len(lines):
-            raise LoadError(f"requests: {trace} has {len(lines)}, got {self.requests}; ask for fewer")
-        return [
-            PlannedRequest(index, line.input_len, line.output_len, line.arrival, line.blocks)
-            for index, line in enumerate(lines[: self.requests])
-        ]
 
 
 def _with_faults(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,22 +27,13 @@ from minisgl.table import RunningTable
 _REPEATS = 5
 
 
-class AdmissionCase(NamedTuple):
-    """An admission policy and a prefix cache, by name; with ``knows``, ``max_tokens`` is the length of the answer,
-    which no real server knows."""
-
-    label: str
-    admission: str
-    prefix_cache: str
-    knows: bool = False
-
-
-CASES = (
-    AdmissionCase("reserve", "reserve", "radix"),
-    AdmissionCase("reserve, every length known", "reserve", "radix", knows=True),
-    AdmissionCase("optimistic", "optimistic", "radix"),
-    AdmissionCase("optimistic, no prefix cache", "optimistic", "none"),
-)
+CASES = {
+    "reserve": ("reserve", "radix", False),
+    "reserve, every length known": ("reserve", "radix", True),
+    "optimistic": ("optimistic", "radix", False),
+    "optimistic, no prefix cache": ("optimistic", "none", False),
+}
+"""Admission policy, prefix cache, and whether ``max_tokens`` is the length of the answer, as no real server knows."""
 
 
 def run_preemption(
@@ -62,9 +53,9 @@ def run_preemption(
     sizes = {"num_pages": pool_tokens // page_size, "max_running_requests": min(requests, 128)}
     llm = make_engine(models[0], {**sizes, **options})
     work = list(zip(*WORKLOADS["mixed"].requests(0, llm.model_config.vocab_size), strict=True))[:requests]
-    _compete(llm, CASES[-1], work[: requests // 8 + 1])  # compiles what is left to compile
-    for case in CASES:
-        pressure.add(case.label, *_compete(llm, case, work))
+    _compete(llm, work[: requests // 8 + 1], "optimistic", "none", False)  # compiles what is left to compile
+    for label, case in CASES.items():
+        pressure.add(label, *_compete(llm, work, *case))
     del llm
     free_memory()
     back = report.table("bringing a request back", "model", "tokens", "MB", "computed again, ms", *copies)
@@ -82,18 +73,20 @@ def run_preemption(
     return report
 
 
-def _compete(llm: LLM, case: AdmissionCase, work: Sequence[tuple[list[int], SamplingParams]]) -> list[Cell]:
+def _compete(
+    llm: LLM, work: Sequence[tuple[list[int], SamplingParams]], admission: str, prefix_cache: str, knows: bool
+) -> list[Cell]:
     """Serve all requests, which arrive at once, with an empty memory and this admission policy."""
     table = RunningTable(llm.config.max_running_requests, llm.max_seq_len)
-    cache = select_prefix_cache(case.prefix_cache)(llm.config.page_size)
-    memory, policies = KVMemory(llm.engine.num_pages, table, cache), Policies.named(admission_policy=case.admission)
+    cache = select_prefix_cache(prefix_cache)(llm.config.page_size)
+    memory, policies = KVMemory(llm.engine.num_pages, table, cache), Policies.named(admission_policy=admission)
     llm.scheduler = Scheduler(table, memory, policies, llm.config.max_prefill_tokens)
     llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
     wanted = [each.max_tokens or 0 for _, each in work]
     most = max(wanted)
     found: list[Request] = []
     for prompt, params in work:
-        asked = params if case.knows else replace(params, max_tokens=most)
+        asked = params if knows else replace(params, max_tokens=most)
         found.append(llm.prepare(prompt, asked, streaming=True)[0].request)
     targets = {request.uid: length for request, length in zip(found, wanted, strict=True)}
     times: dict[int, list[float]] = {request.uid: [] for request in found}
@@ -155,6 +148,5 @@ def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
         torch.index_select(cache.v, 1, places, out=buffer[1])
         host.copy_(buffer, non_blocking=True)
 
-    calls = (pieces, copy_in, copy_out)
-    in_pieces, at_once, out = (milliseconds([call] * (_REPEATS + 1), device) for call in calls)
+    in_pieces, at_once, out = (milliseconds([f] * (_REPEATS + 1), device) for f in (pieces, copy_in, copy_out))
     return in_pieces, at_once, out

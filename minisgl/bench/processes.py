@@ -7,9 +7,8 @@ additional steps of the long one, so that costs per request (connecting, prefill
 **overhead** is the second time less the first.
 
 Elapsed time depends on how many cores there are for server, engine and client. **Processor time**, of each process of
-the server by the same difference of waves, does not. The next batch waits for the scheduler's process alone, while the
-others work on this one: given a core for each process, a step pays what the scheduler's process takes more than the
-engine alone.
+the server by the same difference of waves, does not. The next batch waits for the scheduler's process alone: given a
+core for each process, a step pays what that process takes more than the engine alone.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +49,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _TOLD = (Outcome.FINISHED, Outcome.REFUSED, Outcome.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Waves:
+class Waves(NamedTuple):
     """What is sent, on both sides."""
 
     streams: Sequence[int]  # numbers of requests at a time; all of a wave begin together
@@ -82,7 +78,7 @@ def run_overhead(
 ) -> Report:
     """Both times and their difference for each number of streams, and where the processor time went."""
     waves = Waves(streams, output_len, repeat)
-    report = Report("api", asdict(waves))
+    report = Report("api", waves._asdict())
     batch = report.table("a token batch, ms", "streams", _ENGINE, "served", "outside the engine")
     processes = report.table("processor time of a token batch", "streams", "process", "ms", "µs a token")
     added: dict[int, float] = {}
@@ -196,7 +192,31 @@ def run_faults(
     output_len: int = 1000,
 ) -> Report:
     """Start two servers for each kind of process that they have, load them, and kill one such process with SIGKILL."""
-    kill = partial(_kill, model, plan_of(users, output_len), start_timeout, options)
+    plan = plan_of(users, output_len)
+
+    def kill(kind: str | None, restart: bool) -> KillResult:
+        """One server, one kill: of its first process of that kind, or of the process that was started first."""
+        shared = _entries(_SHARED_MEMORY)
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+            with server(served_model(model, root), {**options, "restart": restart}, root, start_timeout) as running:
+                tree = ProcessTree(running.process.pid)
+                before = tree.descriptors()
+                kinds = tuple(dict.fromkeys(tree.kinds.values()))
+                victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
+                records, killed_at = asyncio.run(_load_and_kill(running, plan, victim))
+                begin = time.perf_counter()
+                state, noticed = _wait_for_the_end(running)
+                seconds = time.perf_counter() - begin
+                if running.process.poll() is None:
+                    tree.add_new()
+                left = _left_files(tree, before)
+            left += _left_processes(tree) + [f"/dev/shm/{entry}" for entry in sorted(_entries(_SHARED_MEMORY) - shared)]
+            left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
+        cost = [record.ended - killed_at for record in records if record.outcome is not Outcome.FINISHED]
+        told = max(cost, default=None)
+        return KillResult(kinds, kind or kinds[0], restart, records, told, state, seconds, noticed, left)
+
     first = kill(None, restart=False)
     others = [kill(kind, restart=False) for kind in first.kinds[1:]]
     restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
@@ -208,37 +228,6 @@ def run_faults(
 def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
     """The requests: every fourth is answered in one piece."""
     return [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
-
-
-def _kill(
-    model: str,
-    plan: Sequence[PlannedRequest],
-    timeout: float,
-    options: Mapping[str, Any],
-    kind: str | None,
-    restart: bool,
-) -> KillResult:
-    """One server, one kill: of its first process of that kind, or of the process that was started first."""
-    shared = _entries(_SHARED_MEMORY)
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        with server(served_model(model, root), {**options, "restart": restart}, root, timeout) as running:
-            tree = ProcessTree(running.process.pid)
-            before = tree.descriptors()
-            kinds = tuple(dict.fromkeys(tree.kinds.values()))
-            victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
-            records, killed_at = asyncio.run(_load_and_kill(running, plan, victim))
-            begin = time.perf_counter()
-            state, noticed = _wait_for_the_end(running)
-            seconds = time.perf_counter() - begin
-            if running.process.poll() is None:
-                tree.add_new()
-            left = _left_files(tree, before)
-        left += _left_processes(tree) + [f"/dev/shm/{entry}" for entry in sorted(_entries(_SHARED_MEMORY) - shared)]
-        left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
-    cost = [record.ended - killed_at for record in records if record.outcome is not Outcome.FINISHED]
-    told = max(cost, default=None)
-    return KillResult(kinds, kind or kinds[0], restart, records, told, state, seconds, noticed, left)
 
 
 async def _load_and_kill(

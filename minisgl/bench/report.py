@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -22,7 +22,6 @@ from minisgl.kvcache.sizing import total_memory
 from minisgl.trace import Trace
 
 Cell = str | int | float
-_TARGET_FIELDS = ("name", "value", "aim", "met", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,7 @@ class Table:
         self.rows.append([*cells])
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A goal that was set before measuring; ``value`` and ``limit`` have the same unit."""
 
     name: str
@@ -94,19 +92,23 @@ class Report:
     def write(self, path: Path, command: str, load_average: float) -> None:
         """Write everything as JSON, with the command that was typed, the load average of the machine before it ran,
         machine, versions, date and commit. The trace ``on`` of ``overlap.json`` goes to ``trace-overlap-on.json``."""
+        git = ("git", "-C", str(Path(__file__).parent.parent))
+        status = _output_of(*git, "status", "--porcelain", "--", ".")
         about = {
             "benchmark": self.benchmark,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
-            **_commit(),
+            "commit": _output_of(*git, "rev-parse", "HEAD"),
+            "modified": None if status is None else bool(status),
             "hardware": {**_hardware(), "load_average_before": round(load_average, 2)},
             "versions": _versions(),
         }
+        target_fields = ("name", "value", "aim", "met", "verdict")
         record = {
             **about,
             "settings": self.settings,
             "tables": [asdict(table) for table in self.tables],
-            "targets": [{name: getattr(each, name) for name in _TARGET_FIELDS} for each in self.targets],
+            "targets": [{name: getattr(each, name) for name in target_fields} for each in self.targets],
             "samples": self.samples,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +162,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # run from a source tree; the commit tells which
             versions[package] = "not installed"
     return versions
-
-
-def _commit() -> dict[str, Any]:
-    """The commit of the source tree, and whether files differ from it; both None outside of a checkout."""
-    git = ("git", "-C", str(Path(__file__).parent.parent))
-    status = _output_of(*git, "status", "--porcelain", "--", ".")
-    return {"commit": _output_of(*git, "rev-parse", "HEAD"), "modified": None if status is None else bool(status)}

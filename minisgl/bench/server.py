@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import resource
 import signal
@@ -76,8 +75,7 @@ def served_model(name: str, root: Path) -> ServedModel:
     tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
     options = {"load_format": "dummy", **(_TINY_OPTIONS if name == "tiny" else {})}
     return ServedModel(str(path), min(vocab_size, VOCAB_SIZE), options)
 
@@ -120,8 +118,21 @@ def server(model: ServedModel, options: Mapping[str, Any], root: Path, timeout: 
             env={**compiled, **os.environ, "TMPDIR": str(directory)},
             process_group=0,  # Ctrl-C is for the client, which then ends the server
         )
+
+    def failed(problem: str) -> ServerFailed:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        return ServerFailed("\n".join([f"the server {problem}:", *lines]))
+
+    def healthy() -> bool:
+        if process.poll() is not None:
+            raise failed(f"ended with exit code {process.returncode}")
+        with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
+            return _get(HOST, port, "/health").status_code == 200
+        return False
+
     try:
-        _wait_until_healthy(process, port, log, timeout)
+        if not poll(healthy, timeout):
+            raise failed(f"did not answer within {timeout:g} s; raise --start-timeout")
         yield RunningServer(process, ServerAddress(HOST, port, model_of(HOST, port), model.vocab_size), directory)
     finally:
         process.terminate()
@@ -154,8 +165,8 @@ def model_of(host: str, port: int) -> str:
     try:
         name: str = _get(host, port, "/v1/models").json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        problem = f"http://{host}:{port}/v1/models does not name a model ({error!r})"
-        raise ServerFailed(f"{problem}; is an OpenAI-compatible server there?") from error
+        where = f"http://{host}:{port}/v1/models"
+        raise ServerFailed(f"{where} does not name a model ({error!r}); is it OpenAI-compatible?") from error
     return name
 
 
@@ -169,21 +180,6 @@ def _get(host: str, port: int, path: str) -> httpx.Response:
     """A small page, on a connection of its own, which the server may not find open afterwards."""
     url = httpx.URL(scheme="http", host=host, port=port, path=path)
     return httpx.get(url, timeout=5.0, trust_env=False, verify=False)
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path, timeout: float) -> None:
-    def last_lines() -> str:
-        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
-
-    def healthy() -> bool:
-        if process.poll() is not None:
-            raise ServerFailed(f"the server ended with exit code {process.returncode}:\n{last_lines()}")
-        with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
-            return _get(HOST, port, "/health").status_code == 200
-        return False
-
-    if not poll(healthy, timeout):
-        raise ServerFailed(f"the server did not answer within {timeout:g} s; raise --start-timeout:\n{last_lines()}")
 
 
 def poll(condition: Callable[[], bool], timeout: float) -> bool:
@@ -204,9 +200,7 @@ def _as_word(value: object) -> str:
 
 
 def kind_of(process: psutil.Process) -> str | None:
-    """What a process is, by the module of ours that it runs: ``minisgl.serve`` is ``serve``, and
-    ``minisgl.server.scheduler_worker`` is ``scheduler``. None for processes that libraries start for themselves.
-    """
+    """What a process is, by our module that it runs: ``minisgl.server.scheduler_worker`` is ``scheduler``; or None."""
     try:
         words: list[str] = process.cmdline()
     except psutil.Error:
@@ -316,8 +310,7 @@ class ServerMonitor:
     @property
     def curve(self) -> list[float]:
         """Total MiB over time, in at most 100 points at equal distances."""
-        every = -(-len(self.resident) // 100)
-        return [round(value / 2**20, 1) for value in self.total[:: max(1, every)]]
+        return [round(value / 2**20, 1) for value in self.total[:: max(1, -(-len(self.resident) // 100))]]
 
     def growth(self, values: Sequence[int]) -> float | None:
         """Bytes by which memory grew over the second half of the load, by a straight line; None for too few samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,15 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl.bench.client import (
-    Client,
-    ClientMonitor,
-    Outcome,
-    RequestRecord,
-    closed_loop,
-    monitor_client,
-    open_loop,
-)
+from minisgl.bench.client import Client, ClientMonitor, Outcome, RequestRecord, closed_loop, monitor_client, open_loop
 from minisgl.bench.load import LoadError, PlannedRequest, Range, Traffic
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.bench.server import VOCAB_SIZE, ProcessTree, ServerMonitor, monitor_server, running_server
@@ -39,8 +32,7 @@ _FLAT = 1.02  # growth of memory over the second half, as a factor, that counts 
 _BUSY = 0.8  # share of a core from which on the client may be what is measured
 
 
-@dataclass(frozen=True, slots=True)
-class SLO:
+class SLO(NamedTuple):
     """Service-level objective, in seconds: the longest wait for the first token, and for each one after it."""
 
     ttft: float
@@ -191,13 +183,15 @@ def run_serve(
     slo = SLO(ttft_limit, tpot_limit)
     plans = [traffic.plan(load.rate, number) for number, load in enumerate(loads)]
     with running_server(url, model, options, vocab_size, start_timeout) as (address, tree):
-        asyncio.run(_warm_up(Client(address, seed, timeout)))
+        warm_up = [PlannedRequest(index, 16, 8) for index in range(_WARM_UP)]
+        asyncio.run(closed_loop(Client(address, seed, timeout), warm_up, _WARM_UP))
+        time.sleep(_PAUSE)
         runs: list[LoadRun] = []
         for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
             client = Client(address, seed + number, timeout)  # other prompts: those of the run before are cached
             runs.append(asyncio.run(_run(client, tree, load, plan, slo)))
     settings: dict[str, Any] = {"model": address.model if url else model, **asdict(traffic), "trace": str(trace or "")}
-    settings |= {"loads": [load._asdict() for load in loads], "limits_seconds": asdict(slo)}
+    settings |= {"loads": [load._asdict() for load in loads], "limits_seconds": slo._asdict()}
     settings |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     memory = {f"{run.summary.load}: memory, MiB": run.server.curve for run in runs if run.server is not None}
     return Report("serve", settings, all_tables(runs), all_targets(runs), memory)
@@ -207,11 +201,6 @@ def _range(name: str, values: Sequence[int]) -> Range:
     if len(values) not in (1, 2) or not 1 <= values[0] <= values[-1]:
         raise LoadError(f"{name}: must be one length or the least and the most, at least 1, got {values}")
     return values[0], values[-1]
-
-
-async def _warm_up(client: Client) -> None:
-    await closed_loop(client, [PlannedRequest(index, 16, 8) for index in range(_WARM_UP)], _WARM_UP)
-    await asyncio.sleep(_PAUSE)
 
 
 async def _run(

@@ -55,8 +55,7 @@ def run_tp(
 ) -> Report:
     """Every workload on every model over every number of ranks, and the time to send steps over each control plane."""
     report = Report("tp", {"workloads": {name: WORKLOADS[name].summary for name in workloads} | STEPS})
-    columns = ("model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %")
-    table = report.table("workloads", *columns)
+    table = report.table("workloads", "model", "workload", "ranks", "all_reduce", "median", "unit", "of linear, %")
     all_reduce = options.get("all_reduce", "auto")
     medians: dict[tuple[str, int, str], float] = {}
     sizes = sorted(set(ranks))
@@ -92,8 +91,7 @@ def run_all_reduce(ranks: Sequence[int] = (2, 4)) -> Report:
         raise ConfigError(f"ranks: {max(ranks)} ranks need as many CUDA devices, and there are {devices} here")
     times = {size: _run_ranks(size) for size in ranks}
     report = Report("all-reduce", {"width": WIDTH, "dtype": "bfloat16", "rows": list(ROWS)})
-    title, *columns = "from how many KB it pays", "ranks", "two shots", "norm in the same kernel", "NCCL"
-    crossings = report.table(title, *columns)
+    crossings = report.table("from how many KB it pays", "ranks", "two shots", "norm in the same kernel", "NCCL")
     for size, micros in times.items():
         ours = {rows: min(micros["one shot"].get(rows, two), two) for rows, two in micros["two shots"].items()}
         two_shots = crossing(micros["one shot"], micros["two shots"])
@@ -207,9 +205,4 @@ def _collective_micros(call: Call, barrier: Call) -> float:
     Ranks start together: each waits on the device until its host has launched everything, and then in ``barrier`` for
     the others. So only the device is timed.
     """
-
-    def meet() -> None:
-        torch.cuda._sleep(_HEAD_START)
-        barrier()
-
-    return microseconds([call], before=meet)
+    return microseconds([call], before=lambda: (torch.cuda._sleep(_HEAD_START), barrier()))

@@ -13,10 +13,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,8 +97,7 @@ Requests = tuple[Prompts, list[SamplingParams]]
 Tokens = Callable[[int], list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(NamedTuple):
     """A set of requests that arrive at once."""
 
     summary: str  # what it is, in a line
@@ -113,8 +111,7 @@ class Workload:
         return self.make(_tokens(vocab_size, rng), rng)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One run: seconds to the last token, tokens generated in all, and tokens of the longest output."""
 
     seconds: float
@@ -281,8 +278,7 @@ def run_profile(
         recording.export(trace)
     report, title = Report("profile", {"workload": work}), f"{model} {work}"
     summary = recording.summary()
-    host = summary.host_median * 1e3
-    report.targets.append(Target(f"{title}, host time a step, ms", host, 1.0, at_least=False))
+    report.targets.append(Target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False))
     if summary.gpu_idle is not None:
         idle = summary.gpu_idle * 100
         report.targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
@@ -375,10 +371,7 @@ def run_cpu(
 def _race(
     ours: Generate, theirs: Generate, make_prompts: Callable[[], Prompts], output_len: int, repeat: int
 ) -> tuple[tuple[list[float], list[float]], int]:
-    """Seconds of each engine's runs, and how many requests got the same tokens from both.
-
-    Which engine begins alternates, so that neither always finds a warmer machine.
-    """
+    """Seconds of each engine's runs, of which the first alternates, and how many requests got the same tokens."""
     warm_up = make_prompts()
     for generate in (ours, theirs):
         generate(warm_up, min(4, output_len))
