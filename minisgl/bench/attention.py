@@ -243,8 +243,8 @@ def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048
     scores: dict[str, TextScores] = {}
     ids: list[int] = []
     for name, options in _ROUNDINGS.items():
-        pages = {"page_size": PAGE_SIZE, "num_pages": -(-window // PAGE_SIZE), "max_running_requests": 1}
-        llm = LLM(model, enforce_eager=True, **pages, **options)
+        sizes: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": -(-window // PAGE_SIZE)}
+        llm = LLM(model, enforce_eager=True, max_running_requests=1, **sizes, **options)
         ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
         parts = [score_text(llm.engine, ids[start : start + window]) for start in range(0, len(ids) - 1, window)]
         logprobs, argmax = torch.cat([part.logprobs for part in parts]), torch.cat([part.argmax for part in parts])

@@ -82,7 +82,7 @@ def test_without_a_gpu_no_version_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention.gpu, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(attention, "measure", lambda step, heads, make, repeat: 100.0)
     monkeypatch.setattr(attention, "flashinfer_obstacle", lambda kv_cache: "it is not installed")
     monkeypatch.setattr(attention, "KVCache", lambda *sizes: None)

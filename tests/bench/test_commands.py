@@ -8,7 +8,6 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ import pytest
 
 from minisgl import demo
 from minisgl.bench import preemption, workloads
-from minisgl.bench.__main__ import COMMANDS, main
+from minisgl.bench.__main__ import COMMANDS, benchmark_function, build_parser, main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
@@ -246,7 +245,7 @@ def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_names_a_function_that_takes_its_options(command: str) -> None:
     """Many run on GPUs alone, where a wrong name would show up late."""
-    where, _, options = COMMANDS[command]
-    module, _, function = where.partition(":")
-    signature = inspect.signature(getattr(import_module(f"minisgl.bench.{module}"), function))
-    assert set(signature.parameters) == set(options)
+    given = vars(build_parser(command).parse_args([command]))
+    parameters = inspect.signature(benchmark_function(command)).parameters
+    assert set(given) == {"benchmark", "threads", "output", *parameters}
+    assert all(given[name] == parameter.default for name, parameter in parameters.items())

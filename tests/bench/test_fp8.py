@@ -98,7 +98,7 @@ def test_the_gain_is_that_of_the_same_work(tmp_path: Path, monkeypatch: pytest.M
         return llm
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention.gpu, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 1e12)
     monkeypatch.setattr(attention, "measure", measured)
     monkeypatch.setattr(attention, "make_engine", on_the_cpu)
     monkeypatch.setattr(attention, "run_workload", lambda llm, workload, seed: workload_run)
