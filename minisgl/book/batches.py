@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -273,7 +273,7 @@ def length_strip(moments: Sequence[Lengths]) -> Picture:
 
 
 def score_grids(texts: Sequence[str]) -> Picture:
-    """Draw the scores q·k of two steps without a cache, of the texts but the last and of all; grey ones are repeated."""
+    """Draw the scores q·k of two steps without a cache: of all tokens but the last, then of all; grey is repeated."""
     cell, top, count = min(34.0, 300.0 / len(texts)), 78.0, len(texts)
     canvas = Canvas("The scores q·k of two steps", legend="A row is a token's query, a column a token's key.")
     for number, (left, length) in enumerate([(90.0, count - 1), (460.0, count)]):
@@ -311,6 +311,6 @@ def padding(lengths: Mapping[str, int]) -> Picture:
             canvas.box(x, y + 36, cell - 2, 20, fill=request_colors(number)[0])
             x += cell
     wasted = len(lengths) * widest - total
-    words = f"The rectangle holds {wasted} places of padding, which are computed and thrown away; the flat run has none."
+    words = f"The rectangle has {wasted} places of padding, computed and thrown away; the flat run has none."
     canvas.text(MARGIN, y + 82, words, "muted small", "start")
     return canvas.picture(y + 96, words)
