@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -270,3 +270,47 @@ def length_strip(moments: Sequence[Lengths]) -> Picture:
     )
     canvas.text(MARGIN, bottom + 18, legend, "muted small", "start")
     return canvas.picture(bottom + 30, "\n".join(says))
+
+
+def score_grids(texts: Sequence[str]) -> Picture:
+    """Draw the scores q·k of two steps without a cache: of all tokens but the last, then of all; grey is repeated."""
+    cell, top, count = min(34.0, 300.0 / len(texts)), 78.0, len(texts)
+    canvas = Canvas("The scores q·k of two steps", legend="A row is a token's query, a column a token's key.")
+    for number, (left, length) in enumerate([(90.0, count - 1), (460.0, count)]):
+        canvas.text(left, top - 8, f"text of {length} tokens", "text small", "start")
+        for row in range(length):
+            y = top + row * cell
+            canvas.text(left - 6, y + cell / 2 + 4, shorten(visible(texts[row]), 9), "mono", "end")
+            for column in range(row + 1):
+                fill = "" if number and row < count - 1 else request_colors(0)[0]
+                canvas.box(left + column * cell + 1, y + 1, cell - 2, cell - 2, "shade", fill)
+    old, new = count * (count - 1) // 2, count
+    y = top + count * cell + 22
+    words = f"Of the second step's {old + new} scores, the {old} grey ones are the first step's; the last row is new."
+    canvas.text(MARGIN, y, words, "muted small", "start")
+    return canvas.picture(y + 14, words)
+
+
+def padding(lengths: Mapping[str, int]) -> Picture:
+    """The tokens that each row feeds in one step, as a rectangle with padding and as one flat run."""
+    widest, total = max(lengths.values()), sum(lengths.values())
+    cell = min(26.0, 600.0 / max(widest, total))
+    canvas = Canvas("One step, two layouts", legend="Each box is a token that the model computes.")
+    canvas.text(MARGIN, 76, f"a rectangle: {len(lengths)} × {widest} = {len(lengths) * widest} tokens", anchor="start")
+    y = 84.0
+    for number, (name, length) in enumerate(lengths.items()):
+        canvas.text(120, y + 16, shorten(name, 16), "muted small", "end")
+        for column in range(widest):
+            fill = request_colors(number)[0] if column < length else ""
+            canvas.box(128 + column * cell, y + 2, cell - 2, 20, "empty", fill)
+        y += 24
+    canvas.text(MARGIN, y + 28, f"flat: {total} tokens", anchor="start")
+    x = 128.0
+    for number, length in enumerate(lengths.values()):
+        for _ in range(length):
+            canvas.box(x, y + 36, cell - 2, 20, fill=request_colors(number)[0])
+            x += cell
+    wasted = len(lengths) * widest - total
+    words = f"The rectangle has {wasted} places of padding, computed and thrown away; the flat run has none."
+    canvas.text(MARGIN, y + 82, words, "muted small", "start")
+    return canvas.picture(y + 96, words)

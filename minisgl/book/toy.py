@@ -1,4 +1,4 @@
-"""The toy engine that the reader of chapters 1 to 9 writes: at most 200 lines of code.
+"""The toy engine that a reader of the book writes, part by part: at most 200 lines of code.
 
 ``python -m minisgl.book.toy "What is the capital of France?"`` runs it on the default model, on the CPU.
 """

@@ -50,9 +50,8 @@ def test_every_entry_names_what_exists() -> None:
 
 
 def test_every_chapter_of_the_engine_introduces_something() -> None:
-    assert [each.number for each in load_table().chapters.values() if not each.introduces] == [
-        16
-    ]  # it has the benchmarks
+    without = [each.number for each in load_table().chapters.values() if not each.introduces]
+    assert without == [17]  # it has the benchmarks
 
 
 def test_the_entry_of_a_definition_counts_more_than_that_of_its_module() -> None:
