@@ -28,7 +28,7 @@ _DEFINED = re.compile(r"^(?:async def|def|class) (\w+)", re.MULTILINE)
 
 
 def drop_widgets(notebook: Any) -> None:
-    """Keep of each widget its other forms only, such as the strip of a `minisgl.book.live`.
+    """Keep of each widget its other forms only, such as the picture of a `minisgl.book.live`.
 
     A widget lives in the kernel that made it, under an id of chance; it appears when a reader runs the cell.
     """
