@@ -32,7 +32,7 @@ that a search finds and shows prose."""
 _PLACE = re.compile(r'<figure class="output" data-picture="(?P<name>\w+)"></figure>')
 _IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,(?P<data>[^"]*)">')
 _CHECKED = re.compile(r"^check\(", re.MULTILINE)
-_LISTING = re.compile(r"`[\w./]+\.py`, line \d+\n")
+_LISTING = re.compile(r"^`[\w./]+\.py`, line \d+\n", re.MULTILINE)
 
 
 def build(root: Path, site: Path) -> int:
@@ -107,7 +107,7 @@ def as_markdown(notebook: Any) -> str:
             continue
         blocks.append(f"```python\n{cell.source}\n```")
         rendered = [_render(output) for output in cell.outputs]
-        if checked and any(_LISTING.match(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs):
+        if checked and any(_LISTING.search(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs):
             rendered, checked = ["<details>\n<summary>Show ours</summary>", *rendered, "</details>"], False
         blocks += rendered
         checked = checked or bool(_CHECKED.search(cell.source))
@@ -131,7 +131,8 @@ def _render(output: Any) -> str:
         lines = filter(str.strip, data["text/html"].splitlines())  # a blank line would end it
         return "\n".join(['<div class="output">', *lines, "</div>"])
     if "text/markdown" in data:
-        return f'<div class="output">\n\n{data["text/markdown"]}\n\n</div>'
+        text = data["text/markdown"].replace('<div style="font-family:monospace">\n\n', '<div class="output">\n\n', 1)
+        return text if text != data["text/markdown"] else f'<div class="output">\n\n{text}\n\n</div>'
     return _preformatted(data["text/plain"])
 
 

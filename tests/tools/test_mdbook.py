@@ -22,6 +22,7 @@ f()
 
 and so on.
 """
+MONOSPACE = '<div style="font-family:monospace">\n\n'
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,6 +63,7 @@ def test_printed_text_is_escaped_and_stands_below_its_cell() -> None:
             '<figure class="output"><img alt="words" src="data:image/png;base64,AA=="></figure>',
         ),
         ({"text/html": "<b>\n\n x</b>", "text/markdown": "x"}, '<div class="output">\n<b>\n x</b>\n</div>'),
+        ({"text/markdown": f"{MONOSPACE}x\n\n</div>"}, '<div class="output">\n\nx\n\n</div>'),
         ({"text/markdown": "| a |\n| --- |"}, '<div class="output">\n\n| a |\n| --- |\n\n</div>'),
         ({}, '<pre class="output">words</pre>'),
     ],
