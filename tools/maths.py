@@ -13,6 +13,8 @@ _SPAN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _NOT_UNDERSTOOD = re.compile(r">[^<]*(?P<left>\\\w*|&(?!#?\w+;))")
+_REFUSED = re.compile(r"(?P<left>\\operatorname\*|\\mathtt|\\boldsymbol)")
+"""What the converter takes and draws wrongly."""
 
 
 def with_maths(text: str) -> str:
@@ -28,7 +30,9 @@ def _replaced(match: re.Match[str]) -> str:
     if match["code"] is not None:
         return match[0]
     formula = match["block"] or match["inline"]
-    made = convert(" ".join(formula.split()), display="block" if match["block"] else "inline")
-    if left := _NOT_UNDERSTOOD.search(made):
+    # The converter knows the one environment and not the other, which is its like inside a formula.
+    known = " ".join(formula.split()).replace("{aligned}", "{align*}")
+    made = convert(known, display="block" if match["block"] else "inline")
+    if left := _REFUSED.search(formula) or _NOT_UNDERSTOOD.search(made):
         raise ValueError(f"the formula {formula.strip()!r}: {left['left']!r} cannot be converted to MathML")
     return made

@@ -8,10 +8,14 @@ with all of these.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -22,6 +26,13 @@ from tools.maths import with_maths
 from tools.notebooks import check, pair
 
 _TOOLS = Path(__file__).parent.parent
+_PICTURES = "BOOK_PICTURES"
+"""Environment variable: the directory for pictures, which are put into the pages after mdBook has made its index, so
+that a search finds and shows prose."""
+_PLACE = re.compile(r'<figure class="output" data-picture="(?P<name>\w+)"></figure>')
+_IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,(?P<data>[^"]*)">')
+_CHECKED = re.compile(r"^check\(", re.MULTILINE)
+_LISTING = re.compile(r"^`[\w./]+\.py`, line \d+\n", re.MULTILINE)
 
 
 def build(root: Path, site: Path) -> int:
@@ -37,18 +48,26 @@ def build(root: Path, site: Path) -> int:
     paths = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(_TOOLS)}
     added = {name: os.pathsep.join(filter(None, [path, os.environ.get(name)])) for name, path in paths.items()}
     command = ["mdbook", "build", "--dest-dir", str(site.absolute()), str(root)]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, **added}, stderr=subprocess.PIPE, text=True, check=False
-    )
-    sys.stderr.write(done.stderr)
-    if done.returncode != 0:
-        return done.returncode
+    with tempfile.TemporaryDirectory() as pictures:
+        env = {**os.environ, **added, _PICTURES: pictures}
+        done = subprocess.run(command, cwd=root, env=env, stderr=subprocess.PIPE, text=True, check=False)
+        sys.stderr.write(done.stderr)
+        if done.returncode != 0:
+            return done.returncode
+        for page in site.rglob("*.html"):
+            _put_in(page, Path(pictures))
     problems = [*check(root), *chapter_problems(root), *site_problems(site)]
     if any(word in done.stderr for word in ("WARN", "ERROR")):
         problems.append("mdBook warns about the book: see above")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
+
+
+def _put_in(page: Path, pictures: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if (filled := _PLACE.sub(lambda place: (pictures / place["name"]).read_text(encoding="utf-8"), text)) != text:
+        page.write_text(filled, encoding="utf-8")
 
 
 def preprocess(context: dict[str, Any], book: dict[str, Any]) -> dict[str, Any]:
@@ -79,14 +98,19 @@ def _chapters(items: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def as_markdown(notebook: Any) -> str:
-    """A notebook with its outputs, for mdBook."""
+    """A notebook with its outputs, for mdBook. The first listing after a reader's own is checked is folded: ours."""
     blocks: list[str] = []
+    checked = False
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             blocks.append(with_maths(cell.source))
-        else:
-            blocks.append(f"```python\n{cell.source}\n```")
-            blocks += [_render(output) for output in cell.outputs]
+            continue
+        blocks.append(f"```python\n{cell.source}\n```")
+        rendered = [_render(output) for output in cell.outputs]
+        if checked and any(_LISTING.search(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs):
+            rendered, checked = ["<details>\n<summary>Show ours</summary>", *rendered, "</details>"], False
+        blocks += rendered
+        checked = checked or bool(_CHECKED.search(cell.source))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -96,17 +120,31 @@ def _render(output: Any) -> str:
         return _preformatted(output.text)
     data = output.data
     if "image/svg+xml" in data:
-        return f'<figure class="output">{"".join(data["image/svg+xml"].splitlines())}</figure>'
+        return _picture(data["image/svg+xml"])
     if "image/png" in data:
         description = escape(data.get("text/plain", ""))
         png = "".join(data["image/png"].split())
         return f'<figure class="output"><img alt="{description}" src="data:image/png;base64,{png}"></figure>'
     if "text/html" in data:
+        if _IMAGE.search(data["text/html"]):  # drawings, so that they follow the theme
+            return _picture(_IMAGE.sub(lambda image: base64.b64decode(image["data"]).decode(), data["text/html"]))
         lines = filter(str.strip, data["text/html"].splitlines())  # a blank line would end it
         return "\n".join(['<div class="output">', *lines, "</div>"])
     if "text/markdown" in data:
-        return f'<div class="output">\n\n{data["text/markdown"]}\n\n</div>'
+        text = data["text/markdown"].replace('<div style="font-family:monospace">\n\n', '<div class="output">\n\n', 1)
+        return text if text != data["text/markdown"] else f'<div class="output">\n\n{text}\n\n</div>'
     return _preformatted(data["text/plain"])
+
+
+def _picture(html: str) -> str:
+    """A figure, or where mdBook is run by `build` the place of one."""
+    lines = "\n".join(filter(str.strip, html.splitlines()))  # a blank line would end it
+    figure = f'<figure class="output">{lines}</figure>'
+    if (pictures := os.environ.get(_PICTURES)) is None:
+        return figure
+    name = hashlib.sha256(figure.encode()).hexdigest()
+    Path(pictures, name).write_text(figure, encoding="utf-8")
+    return f'<figure class="output" data-picture="{name}"></figure>'
 
 
 def _preformatted(text: str) -> str:

@@ -20,7 +20,8 @@ _MEASURED_CALL = re.compile(r"""\b(?P<call>measured|kept)\(\s*["'](?P<name>[^"']
 _MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 _LISTING = re.compile(
-    r"(?P<file>`(?P<path>minisgl/[\w/]+\.py)`, line )(?P<line>\d+)\n\n```python\n(?P<code>.*)\n```", re.DOTALL
+    r"^(?P<file>`(?P<path>minisgl/[\w/]+\.py)`, line )(?P<line>\d+)\n\n```python\n(?P<code>.*)\n```$",
+    re.DOTALL | re.MULTILINE,
 )
 
 _SHOWN = re.compile(r"\bshow\(([\w.]+)\)")
@@ -28,7 +29,7 @@ _DEFINED = re.compile(r"^(?:async def|def|class) (\w+)", re.MULTILINE)
 
 
 def drop_widgets(notebook: Any) -> None:
-    """Keep of each widget its other forms only, such as the strip of a `minisgl.book.player`.
+    """Keep of each widget its other forms only, such as the picture of a `minisgl.book.live`.
 
     A widget lives in the kernel that made it, under an id of chance; it appears when a reader runs the cell.
     """
@@ -150,7 +151,7 @@ def _listing_problems(listing: re.Match[str], root: Path) -> Iterator[str]:
 
 def _listing_in(output: Any) -> re.Match[str] | None:
     """What `minisgl.book.show` has left in an output, if it is that."""
-    return _LISTING.fullmatch(output.get("data", {}).get("text/markdown", ""))
+    return _LISTING.search(output.get("data", {}).get("text/markdown", ""))
 
 
 def _lines_of(listing: re.Match[str], root: Path) -> list[int]:

@@ -1,7 +1,8 @@
-"""Keeps README.md true: its speeds are rendered from benchmarks/results, and each of its features names a test.
+"""Keeps README.md true: its speeds come from benchmarks/results, its list of chapters from the course, its picture from
+the code that draws it, and each of its features names a test.
 
-``python -m tools.readme`` rewrites the speeds; with ``--check`` it fails if they differ from the results. Either fails
-if a feature names no test, or one that is not there.
+``python -m tools.readme`` rewrites them; with ``--check`` it fails if they differ from that. Either fails if a feature
+names no test, or one that is not there.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from minisgl.book import architecture
 from tools.links import missing
 
 ROOT = Path(__file__).parent.parent
+_PICTURE = "chapters/images/architecture.svg"
 _SECTION = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
 _FEATURES = re.compile(r"<!-- features:begin -->\n[^\n]*\n[^\n]*\n(?P<rows>.*?)<!-- features:end -->", re.DOTALL)
 _TEST = re.compile(r"`tests/[\w/.]+::\w+`")
@@ -69,6 +72,12 @@ def feature_problems(text: str, root: Path) -> list[str]:
     return [f"the feature {name!r} names no test" for name in unproved] + [*missing(table["rows"], root)]
 
 
+def _is_stale() -> bool:
+    """Whether the picture of the engine is not as `minisgl.book.architecture` draws it now."""
+    path = ROOT / _PICTURE
+    return not path.is_file() or path.read_text(encoding="utf-8") != architecture().svg + "\n"
+
+
 def main(arguments: list[str]) -> int:
     """Rewrite or check the README; returns the exit status."""
     path = ROOT / "README.md"
@@ -78,10 +87,12 @@ def main(arguments: list[str]) -> int:
         print(f"README.md: {problem}", file=sys.stderr)
     updated = _SECTION.sub(lambda match: match[1] + render(ROOT) + match[2], text)
     if "--check" in arguments:
-        if updated != text:
-            print("README.md differs from benchmarks/results: run python -m tools.readme", file=sys.stderr)
-        return int(updated != text or bool(problems))
+        stale = [name for name, now in (("README.md", updated != text), (_PICTURE, _is_stale())) if now]
+        for name in stale:
+            print(f"{name} is not as it is generated: run python -m tools.readme", file=sys.stderr)
+        return int(bool(stale or problems))
     path.write_text(updated, encoding="utf-8")
+    (ROOT / _PICTURE).write_text(architecture().svg + "\n", encoding="utf-8")
     return int(bool(problems))
 
 

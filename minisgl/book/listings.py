@@ -20,7 +20,14 @@ _COLUMNS = ("chapter", "concept", "module", "test")
 _BETWEEN_WORDS = re.compile(r"(?<=[/_:])(?=\w)")
 
 
-def show(item: type | Callable[..., Any]) -> Markdown:
+class Listing(Markdown):
+    """Source below its place. Nbconvert gives a listing in Markdown no fixed width, so it is around it."""
+
+    def _repr_markdown_(self) -> str:
+        return f'<div style="font-family:monospace">\n\n{self.text}\n\n</div>'
+
+
+def show(item: type | Callable[..., Any]) -> Listing:
     """Source of a class, function, method or Triton kernel, under its file and line.
 
     Paths in the package are given from its root, so that a listing looks the same on every machine.
@@ -30,7 +37,7 @@ def show(item: type | Callable[..., Any]) -> Markdown:
     path = Path(inspect.getfile(target))
     name = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else path.name
     code = textwrap.dedent("".join(lines)).rstrip()
-    return Markdown(f"`{name}`, line {first}\n\n```python\n{code}\n```")
+    return Listing(f"`{name}`, line {first}\n\n```python\n{code}\n```")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,31 @@
-"""Pictures to step through: a slider and a play button in JupyterLab, a strip of the pictures elsewhere."""
+"""Pictures to step through, and pictures of a live object with controls that change it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from minisgl.book.svg import Picture, counted, stack
+from minisgl.book.svg import Picture, counted
 
-_TALLEST = 2400.0
-"""Height of a strip in CSS pixels; of more pictures, some are left out."""
-_INTERVAL = 800
-"""Milliseconds that a picture stays when they play."""
+_SCRIPT = Path(__file__).with_name("stepper.js")
+_UNFOLDED = 2400.0
+"""Height in CSS pixels up to which all frames are open where no script runs; of taller ones, the first is."""
+
+Action = Callable[[], object] | tuple[str | Sequence[str], Callable[[str], object]]
 
 
-def player(frames: Sequence[Picture], captions: Sequence[str] | None = None, still: Picture | None = None) -> Player:
+def player(frames: Sequence[Picture], captions: Sequence[str] | None = None) -> Player:
     """Step through pictures of one thing at several times.
 
     Args:
         frames: pictures, at least one.
         captions: what has happened before each; None numbers them only.
-        still: one picture for where there are no widgets; None is a strip of the frames.
     """
-    return Player(frames, captions or [""] * len(frames), still)
+    return Player(frames, captions or [""] * len(frames))
 
 
 class Snapshots:
@@ -46,60 +48,92 @@ class Snapshots:
 
 
 class Player:
-    """What `player` makes: a widget where there are widgets, and else its `static` picture.
+    """What `player` makes: one piece of HTML with all frames and the script that steps through them.
 
-    The widget steps in the browser alone, so it also works while Python is busy.
+    It needs no kernel and no other file, so it still steps in a saved notebook, on a page made of it, and on the site.
+    Where no script may run, the frames are below each other, folded if they are many.
     """
 
-    def __init__(self, frames: Sequence[Picture], captions: Sequence[str], still: Picture | None = None) -> None:
+    def __init__(self, frames: Sequence[Picture], captions: Sequence[str]) -> None:
         if not frames or len(captions) != len(frames):
             raise ValueError(f"player: {len(captions)} captions for {counted(len(frames), 'frame')}; give one each")
         self.frames = list(frames)
-        self.still = still
         of = f" of {len(frames)}"
         self.headings = [
             f"{number}{of}{': ' * bool(caption)}{caption}" for number, caption in enumerate(captions, start=1)
         ]
 
     def __repr__(self) -> str:
-        if self.still is not None:
-            return "\n".join([*self.headings, self.still.text])
         return "\n".join(f"{heading}\n{frame.text}" for heading, frame in zip(self.headings, self.frames, strict=True))
 
-    @cached_property
-    def strip(self) -> Picture:
-        """All frames below each other; the first, the last and some between if all would be too tall."""
-        tallest = max(frame.height for frame in self.frames)
-        count = min(len(self.frames), max(2, int(_TALLEST / tallest)))
-        chosen = sorted({round(index * (len(self.frames) - 1) / max(count - 1, 1)) for index in range(count)})
-        return stack([self.frames[index] for index in chosen], [self.headings[index] for index in chosen])
+    def _repr_html_(self) -> str:
+        all_open = sum(frame.height for frame in self.frames) <= _UNFOLDED
+        folded = [
+            f"<details{' open' * (all_open or not place)}><summary>{escape(heading)}</summary>{_image(frame)}</details>"
+            for place, (heading, frame) in enumerate(zip(self.headings, self.frames, strict=True))
+        ]
+        script = f"<script>\n{_SCRIPT.read_text(encoding='utf-8')}</script>"
+        return "\n".join(['<div class="minisgl-stepper">', *folded, "</div>", script])
 
-    @property
-    def static(self) -> Picture:
-        """For pages without widgets: ``still``, or else the strip."""
-        return self.still or self.strip
+
+def _image(picture: Picture) -> str:
+    """As an image, which outlives the cleaning of a notebook's HTML, where drawings do not."""
+    data = base64.b64encode(picture.svg.encode()).decode()
+    label = escape(picture.text, quote=True).replace("\n", " ")
+    return f'<img alt="{label}" src="data:image/svg+xml;base64,{data}">'
+
+
+def live(draw: Callable[[], Picture], actions: Mapping[str, Action]) -> Live:
+    """Show a live object above controls that change it; each use of a control draws it again.
+
+    Args:
+        draw: makes a picture of the object as it is now.
+        actions: by its label what a control does: a function is a button; ``("Once upon", submit)`` a text field that
+            begins with these words, and ``(["fcfs", "lpm"], choose)`` a menu, whose text the function gets.
+    """
+    return Live(draw, actions)
+
+
+class Live:
+    """What `live` makes: a widget while the kernel runs, and elsewhere the picture as it was when the cell ran."""
+
+    def __init__(self, draw: Callable[[], Picture], actions: Mapping[str, Action]) -> None:
+        self._draw = draw
+        self._actions = actions
 
     @cached_property
     def widget(self) -> Any:
-        """The stepper, an `ipywidgets.VBox`."""
+        """The picture and its controls, an `ipywidgets.VBox`."""
         import ipywidgets
 
-        pages = [
-            ipywidgets.HTML(f"<strong>{escape(heading)}</strong><br>{frame.svg}")
-            for heading, frame in zip(self.headings, self.frames, strict=True)
-        ]
-        bounds = {"min": 1, "max": len(pages), "value": 1}
-        play = ipywidgets.Play(**bounds, interval=_INTERVAL)
-        slider = ipywidgets.IntSlider(**bounds, readout=False, layout={"width": "420px"})
-        number = ipywidgets.BoundedIntText(**bounds, layout={"width": "70px"})
-        shown = ipywidgets.Stack([ipywidgets.HTML(), *pages], selected_index=1)  # frames are counted from 1
-        for control, name in ((play, "value"), (number, "value"), (shown, "selected_index")):
-            ipywidgets.jslink((slider, "value"), (control, name))
-        return ipywidgets.VBox([ipywidgets.HBox([play, slider, number]), shown])
+        shown, said = ipywidgets.HTML(self._draw().svg), ipywidgets.Label()
+
+        def act(function: Callable[..., object], *given: str) -> None:
+            try:
+                result = function(*given)
+                said.value = "" if result is None else str(result)
+            except Exception as error:  # what the engine refuses is part of what there is to see
+                said.value = f"{type(error).__name__}: {error}"
+            shown.value = self._draw().svg
+
+        rows: list[Any] = []
+        for label, action in self._actions.items():
+            button = ipywidgets.Button(description=label, layout={"width": "auto"})
+            if not isinstance(action, tuple):
+                button.on_click(lambda _, function=action: act(function))
+                rows.append(button)
+                continue
+            start, function = action
+            field = ipywidgets.Text(start) if isinstance(start, str) else ipywidgets.Dropdown(options=list(start))
+            button.on_click(lambda _, function=function, field=field: act(function, field.value))
+            rows.append(ipywidgets.HBox([field, button]))
+        controls = ipywidgets.Box(rows, layout={"flex_flow": "row wrap"})
+        return ipywidgets.VBox([shown, controls, said])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        static = {"image/svg+xml": self.static.svg, "text/plain": repr(self)}
+        picture = self._draw()
+        static = {"image/svg+xml": picture.svg, "text/plain": picture.text}
         try:
             return {**self.widget._repr_mimebundle_(), **static}
-        except ImportError:  # no ipywidgets: the static picture says the same
+        except ImportError:  # no ipywidgets: the picture remains
             return static

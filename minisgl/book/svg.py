@@ -63,6 +63,11 @@ class Picture:
     def __repr__(self) -> str:
         return self.text
 
+    def titled(self, title: str) -> Picture:
+        """The same with what it shows said first, for those who do not see it: ``The tree after the third prompt``."""
+        label = escape(_NOT_XML.sub("\ufffd", title), quote=True)
+        return Picture(self.svg.replace('aria-label="', f'aria-label="{label}: ', 1), f"{title}: {self.text}")
+
     @property
     def height(self) -> float:
         """In CSS pixels."""

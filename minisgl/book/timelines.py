@@ -87,7 +87,7 @@ def schedule_player(trace: Trace) -> Player:
         _draw_schedule({uid: life.until(step + 1) for uid, life in lives.items()}, num_steps, step + 1)
         for step in stops
     ]
-    return player(frames, [_step_in_words(lives, step) for step in stops], still=schedule_timeline(trace))
+    return player(frames, [_step_in_words(lives, step) for step in stops])
 
 
 def _read(events: list[Event]) -> tuple[dict[int, _Life], int]:

@@ -1,4 +1,4 @@
-"""In a real JupyterLab and a real browser: a listing is highlighted, the player appears, steps and plays."""
+"""In a real JupyterLab and a real browser: a player steps, also after its notebook was saved and opened again."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 
 import minisgl
-from tests.browser import browser
+from tests.browser import Browser, browser
 
 CELL = """
 import numpy as np
@@ -39,8 +40,13 @@ show(RadixCache.match)
 KEYWORDS = "[...document.querySelectorAll('.jp-RenderedMarkdown pre span')].filter(it => it.innerText === 'def')"
 # The caption of the frame that is seen: the others are in the page and hidden.
 SEEN = (
-    "[...document.querySelectorAll('.jp-OutputArea strong')].filter(it => it.offsetParent).map(it => it.innerText)[0]"
+    "[...document.querySelectorAll('.minisgl-stepper strong')]"
+    ".filter(it => getComputedStyle(it).visibility === 'visible').map(it => it.innerText)"
 )
+STEPPER_HEIGHT = "document.querySelector('.minisgl-stepper').getBoundingClientRect().height"
+FOLDED = "[...document.querySelectorAll('.jp-OutputArea details')].map(it => it.innerText.trim())"
+DRAWN = "[...document.querySelectorAll('.jp-OutputArea details img')].filter(it => it.naturalWidth).length"
+IDLE = "document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')"
 
 
 @contextmanager
@@ -73,9 +79,23 @@ def _address(runtime: Path, process: subprocess.Popen[bytes], timeout: float = 6
     raise AssertionError("JupyterLab does not start")
 
 
+def steps_through(page: Browser) -> None:
+    """The first player of the page goes from its first frame to its last and back, and its height stays."""
+    page.wait_for(f"{SEEN}.join() === '1 <inserted>'")
+    height = page.evaluate(STEPPER_HEIGHT)
+    page.click(".minisgl-stepper button[aria-label='next picture']")
+    page.wait_for(f"{SEEN}.join() === '2 <inserted>'", timeout=10)
+    page.press("ArrowRight", 39)
+    page.wait_for(f"{SEEN}.join() === '3 <inserted>'", timeout=10)
+    assert page.evaluate("document.querySelector('.minisgl-stepper output').innerText") == "3 of 3"
+    assert page.evaluate(STEPPER_HEIGHT) == height > 100
+    page.press("Home", 36)
+    page.wait_for(f"{SEEN}.join() === '1 <inserted>'", timeout=10)
+
+
 @pytest.mark.slow
-@pytest.mark.needs("chromium", "jupyterlab", "ipywidgets", "websocket")
-def test_a_listing_is_highlighted_and_the_player_steps_and_plays(tmp_path: Path) -> None:
+@pytest.mark.needs("chromium", "jupyterlab", "websocket")
+def test_the_player_steps_when_it_was_run_and_when_it_was_saved_and_opened_again(tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     lab.mkdir()
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -85,17 +105,38 @@ def test_a_listing_is_highlighted_and_the_player_steps_and_plays(tmp_path: Path)
     with jupyterlab(lab) as url, browser(tmp_path / "chromium") as page:
         page.open(f"{url}lab/tree/x.ipynb")
         page.click(".jp-Cell .cm-content")
-        page.wait_for("document.querySelector('#jp-main-statusbar')?.innerText.includes('| Idle')")
+        page.wait_for(IDLE)
         page.click("[data-jp-item-name=run] jp-button")
         page.wait_for(f"{KEYWORDS}.length === 1")
         assert (
             page.evaluate("document.querySelector('.jp-RenderedMarkdown code').innerText") == "minisgl/kvcache/radix.py"
         )
         page.click("[data-jp-item-name=run] jp-button")
-        page.wait_for(f"{SEEN} === '1 of 3: 1 <inserted>'")
-        page.click(".jp-OutputArea .noUi-handle")
-        page.press("ArrowRight", 39)
-        page.wait_for(f"{SEEN} === '2 of 3: 2 <inserted>'", timeout=10)
-        page.click(".jp-OutputArea .widget-play button")
-        page.wait_for(f"{SEEN} === '3 of 3: 3 <inserted>'", timeout=10)
+        steps_through(page)
+        page.click("[data-jp-item-name=save] jp-button")
+        wait_until(lambda: len(outputs(lab / "x.ipynb")) == 2)
+        page.open("about:blank#left")
+        page.open(f"{url}lab/tree/x.ipynb")
+        steps_through(page)
+
+        # The same notebook from elsewhere: JupyterLab trusts it not, and runs no script of it.
+        copy = nbformat.read(lab / "x.ipynb", as_version=4)
+        copy.cells[0].source += "\n# from elsewhere"
+        nbformat.write(copy, lab / "y.ipynb")
+        page.open("about:blank#left")
+        page.open(f"{url}lab/tree/y.ipynb")
+        page.wait_for(f"{DRAWN} === 3")
+        assert page.evaluate(FOLDED) == [f"{number} of 3: {number} <inserted>" for number in (1, 2, 3)]
         assert page.problems == []
+
+
+def outputs(notebook: Path) -> list[Any]:
+    """Of all cells of a file."""
+    return [output for cell in nbformat.read(notebook, as_version=4).cells for output in cell.outputs]
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)

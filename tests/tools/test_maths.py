@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
 from tools.maths import with_maths
@@ -18,6 +20,27 @@ def test_a_formula_becomes_mathml(text: str, shown: str) -> None:
     assert shown in made
     assert "$" not in made
     assert "\n" not in made, "a line of its own could be read as Markdown"
+
+
+@pytest.mark.parametrize(
+    ("formula", "tags"),
+    [
+        (r"\operatorname{softmax}\left(\frac{QK^\top}{\sqrt{d}}\right)V", {"mfrac", "msqrt", "msup"}),
+        (r"\frac{e^{x_i}}{\sum_{j=1}^{n} e^{x_j}}", {"mfrac", "msubsup"}),
+        (
+            r"\begin{pmatrix} \cos\theta & -\sin\theta \\ \sin\theta & \cos\theta \end{pmatrix}",
+            {"mtable", "mtr", "mtd"},
+        ),
+        (r"\begin{cases} 1 & \text{if } x > 0 \\ 0 & \text{otherwise} \end{cases}", {"mtable", "mtext"}),
+        (r"\begin{aligned} m' &= \max(m, s) \\ l' &= l\,e^{m-m'} \end{aligned}", {"mtable", "mtr", "mtd"}),
+        (r"\left\lceil \frac{n}{p} \right\rceil \approx \mathcal{O}(n)", {"mfrac"}),
+    ],
+)
+def test_the_notation_of_the_chapters_is_understood(formula: str, tags: set[str]) -> None:
+    root = ElementTree.fromstring(with_maths(f"$${formula}$$"))
+    found = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert tags <= found
+    assert "\\" not in "".join(root.itertext())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +63,7 @@ def test_code_before_a_formula_does_not_hide_it() -> None:
     assert with_maths("`$` $n$ `$`").startswith("`$` <math")
 
 
-@pytest.mark.parametrize("formula", [r"\nonsense x", r"\begin{aligned} a &= b \end{aligned}"])
+@pytest.mark.parametrize("formula", [r"\nonsense x", "a & b", r"\operatorname*{max}_v x", r"\mathtt{x}"])
 def test_what_cannot_be_converted_is_refused(formula: str) -> None:
     with pytest.raises(ValueError, match="cannot be converted to MathML"):
         with_maths(f"${formula}$")

@@ -10,6 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from minisgl.book import memory_budget, player
 from tools.mdbook import as_markdown, build, main, preprocess
 from tools.notebooks import read_chapter
 
@@ -21,6 +22,7 @@ f()
 
 and so on.
 """
+MONOSPACE = '<div style="font-family:monospace">\n\n'
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,12 +57,13 @@ def test_printed_text_is_escaped_and_stands_below_its_cell() -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"image/svg+xml": "<svg>\n\n</svg>", "image/png": "AA=="}, '<figure class="output"><svg></svg></figure>'),
+        ({"image/svg+xml": "<svg>\n\n</svg>", "image/png": "AA=="}, '<figure class="output"><svg>\n</svg></figure>'),
         (
             {"image/png": "AA\n==\n"},
             '<figure class="output"><img alt="words" src="data:image/png;base64,AA=="></figure>',
         ),
         ({"text/html": "<b>\n\n x</b>", "text/markdown": "x"}, '<div class="output">\n<b>\n x</b>\n</div>'),
+        ({"text/markdown": f"{MONOSPACE}x\n\n</div>"}, '<div class="output">\n\nx\n\n</div>'),
         ({"text/markdown": "| a |\n| --- |"}, '<div class="output">\n\n| a |\n| --- |\n\n</div>'),
         ({}, '<pre class="output">words</pre>'),
     ],
@@ -68,6 +71,48 @@ def test_printed_text_is_escaped_and_stands_below_its_cell() -> None:
 def test_the_richest_form_is_shown(data: dict[str, str], expected: str) -> None:
     made = shown(nbformat.v4.new_output("display_data", {**data, "text/plain": "words"}))
     assert made == f"# A chapter\n\n```python\nf()\n```\n\n{expected}\n\nand so on.\n"
+
+
+def test_frames_of_a_player_are_drawn_so_that_they_follow_the_theme() -> None:
+    frame = memory_budget({"weights": 1}, 2)
+    made = shown(
+        nbformat.v4.new_output("display_data", {"text/html": player([frame])._repr_html_(), "text/plain": "x"})
+    )
+    assert f"<summary>1 of 1</summary>{frame.svg}</details>" in made
+    assert "base64" not in made
+    assert "<script>" in made
+    figure = made[made.index("<figure") : made.index("</figure>")]
+    assert "" not in figure.split("\n"), "a blank line would end it"
+
+
+OURS = """# A chapter
+
+```python
+check("1.1", f)
+```
+
+```python
+from minisgl.table import Table
+show(Table)
+```
+
+```python
+show(Table)
+```
+"""
+
+
+def test_our_solution_is_folded_after_the_readers_was_checked() -> None:
+    made = read_chapter(OURS)
+    listing = {"text/markdown": "`minisgl/table.py`, line 1\n\n```python\nclass Table\n```", "text/plain": "x"}
+    for cell in made.cells[2:]:
+        cell.outputs = [nbformat.v4.new_output("execute_result", listing)]
+    text = as_markdown(made)
+    assert text.count("<details>") == text.count("</details>") == 1, "the second listing is another one"
+    folded = text[text.index("<details>") : text.index("</details>")]
+    assert folded.startswith("<details>\n<summary>Show ours</summary>\n\n<div")
+    assert "class Table" in folded
+    assert "show(Table)" not in folded
 
 
 def test_tags_of_a_cell_are_not_shown() -> None:
@@ -157,6 +202,19 @@ BROKEN = """
 
 [there](01-b.md) [there](#nowhere) ![picture](x.png) ![picture](https://example.org/x.png) `tests/test_gone.py`
 """
+
+
+@pytest.mark.needs("mdbook")
+def test_a_picture_is_on_its_page_and_not_in_the_index_of_the_search(book: Path) -> None:
+    drawn = result(image__svg_xml="<svg><text>wordinpicture</text></svg>", text__plain="x")
+    drawn.data = {"image/svg+xml": drawn.data["image/svg_xml"], "text/plain": "x"}
+    nbformat.write(notebook(drawn), book / "notebooks" / "00-a.ipynb")
+    assert build(book, book / "site") == 0
+    for page in ("00-a.html", "print.html"):
+        assert "<text>wordinpicture</text>" in (book / "site" / page).read_text()
+    index = next((book / "site").glob("searchindex*.js")).read_text()
+    assert "so on" in index
+    assert "wordinpicture" not in index
 
 
 @pytest.mark.needs("mdbook")

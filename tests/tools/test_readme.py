@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.readme import feature_problems
+from minisgl.book import architecture
+from tools.readme import feature_problems, main
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/tools/test_readme.py"
@@ -33,3 +34,11 @@ def test_a_feature_without_a_proof_is_told(row: str, problem: str) -> None:
 
 def test_the_table_must_be_there() -> None:
     assert feature_problems("# minisgl", ROOT) == ["there is no table of features"]
+
+
+def test_the_readme_its_picture_and_its_tables_are_as_they_are_generated() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_the_committed_picture_is_the_one_that_the_book_draws() -> None:
+    assert (ROOT / "chapters/images/architecture.svg").read_text(encoding="utf-8") == architecture().svg + "\n"

@@ -1,0 +1,97 @@
+"""The picture of the whole engine, which opens the book and returns in every chapter with the part that it builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, request_colors
+from minisgl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box: what it is called, the chapters that build it, and its place in CSS pixels."""
+
+    label: str
+    chapters: tuple[int, ...]
+    x: float
+    y: float
+    width: float
+
+
+_HEIGHT = 46.0
+_SERVER, _HOST, _MEMORY, _DEVICE, _INSIDE = 56.0, 146.0, 212.0, 308.0, 366.0
+"""Upper edges of the rows of boxes."""
+PARTS = {
+    "request": Part("Request", (1,), 26, _HOST, 78),
+    "tokenizer": Part("Tokenizer", (15,), 118, _HOST, 86),
+    "scheduler": Part("Scheduler", (8, 9), 218, _HOST, 94),
+    "batch": Part("Batch", (1,), 330, _HOST, 82),
+    "loop": Part("Engine loop", (8, 13), 452, _HOST, 114),
+    "detokenizer": Part("Detokenizer", (15,), 624, _HOST, 108),
+    "prefix": Part("Prefix cache", (6, 7), 92, _MEMORY, 112),
+    "kvcache": Part("KV pages", (4, 9), 218, _MEMORY, 94),
+    "weights": Part("Weights", (3, 19), 176, _DEVICE, 108),
+    "engine": Part("Model runner", (4, 5), 310, _DEVICE, 122),
+    "model": Part("Transformer", (2,), 452, _DEVICE, 150),
+    "sampler": Part("Sampler", (5,), 624, _DEVICE, 108),
+    "ranks": Part("Other ranks", (14,), 176, _INSIDE, 108),
+    "graphs": Part("CUDA graphs", (11,), 310, _INSIDE, 122),
+    "attention": Part("Attention", (10,), 444, _INSIDE, 84),
+    "kernels": Part("Kernels", (12,), 536, _INSIDE, 74),
+    "drafter": Part("Speculation", (18,), 624, _INSIDE, 108),
+    "server": Part("HTTP server", (16, 20), 26, _SERVER, 130),
+    "processes": Part("Processes, messages", (15,), 168, _SERVER, 164),
+    "measuring": Part("Measuring", (17,), 344, _SERVER, 110),
+}
+"""Parts of the engine by name."""
+_ARROWS = (  # from a part to another at its right
+    *(("request", "tokenizer"), ("tokenizer", "scheduler"), ("scheduler", "batch"), ("loop", "detokenizer")),
+    *(("weights", "engine"), ("engine", "model"), ("model", "sampler"), ("prefix", "kvcache")),
+)
+
+
+def architecture(*here: str) -> Picture:
+    """Draw the engine: the host's lane above the device's, and the parts named ``here`` filled.
+
+    Raises `ConfigError` for a part that is not one of `PARTS`.
+    """
+    if unknown := [name for name in here if name not in PARTS]:
+        raise ConfigError(f"architecture: no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+    labels = ", ".join(PARTS[name].label for name in here)
+    canvas = Canvas("From a request to its tokens, and back to text", f"you are here: {labels}" if here else "")
+    canvas.box(MARGIN, 44, WIDTH - 2 * MARGIN, 380)
+    for y, name in ((110, "host: Python and NumPy"), (272, "device: PyTorch and Triton")):
+        canvas.path(f"M{MARGIN} {y}H{WIDTH - MARGIN}", "rule dashed")
+        canvas.text(26, y + 22, name, "muted small", "start")
+    for start, end in _ARROWS:
+        left, right, y = PARTS[start], PARTS[end], PARTS[end].y + _HEIGHT / 2
+        canvas.arrow((left.x + left.width, y), (right.x, y))
+    canvas.arrow((258, _HOST + _HEIGHT), (258, _MEMORY))
+    canvas.arrow((272, _MEMORY), (272, _HOST + _HEIGHT))
+    canvas.arrow((371, _HOST + _HEIGHT), (371, _DEVICE))
+    canvas.text(379, 266, "one copy a step", "muted small", "start")
+    canvas.path(f"M678 {_DEVICE}V240H509V{_HOST + _HEIGHT + 4}")
+    canvas.arrow((509, 210), (509, _HOST + _HEIGHT))
+    canvas.text(670, 258, "its tokens", "muted small", "end")
+    canvas.path(f"M509 {_HOST}V128H265V{_HOST - 4}")
+    canvas.arrow((265, 130), (265, _HOST))
+    canvas.text(388, 123, "tokens of the last step", "muted small")
+    fill, ink = request_colors(1)
+    for name, part in PARTS.items():
+        middle, filled = part.x + part.width / 2, name in here
+        canvas.box(part.x, part.y, part.width, _HEIGHT, "shared", fill * filled)
+        canvas.text(middle, part.y + 20, part.label, "text strong" if filled else "text", fill=ink * filled)
+        chapters = f"chapter{'s' * (len(part.chapters) > 1)} {', '.join(map(str, part.chapters))}"
+        canvas.text(middle, part.y + 36, chapters, "text small", fill=ink * filled)
+    says = (
+        "On the host, a request passes the tokenizer, the scheduler with KV pages and a prefix cache beside it, and "
+        "the batch; on the device, the model runner, the transformer and the sampler. The tokens go back through the "
+        "engine loop to the scheduler, and through the detokenizer to the client. A server is around it."
+    )
+    return canvas.picture(436, f"{says} You are here: {labels}." if here else says)
+
+
+def you_are_here(chapter: int) -> Picture:
+    """Draw the engine with the parts that a chapter builds; chapter 0 passes through all of them."""
+    return architecture(*(name for name, part in PARTS.items() if chapter in part.chapters))
