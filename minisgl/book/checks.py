@@ -64,7 +64,7 @@ def check(sources: Sources, number: int, directory: Path, timeout: int) -> bool:
     with workplace(sources, chapter.tasks) as folder:
         (folder / PACKAGE).symlink_to((directory / PACKAGE).resolve())
         for file in sorted(directory.rglob("conftest.py")):
-            ours = folder / file.relative_to(directory)
+            ours = sources.root / file.relative_to(directory)
             if not ours.exists() or ours.read_bytes() != file.read_bytes():
                 print(f"  {file} counts for nothing here: the tests of the check bring their own along")
         lines = _Lines(

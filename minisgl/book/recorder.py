@@ -49,16 +49,28 @@ class Recorder:
         if self._seconds:
             faulthandler.dump_traceback_later(seconds, file=self._stack, exit=True)
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Run tests in the order of the arguments, which is that of the tasks, whatever fixtures they share."""
+
+        def place(item: pytest.Item) -> int:
+            name = f"{item.nodeid.partition('[')[0]}::"
+            return next((i for i, argument in enumerate(config.args) if name.startswith(f"{argument}::")), 0)
+
+        items.sort(key=place)
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record which tests are going to run."""
         for item in session.items:
             _, *names = item.nodeid.split("::")
             self.write("collected", id=item.nodeid, file=str(item.path), name="::".join(names).partition("[")[0])
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    def pytest_exception_interact(
+        self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
+    ) -> None:
         """Record a file of tests that cannot be read, and why."""
-        if report.failed:
-            error = report.call.excinfo.value.__cause__ if report.call.excinfo else None
+        if isinstance(report, pytest.CollectReport) and call.excinfo is not None:
+            error = call.excinfo.value.__cause__
             info = None if error is None else pytest.ExceptionInfo.from_exception(error)
             message = _message(report) if info is None else info.exconly(tryshort=True)
             self.write("unreadable", id=report.nodeid, message=_shortened(message), frames=_frames(info))

@@ -160,7 +160,7 @@ your_turn("7.1")
 ```
 
 ```python tags=["your-turn"]
-def lock(self, node):
+def lock(self, handle):
     raise NotImplementedError
 ```
 
@@ -177,12 +177,12 @@ show(BlockHashCache.lock)
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("(self, node)", "(self, node)", None),
-        ("(self, node)", "(self)", "7.1: lock takes other parameters than that of the package"),
+        ("(self, handle)", "(self, handle)", None),
+        ("(self, handle)", "(self)", "7.1: lock takes other parameters than that of the package"),
         ('check("7.1"', 'check("7.2"', "7.1: the check after it is of another task"),
         (' tags=["your-turn"]', "", "7.1: your_turn, a cell tagged your-turn and check must follow each other"),
         ("def lock", "def unlock", "7.1: its cell has no empty function BlockHashCache.lock"),
-        ("raise NotImplementedError", "return node", "7.1: its cell has no empty function BlockHashCache.lock"),
+        ("raise NotImplementedError", "return 1", "7.1: its cell has no empty function BlockHashCache.lock"),
         ("7.1", "7.2", "its tasks are ['7.2'], and in the table ['7.1', '7.2']"),
         (GOOD, f"```python\nshow(BlockHashCache)\n```\n{GOOD}", "7.1: BlockHashCache.lock is shown before the reader"),
     ],
