@@ -2,15 +2,17 @@
 
 - Every module of a chapter's starter can be imported, and each test of a task fails there because a function of the
   chapter is not written.
-- With the tasks before it written, each test of a task fails with the message of exactly this task, and the tests of
-  the tasks before pass: so a reader can go task by task.
-- With all tasks written, all their tests pass.
+- With the tasks before it written, each test of a task fails with the message of exactly this task, and passes once it
+  is written too: so a reader can go task by task.
+- Each mistake that the table names for a task makes a test of the task fail. A chapter whose text has the tasks in it
+  names at least two for each.
 
 Two chapters are proved at a time. The proof fails if it finds no tasks.
 """
 
 from __future__ import annotations
 
+import compileall
 import sys
 import tempfile
 import time
@@ -21,13 +23,16 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from minisgl.book.checks import Result, fits, results_of, run_tests
-from minisgl.book.course_table import Chapter, CourseError, Task, load_table
-from minisgl.book.starters import Sources, repository, write
+from minisgl.book.checks import Result, fits, link_package, results_of, run_tests
+from minisgl.book.course_table import Chapter, CourseError, Mutant, Task, load_table
+from minisgl.book.starters import PACKAGE, Files, Sources, repository, with_functions, write
+from minisgl.book.supervise import Ended
 from tools.pytest_copies import PytestCopies
 
 WORKERS = 2
 SECONDS_PER_TEST = 120
+MUTANTS = 2
+"""How many mistakes a task names at least."""
 
 IMPORTS = "tests/test_imports_of_the_starter.py"
 """A test that the proof adds to a starter: it imports every module, but for what this machine has not installed."""
@@ -78,21 +83,28 @@ def prove(sources: Sources, chapters: Sequence[Chapter]) -> list[str]:
             copies.put(stack.enter_context(PytestCopies()))
         pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
         run = partial(run_tests, timeout=SECONDS_PER_TEST, launch=partial(_in_a_copy, copies))
+        compileall.compile_dir(sources.root / PACKAGE, quiet=2)  # once, and not in each of some hundred processes
         jobs = [pool.submit(_prove, sources, chapter, folder / str(chapter.number), run) for chapter in chapters]
         return [problem for job in jobs for problem in job.result()]
 
 
 def _in_a_copy(
     copies: SimpleQueue[PytestCopies],
-    arguments: Sequence[str],
-    workplace: Path,
-    environment: Mapping[str, str],
-    seconds: float,
-) -> str:
-    """A `minisgl.book.checks.Launch`."""
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path,
+    time_limit: float,
+    output_limit: int,
+    watch: Callable[[], None],
+) -> Ended:
+    """A `minisgl.book.supervise.Launch`."""
     free = copies.get()
+    start = time.monotonic()
     try:
-        return free.run(arguments, workplace, environment, seconds)
+        output = free.run(command[2:], cwd, env, time_limit)
+        return Ended(time.monotonic() - start, 0, None, output, len(output), 0)
+    except TimeoutError:
+        return Ended(time_limit, None, "time", "", 0, 0)
     finally:
         copies.put(free)
 
@@ -110,8 +122,9 @@ def _prove(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> list[s
 
 def _problems(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Iterator[str]:
     """All in one folder, in which one task after the other is written."""
-    write({**sources.starter(chapter.number), IMPORTS: _IMPORTS_TEXT}, folder)
-    results = run(folder, [IMPORTS, *(test for task in chapter.tasks for test in task.tests)], package=folder)
+    write({**sources.suite(chapter.tasks), IMPORTS: _IMPORTS_TEXT}, folder)
+    link_package(sources.root, folder, sources.modules_of(chapter.tasks, chapter.tasks))
+    results = run(folder, [IMPORTS, *(test for task in chapter.tasks for test in task.tests)])
     yield from _imports(results)
     expected: set[str] = set()
     for task in chapter.tasks:
@@ -121,15 +134,50 @@ def _problems(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Ite
                 yield f"in the starter, {result.test} of task {task.number} {_outcome(result)}"
         yield from _unmatched(task, results)
     for written in range(1, len(chapter.tasks) + 1):
-        for path, text in sources.modules_of(chapter.tasks, chapter.tasks[written:]).items():
-            (folder / path).write_text(text, encoding="utf-8")
-        until_next = chapter.tasks[: written + 1]
-        results = run(folder, [test for task in until_next for test in task.tests], package=folder)
-        for task in until_next:
+        _write(folder, sources.modules_of(chapter.tasks, chapter.tasks[written:]))
+        last_and_next = chapter.tasks[written - 1 : written + 1]
+        results = run(folder, [test for task in last_and_next for test in task.tests])
+        for task in last_and_next:
             is_next = task.number == written + 1
             for result in results_of(task, results):
                 if result.stub not in task.messages if is_next else result.failure is not None:
                     yield f"with {written} tasks written, {result.test} of task {task.number} {_outcome(result)}"
+    for task in chapter.tasks:
+        if len(task.mutants) < MUTANTS and has_tasks_in_its_text(sources.root, chapter):
+            yield f"task {task.number} names {len(task.mutants)} mistakes; name {MUTANTS} that its tests notice"
+        for mutant in task.mutants:
+            path, text = with_mistake(sources, task, mutant)
+            _write(folder, {path: text})
+            failed = [each for each in run(folder, task.tests, options=["-x"]) if each.failure is not None]
+            if not failed or "took longer" in str(failed[0].failure) or "::" not in failed[0].test:
+                how = f"; instead, {failed[0].test} {_outcome(failed[0])}" if failed else ""
+                yield f"no test of task {task.number} notices {mutant.mistake or mutant.wrong!r}{how}"
+            _write(folder, {path: sources.read(path)})
+
+
+def _write(folder: Path, files: Files) -> None:
+    for path, text in files.items():
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+def with_mistake(sources: Sources, task: Task, mutant: Mutant) -> tuple[str, str]:
+    """Path and text of the module in which a mistake is, as if a reader had made it.
+
+    Raises `CourseError` if what it changes does not occur exactly once in our functions of the task.
+    """
+    functions = sources.solution(task)
+    found = {stub: text.count(mutant.text) for stub, text in functions.items()}
+    if sum(found.values()) != 1:
+        raise CourseError(f"task {task.number}: {mutant.text!r} occurs {sum(found.values())} times in our functions")
+    (stub,) = (stub for stub, count in found.items() if count)
+    wrong = functions[stub].replace(mutant.text, mutant.wrong)
+    return stub.path, with_functions(sources.read(stub.path), {stub.name: wrong})
+
+
+def has_tasks_in_its_text(root: Path, chapter: Chapter) -> bool:
+    """Whether a chapter calls ``your_turn``: it is one of those that have been rewritten."""
+    texts = (root / "chapters").glob(f"{chapter.number:02d}-*.md")
+    return any("your_turn(" in text.read_text(encoding="utf-8") for text in texts)
 
 
 def _imports(results: Sequence[Result]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Runs pytest in copies of a process that has imported what all tests import: a small run takes half the time so.
+"""Runs scripts in copies of a process that has imported what all tests import: a small run takes half the time so.
 
 As a script it is that process. It knows nothing of minisgl, so that each copy imports the package it is told of.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 IMPORTED = (
     "torch",
@@ -54,8 +56,8 @@ class PytestCopies:
     def __exit__(self, *error: object) -> None:
         self._process.communicate()
 
-    def run(self, arguments: Sequence[str], workplace: Path, environment: Mapping[str, str], seconds: float) -> str:
-        """Run pytest with ``arguments`` in a folder, and return what it wrote.
+    def run(self, script: Sequence[str], workplace: Path, environment: Mapping[str, str], seconds: float) -> str:
+        """Run a script with arguments in a folder, and return what it wrote.
 
         Raises:
             TimeoutError: it took longer than ``seconds``, and was killed.
@@ -64,7 +66,7 @@ class PytestCopies:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
-            job = [list(arguments), str(workplace), dict(environment), seconds, output.name]
+            job = [list(script), str(workplace), dict(environment), seconds, output.name]
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
@@ -81,16 +83,17 @@ def _serve() -> None:
     for name in IMPORTED:
         import_module(name)
     for line in sys.stdin:
-        arguments, workplace, environment, seconds, output = json.loads(line)
+        script, workplace, environment, seconds, output = json.loads(line)
         pid = os.fork()
         if pid == 0:
             _become(workplace, environment, output)
-            os._exit(_pytest(arguments))
+            _run(script)
+            os._exit(0)
         print(json.dumps(_ends(pid, seconds)), flush=True)
 
 
 def _become(workplace: str, environment: Mapping[str, str], output: str) -> None:
-    """Make of this process what ``python -m pytest`` would be in that folder, with that environment."""
+    """Make of this process what a new one would be in that folder, with that environment."""
     os.setsid()
     os.chdir(workplace)
     os.environ.clear()
@@ -104,25 +107,27 @@ def _become(workplace: str, environment: Mapping[str, str], output: str) -> None
         os.close(file)
 
 
-def _pytest(arguments: Sequence[str]) -> int:
-    pytest: Any = import_module("pytest")
+def _run(script: Sequence[str]) -> None:
+    sys.argv = list(script)
     try:
-        return int(pytest.main(list(arguments)))
+        runpy.run_path(script[0], run_name="__main__")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def _ends(pid: int, seconds: float) -> bool:
-    """Wait for a copy. If time is over it is killed with all that it has started; False then."""
+    """Wait for a copy, and kill what it has left behind. If time is over it is killed too; False then."""
     deadline = time.monotonic() + seconds
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return False
-        time.sleep(0.02)
-    return True
+    while in_time := time.monotonic() < deadline:
+        if os.waitpid(pid, os.WNOHANG) != (0, 0):
+            break
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not in_time:
+        os.waitpid(pid, 0)
+    return in_time
 
 
 if __name__ == "__main__":

@@ -56,8 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_check)
 
-    command = commands.add_parser("diff", help="our solution: what a chapter's starter lacks")
-    command.add_argument("chapter", type=int, help="number of the chapter")
+    command = commands.add_parser("hint", help="one nudge towards a task")
+    command.add_argument("task", nargs="+", help="chapter and number, such as 6.2")
+    command.set_defaults(run=_hint)
+
+    command = commands.add_parser("solution", help="our functions of one task")
+    command.add_argument("task", nargs="+", help="chapter and number, such as 6.2")
+    command.set_defaults(run=_solution)
+
+    command = commands.add_parser("diff", help="what a starter lacks, or how your functions differ from ours")
+    command.add_argument("task", help="a chapter, such as 6, or a task of it, such as 6.2")
+    command.add_argument("place", nargs="?", type=Path, help="your folder or file, to compare one task with ours")
     command.set_defaults(run=_diff)
 
     add_grade(commands)
@@ -90,8 +99,32 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if check(_sources(), options.chapter, options.directory, options.timeout) else 1
 
 
+def _hint(options: argparse.Namespace) -> int:
+    task = load_table().task(".".join(options.task))
+    print(
+        task.hint or f"Task {task.id} has no hint yet: its docstrings and the names of its tests say what it is about."
+    )
+    return 0
+
+
+def _solution(options: argparse.Namespace) -> int:
+    sources = _sources()
+    for stub, text in sources.solution(sources.table.task(".".join(options.task))).items():
+        print(f"# {stub.path}: {stub.name}\n{text}")
+    return 0
+
+
 def _diff(options: argparse.Namespace) -> int:
-    for line in _sources().solution(options.chapter):
+    sources = _sources()
+    if options.task.isdecimal() and options.place is not None:
+        raise CourseError(f"name one task to compare with {options.place}, such as {options.task}.1")
+    if options.task.isdecimal():
+        lines = sources.missing(sources.table.chapter_with_tasks(int(options.task)).tasks)
+    elif options.place is None:
+        lines = sources.missing([sources.table.task(options.task)])
+    else:
+        lines = sources.difference(sources.table.task(options.task), options.place)
+    for line in lines:
         print(line)
     return 0
 

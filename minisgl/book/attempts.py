@@ -3,51 +3,204 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
+import symtable
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from minisgl.book.course_table import Task, load_table
+import minisgl
+from minisgl.book.checks import check_functions, in_words
+from minisgl.book.course_table import CourseError, Stub, Task, load_table
+from minisgl.book.starters import Sources, functions_of, is_untouched, outline, repository, with_functions
 from minisgl.book.tables import Markdown
 
-NOT_WRITTEN = "not written yet: the chapter goes on with ours"
+TOY = "minisgl.book.toy"
+OWN_TOY = Path("toy.py")
+"""The reader's toy engine, in the folder of the notebook."""
+
+Functions = dict[Stub, FunctionType]
 
 
 def your_turn(identifier: str) -> Markdown:
-    """What the reader writes for a task such as ``"6.2"``, and where more help is."""
+    """What the reader writes for a task such as ``"6.2"``, what its tests are called, and where more help is."""
     task = load_table().task(identifier)
-    names = ", ".join(f"`{stub.name}` in `{stub.path}`" for stub in task.stubs)
+    sources = Sources(Path(minisgl.__file__).parents[1], load_table())
+    outlines = []
+    for stub in task.stubs:
+        owner = stub.name.rpartition(".")[0]
+        place = f"a method of {owner} in {stub.path}" if owner else f"in {stub.path}"
+        outlines.append(f"# {place}\n{outline(sources.read(stub.path), stub.name)}")
+    tests = "; ".join(dict.fromkeys(in_words(test.partition("[")[0]) for test in task.tests))
     parts = [
-        f"**Your turn {task.id}: {task.title}**",
+        f"**Your turn, {task.id}: {task.title}**",
         task.spec,
-        f"You write {names}.",
+        "```python\n" + "\n\n".join(outlines) + "\n```",
+        f"Its tests: *{tests}*.",
         f"A hint: `python -m minisgl course hint {task.id}`. The whole package without this chapter's functions: "
         f"`python -m minisgl course start {task.chapter} FOLDER`.",
     ]
     return Markdown("\n\n".join(part for part in parts if part))
 
 
-def check(identifier: str, *functions: Callable[..., Any]) -> None:
-    """Run a task's tests with the reader's functions in place of the package's, and print what became of them."""
-    task: Task = load_table().task(identifier)
-    if all(is_untouched(textwrap.dedent(inspect.getsource(each))) for each in functions):
-        print(f"{task.id} {NOT_WRITTEN}")
-        return
-    raise NotImplementedError("grading in a notebook is on its way; `python -m minisgl course check` does it today")
+def check(identifier: str, *functions: Callable[..., Any] | type) -> None:
+    """Run a task's tests with the reader's functions in place of ours, and print what became of them.
+
+    Args:
+        functions: under the names that they have in the package, methods as plain functions or in classes.
+    """
+    try:
+        task = load_table().task(identifier)
+        written = {stub: item for stub, item in _matched(task, functions).items() if not is_untouched(_text(item))}
+        left = [stub.last_name for stub in task.stubs if stub not in written]
+        if not written:
+            print(f"Task {task.id} is not written yet: the chapter goes on with ours.")
+        elif left:
+            print(f"Task {task.id}: still to write: {', '.join(left)}.")
+        else:
+            _check(Sources(repository(), load_table()), task, written)
+    except CourseError as error:
+        print(error)
 
 
-def is_untouched(source: str) -> bool:
-    """Whether a function has a docstring at most, and then ``raise NotImplementedError``, ``...`` or ``pass``."""
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return all(_says_nothing(statement) for statement in body)
+def _check(sources: Sources, task: Task, written: Functions) -> None:
+    for stub, function in written.items():
+        ours, theirs = (parameters(text) for text in (sources.solution(task)[stub], _text(function)))
+        if ours != theirs:
+            print(f"{stub.last_name} takes ({', '.join(theirs)}); the package calls it with ({', '.join(ours)}).")
+    modules = {path: exchanged(sources.read(path), path, written) for path in {stub.path for stub in written}}
+    if check_functions(sources, task, modules) and any(stub.module == TOY for stub in written):
+        path = next(stub.path for stub in written if stub.module == TOY)
+        text = OWN_TOY.read_text(encoding="utf-8") if OWN_TOY.exists() else sources.read(path)
+        try:
+            OWN_TOY.write_text(exchanged(text, path, written), encoding="utf-8")
+        except (CourseError, SyntaxError) as error:
+            raise CourseError(f"{OWN_TOY.resolve()} is left as it is: {error}") from error
+        print(f'{OWN_TOY} has your {", ".join(stub.name for stub in written)} now. Run it: python {OWN_TOY} "prompt"')
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Raise):
-        raised = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
-        return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
-    is_dots = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return isinstance(statement, ast.Pass) or is_dots
+def exchanged(source: str, path: str, functions: Functions) -> str:
+    """A module with the reader's functions, and with what these use and the module does not have."""
+    mine = {stub.name: item for stub, item in functions.items() if stub.path == path}
+    text = with_functions(source, {name: _text(function) for name, function in mine.items()})
+    supplied: dict[str, str] = {}
+    for function in mine.values():
+        _supply(function, _bound(source), supplied)
+    imports = [line for line in supplied.values() if line.startswith("import ")]
+    others = [line for line in supplied.values() if line not in imports]
+    lines = text.splitlines()
+    place = max((node.end_lineno or 0 for node in ast.parse(text).body if _comes_first(node)), default=0)
+    return "\n".join([*lines[:place], *imports, *lines[place:], *others]) + "\n"
+
+
+def _comes_first(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring, or an import that only other such ones may precede."""
+    return (node.lineno == 1 and isinstance(node, ast.Expr)) or (
+        isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    )
+
+
+def parameters(text: str) -> list[str]:
+    """Names of the parameters of a definition."""
+    ((_, node),) = functions_of(text)
+    all_of = node.args
+    named = [*all_of.posonlyargs, *all_of.args, all_of.vararg, *all_of.kwonlyargs, all_of.kwarg]
+    return [each.arg for each in named if each is not None]
+
+
+def _matched(task: Task, items: tuple[Any, ...]) -> Functions:
+    """The reader's functions by what they stand for. Raises `CourseError` if one is unknown or missing."""
+    found: Functions = {}
+    wanted = ", ".join(stub.name for stub in task.stubs)
+    for item in _functions_in(items, task):
+        names = (item.__qualname__.rpartition("<locals>.")[2], item.__name__)
+        fitting = [stub for stub in task.stubs if names[0] == stub.name]
+        fitting = fitting or [stub for stub in task.stubs if names[1] == stub.last_name]
+        if not fitting:
+            raise CourseError(f"{names[0]} is not a function of task {task.id}, which is about {wanted}")
+        if len(fitting) > 1:
+            classes = " and ".join(stub.name.rpartition(".")[0] for stub in fitting)
+            raise CourseError(f"task {task.id} has several {names[1]}: write them in classes called {classes}")
+        found[fitting[0]] = item
+    for stub in task.stubs:
+        if stub not in found:
+            raise CourseError(f"task {task.id} needs {stub.last_name} too: check({task.id!r}, …, {stub.last_name})")
+    return found
+
+
+def _functions_in(items: tuple[Any, ...], task: Task) -> Iterator[FunctionType]:
+    for item in items:
+        if isinstance(item, type):
+            names = [stub.last_name for stub in task.stubs if stub.name == f"{item.__name__}.{stub.last_name}"]
+            yield from _functions_in(tuple(vars(item)[name] for name in names if name in vars(item)), task)
+            continue
+        item = getattr(item, "fget", None) or getattr(item, "__func__", None) or getattr(item, "fn", item)
+        function = inspect.unwrap(item)  # a property, a static method or a kernel of Triton's holds a function
+        if not isinstance(function, FunctionType):
+            raise CourseError(f"{item!r} is no function that you wrote; task {task.id} takes functions")
+        yield function
+
+
+def _text(item: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(item))
+    except (OSError, TypeError):
+        raise CourseError(f"the text of {item.__name__} is not to be found: write it in a cell or in a file") from None
+
+
+# -- names that a function uses ----------------------------------------------------------------------------------------
+
+
+def _bound(source: str) -> set[str]:
+    """Names that a module defines, without those that only type checkers see."""
+    names: set[str] = set()
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif not (isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING")):
+            for part in ast.walk(statement):
+                if isinstance(part, ast.Name):
+                    names.add(part.id)
+                elif isinstance(part, ast.alias):
+                    names.add(part.asname or part.name.partition(".")[0])
+    return names
+
+
+def _used(text: str) -> set[str]:
+    """Names that a definition takes from its module."""
+
+    def visit(table: symtable.SymbolTable) -> Iterator[str]:
+        yield from (each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced())
+        for child in table.get_children():
+            yield from visit(child)
+
+    ((_, node),) = functions_of(text)
+    defaults = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+    in_defaults = {part.id for each in defaults for part in ast.walk(each) if isinstance(part, ast.Name)}
+    (table,) = symtable.symtable(text, "attempt", "exec").get_children()
+    return {*visit(table), *in_defaults}
+
+
+def _supply(function: Any, bound: set[str], supplied: dict[str, str]) -> None:
+    """Add a line, or a definition, for each name of the notebook that a function uses and its new module lacks."""
+    names: Mapping[str, Any] = function.__globals__
+    for name in sorted(_used(_text(function)) - bound - supplied.keys() - vars(builtins).keys()):
+        if name not in names:
+            continue  # a NameError, as the reader will see
+        value = names[name]
+        module = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType):
+            supplied[name] = f"import {value.__name__} as {name}"
+        elif isinstance(value, bool | int | float | str | bytes | None):
+            supplied[name] = f"{name} = {value!r}"
+        elif module != "__main__" and getattr(sys.modules.get(module or ""), name, None) is value:
+            supplied[name] = f"from {module} import {name}"
+        elif isinstance(value, FunctionType):
+            supplied[name] = _text(value)
+            _supply(value, bound, supplied)
+        else:
+            raise CourseError(f"{function.__name__} uses {name} of the notebook: define it inside the function")

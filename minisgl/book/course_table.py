@@ -37,6 +37,11 @@ class Stub:
     name: str
 
     @property
+    def last_name(self) -> str:
+        """The name without that of its class."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def path(self) -> str:
         """The module's file, relative to the folder that holds the package."""
         return self.module.replace(".", "/") + ".py"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.book.course_table import CourseError
-from minisgl.book.supervise import Ended, run_bounded
+from minisgl.book.supervise import Ended, Log, recorded, run_bounded
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout; suites and assignments are not installed with the package."""
@@ -156,11 +155,11 @@ def grade(assignment: Assignment, submission: str, time_limit: float | None = No
     tests = [test for item in assignment.items for test in assignment.tests(item)]
     with tempfile.TemporaryDirectory() as scratch:
         events = Path(scratch) / "events.jsonl"
-        command = [sys.executable, "-P", "-m", "minisgl.book.recorder", str(events), submission]
-        command += _pytest_options(submission, Path(scratch)) + list(dict.fromkeys(tests))
+        options = _pytest_options(submission, Path(scratch)) + list(dict.fromkeys(tests))
+        command = recorded(events, submission, 0, options)
         ended = run_bounded(command, _environment(scratch), cwd or Path.cwd(), limit, OUTPUT_LIMIT)
-        log = _Log(events)
-    items = [log.result(item, assignment.tests(item)) for item in assignment.items]
+        log = Log(events)
+    items = [_result(log, item, assignment.tests(item)) for item in assignment.items]
     verdict, message = _verdict(assignment, items, log, ended, limit)
     return Report(
         assignment=assignment.name,
@@ -196,37 +195,20 @@ def _environment(scratch: str) -> dict[str, str]:
     }
 
 
-class _Log:
-    """The events that `minisgl.book.recorder` has written until it ended or was killed."""
-
-    def __init__(self, file: Path) -> None:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        # The last line of a process that was killed may be half a line.
-        self.events: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        self.passed: dict[str, bool] = {}
-        for event in self.all("tested"):
-            self.passed[event["id"]] = event["passed"] and self.passed.get(event["id"], True)
-
-    def all(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == kind]
-
-    def last(self, kind: str) -> dict[str, Any] | None:
-        return next(reversed(self.all(kind)), None)
-
-    def result(self, item: Item, tests: Sequence[str]) -> ItemResult:
-        ids = [event["id"] for event in self.all("collected") if any(_is_of(event, test) for test in tests)]
-        failures = [e for e in self.all("tested") if e["id"] in set(ids) and not e["passed"]]
-        passed = sum(self.passed.get(test, False) for test in ids)
-        failed = sum(not self.passed.get(test, True) for test in ids)
-        return ItemResult(
-            name=item.name,
-            points=item.points if ids and passed == len(ids) else 0,
-            max_points=item.points,
-            passed=passed,
-            failed=failed,
-            not_run=len(ids) - passed - failed,
-            first_failure=Failure(failures[0]["id"], failures[0]["message"]) if failures else None,
-        )
+def _result(log: Log, item: Item, tests: Sequence[str]) -> ItemResult:
+    ids = [event["id"] for event in log.all("collected") if any(_is_of(event, test) for test in tests)]
+    failures = [event for event in log.all("tested") if event["id"] in set(ids) and not event["passed"]]
+    passed = sum(log.passed.get(test, False) for test in ids)
+    failed = sum(not log.passed.get(test, True) for test in ids)
+    return ItemResult(
+        name=item.name,
+        points=item.points if ids and passed == len(ids) else 0,
+        max_points=item.points,
+        passed=passed,
+        failed=failed,
+        not_run=len(ids) - passed - failed,
+        first_failure=Failure(failures[0]["id"], failures[0]["message"]) if failures else None,
+    )
 
 
 def _is_of(collected: dict[str, Any], test: str) -> bool:
@@ -236,7 +218,7 @@ def _is_of(collected: dict[str, Any], test: str) -> bool:
 
 
 def _verdict(
-    assignment: Assignment, items: Sequence[ItemResult], log: _Log, ended: Ended, limit: float
+    assignment: Assignment, items: Sequence[ItemResult], log: Log, ended: Ended, limit: float
 ) -> tuple[str, str]:
     """The verdict and its reason, the most serious first."""
     running = log.last("started")

@@ -1,11 +1,13 @@
-"""The process in which a submission is graded: import it, run pytest, and record each event as it happens.
+"""The process that runs tests over a reader's code: run pytest, and record each event as it happens.
 
-``python -m minisgl.book.recorder FILE MODULE:CLASS PYTEST-ARGUMENT …`` appends one JSON object a line to ``FILE``. If
-the submission ends the process, the last line says how far it came.
+``python recorder.py FILE SECONDS MODULE:CLASS PYTEST-ARGUMENT …`` appends one JSON object a line to ``FILE``. Before
+the tests it imports the class, unless that argument is empty. A test that takes longer than ``SECONDS`` ends the
+process, and its stack is appended as text. The last line says how far a process came that ended early.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -15,18 +17,25 @@ from typing import Any
 
 import pytest
 
-from minisgl.registry import import_path
-
 MESSAGE_LENGTH = 2000
-"""Characters that are kept of a failure's message."""
+"""Characters that are kept of a failure's message, and of what a failing test printed."""
+
+SECONDS_TO_IMPORT = 180.0
 
 
 class Recorder:
-    """Pytest plugin that appends events to a file."""
+    """Pytest plugin that appends events to a file.
 
-    def __init__(self, file: Path) -> None:
+    Args:
+        seconds: that one test may take; 0 for any number.
+    """
+
+    def __init__(self, file: Path, seconds: float) -> None:
         self._file = file
         self._pid = os.getpid()
+        self._seconds = seconds
+        self._stack = file.open("a", encoding="utf-8")
+        self._end_in(SECONDS_TO_IMPORT)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event; a fork of this process can only say that it exists."""
@@ -35,41 +44,72 @@ class Recorder:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, **fields}) + "\n")
 
+    def _end_in(self, seconds: float) -> None:
+        """End the process with its stack when time is over, also where Python runs no other thread."""
+        if self._seconds:
+            faulthandler.dump_traceback_later(seconds, file=self._stack, exit=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Run tests in the order of the arguments, which is that of the tasks, whatever fixtures they share."""
+
+        def place(item: pytest.Item) -> int:
+            name = f"{item.nodeid.partition('[')[0]}::"
+            return next((i for i, argument in enumerate(config.args) if name.startswith(f"{argument}::")), 0)
+
+        items.sort(key=place)
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record which tests are going to run."""
         for item in session.items:
             _, *names = item.nodeid.split("::")
             self.write("collected", id=item.nodeid, file=str(item.path), name="::".join(names).partition("[")[0])
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a file of tests that cannot be read, which is not the submission's fault."""
-        if report.failed:
-            self.write("unreadable", message=_message(report))
+    def pytest_exception_interact(
+        self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
+    ) -> None:
+        """Record a file of tests that cannot be read, and why."""
+        if isinstance(report, pytest.CollectReport) and call.excinfo is not None:
+            error = call.excinfo.value.__cause__
+            info = None if error is None else pytest.ExceptionInfo.from_exception(error)
+            message = _message(report) if info is None else info.exconly(tryshort=True)
+            self.write("unreadable", id=report.nodeid, message=_shortened(message), frames=_frames(info))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Record the beginning of a test."""
         self.write("started", id=nodeid)
+        self._end_in(self._seconds)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Record an exit inside a test, which pytest takes for a failure."""
+        """Record the end of a test, and an exit inside it; one that is skipped has not passed."""
         report = yield
         if call.excinfo is not None and call.excinfo.errisinstance(SystemExit):
             self.write("exit", id=report.nodeid)
-        return report
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record the end of a test; one that is skipped has not passed."""
         if report.when == "call" or not report.passed:
             message = "" if report.passed else _message(report)
-            self.write("tested", id=report.nodeid, passed=report.passed, message=message)
+            printed = "" if report.passed else _shortened(report.capstdout)
+            frames = _frames(call.excinfo)
+            self.write(
+                "tested", id=report.nodeid, passed=report.passed, message=message, printed=printed, frames=frames
+            )
+        return report
 
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if report.skipped:
+        return "the test was skipped"
     crash = getattr(report.longrepr, "reprcrash", None)
     return _shortened(str(report.longrepr) if crash is None else crash.message)
+
+
+def _frames(error: pytest.ExceptionInfo[BaseException] | None) -> list[tuple[str, int, str]]:
+    """File, line and text of each call in the current folder, the outermost first."""
+    here = f"{os.getcwd()}{os.sep}"
+    entries = [] if error is None else [entry for entry in error.traceback if str(entry.path).startswith(here)]
+    return [(str(entry.path)[len(here) :], entry.lineno + 1, str(entry.statement).strip()) for entry in entries]
 
 
 def _shortened(text: str) -> str:
@@ -79,11 +119,14 @@ def _shortened(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Import the submission, run pytest with the other arguments, and end the process."""
-    file, submission, *options = arguments
-    recorder = Recorder(Path(file))
+    file, seconds, submission, *options = arguments
+    recorder = Recorder(Path(file), float(seconds))
     sys.path.insert(0, os.getcwd())
     try:
-        import_path("submission", submission)
+        if submission:
+            from minisgl.registry import import_path  # not above: a reader's own package may have come to harm
+
+            import_path("submission", submission)
     except SystemExit as error:
         recorder.write("exit", id=f"the import of {submission} ({type(error).__name__}: {error.code})")
     except BaseException as error:

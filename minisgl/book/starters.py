@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import minisgl
-from minisgl.book.course_table import Chapter, CourseError, Table, Task
+from minisgl.book.course_table import Chapter, CourseError, Stub, Table, Task
 
 PACKAGE = "minisgl"
 TESTS = "tests"
@@ -19,7 +21,8 @@ TESTS = "tests"
 Files = Mapping[str, str]
 """Text by path, relative to a folder."""
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+QUOTES = '"""'
 
 
 def repository() -> Path:
@@ -54,8 +57,10 @@ class Sources:
         for folder, suffix in (("chapters", "md"), ("notebooks", "ipynb")):
             found = sorted((self.root / folder).glob(f"{number:02d}-*.{suffix}"))
             paths += [path.relative_to(self.root).as_posix() for path in found]
-        texts = {path: self.read(path) for path in paths}
-        return {**self.package(chapter.tasks), **self.suite(chapter), **texts, "README.md": _readme(chapter)}
+        texts = {
+            path: without_outputs(self.read(path)) if path.endswith("ipynb") else self.read(path) for path in paths
+        }
+        return {**self.package(chapter.tasks), **self.suite(chapter.tasks), **texts, "README.md": _readme(chapter)}
 
     def package(self, unwritten: Sequence[Task] = ()) -> Files:
         """The package's files, with the functions of some tasks taken away."""
@@ -71,19 +76,40 @@ class Sources:
                 messages[stub.path][stub.name] = task.message(stub)
         return {path: with_stubs(self.read(path), stubs) for path, stubs in messages.items()}
 
-    def solution(self, number: int) -> Iterator[str]:
-        """Lines of a unified diff: what the starter of a chapter lacks."""
-        tasks = self.table.chapter_with_tasks(number).tasks
+    def missing(self, tasks: Sequence[Task]) -> Iterator[str]:
+        """Lines of a unified diff: our solution of some tasks, which their starter lacks."""
         for path, begun in self.modules_of(tasks, tasks).items():
-            lines = begun.splitlines(), self.read(path).splitlines()
-            yield from difflib.unified_diff(*lines, f"a/{path}", f"b/{path}", lineterm="")
+            yield from _difference(begun, self.read(path), path)
+
+    def solution(self, task: Task) -> dict[Stub, str]:
+        """Our functions of a task."""
+        return {stub: function_text(self.read(stub.path), stub.name) for stub in task.stubs}
+
+    def difference(self, task: Task, place: Path) -> Iterator[str]:
+        """Lines of unified diffs from a reader's functions to ours.
+
+        Args:
+            place: a folder that holds a package, or a file with the functions, methods in classes or without.
+        """
+        for stub, ours in self.solution(task).items():
+            path = place / stub.path if place.is_dir() else place
+            try:
+                source = path.read_text(encoding="utf-8")
+                name = next(name for name, _ in functions_of(source) if name in (stub.name, stub.last_name))
+            except (OSError, SyntaxError) as error:
+                raise CourseError(f"{path} cannot be read: {error}") from error
+            except StopIteration:
+                raise CourseError(
+                    f"{path} has no function {stub.name}, which is what task {task.id} is about"
+                ) from None
+            yield from _difference(function_text(source, name), ours, f"{stub.path}:{stub.name}")
 
     # -- tests -----------------------------------------------------------------------------------------------------
 
-    def suite(self, chapter: Chapter) -> Files:
-        """The test files of a chapter's tasks, with all that they need."""
+    def suite(self, tasks: Sequence[Task]) -> Files:
+        """The test files of some tasks, with all that they need."""
         paths = {"pyproject.toml", "conftest.py", f"{TESTS}/skip-budget.txt"}
-        for path in [*files_with_tests(chapter), *self._plugins()]:
+        for path in [*files_with_tests(tasks), *self._plugins()]:
             paths.update(self._needed_by(path))
         return {path: self.read(path) for path in sorted(paths)}
 
@@ -122,9 +148,23 @@ class Sources:
                 yield from (file for file in (f"{path}.py", f"{path}/__init__.py") if (self.root / file).is_file())
 
 
-def files_with_tests(chapter: Chapter) -> list[str]:
-    """Paths of the files that hold tests of a chapter's tasks."""
-    return sorted({test.partition("::")[0] for task in chapter.tasks for test in task.tests})
+def _difference(before: str, after: str, name: str) -> Iterator[str]:
+    lines = before.splitlines(), after.splitlines()
+    return difflib.unified_diff(*lines, f"a/{name}", f"b/{name}", lineterm="")
+
+
+def without_outputs(notebook: str) -> str:
+    """A notebook as if it had never run: its outputs list functions that the reader is going to write."""
+    content = json.loads(notebook)
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def files_with_tests(tasks: Sequence[Task]) -> list[str]:
+    """Paths of the files that hold tests of some tasks."""
+    return sorted({test.partition("::")[0] for task in tasks for test in task.tests})
 
 
 def write(files: Files, directory: Path) -> None:
@@ -193,7 +233,7 @@ def _readme(chapter: Chapter) -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- taking bodies away: the text itself is cut, so that comments and formatting survive -----------------------------
+# -- exchanging functions: the text itself is cut, so that comments and formatting survive ---------------------------
 
 
 def with_stubs(source: str, messages: Mapping[str, str]) -> str:
@@ -205,54 +245,110 @@ def with_stubs(source: str, messages: Mapping[str, str]) -> str:
 
     Raises `CourseError` if there is no such function, or more than one.
     """
-    functions = _functions(ast.parse(source))
     lines = source.splitlines(keepends=True)
-    nodes = []
-    for name in messages:
-        found = [node for qualified, node in functions if qualified == name]
-        if len(found) != 1:
-            raise CourseError(f"{name!r} is defined {len(found)} times; a task needs a function that is defined once")
-        nodes.append((found[0], messages[name]))
-    # From the end of the file upwards, so that the positions of what comes earlier stay right.
-    for node, message in sorted(nodes, key=lambda pair: pair[0].lineno, reverse=True):
-        _take_body(lines, node, message)
+    for name, node in _from_the_end(source, messages):
+        indent = " " * (node.col_offset + 4)
+        lines[_body_start(lines, node) : node.end_lineno] = [f'{indent}raise NotImplementedError("{messages[name]}")\n']
     return "".join(lines)
 
 
-def line_of(source: str, name: str) -> int | None:
-    """The line at which a function begins, if it is there."""
-    return next((node.lineno for qualified, node in _functions(ast.parse(source)) if qualified == name), None)
+def with_functions(source: str, texts: Mapping[str, str]) -> str:
+    """``source`` with functions replaced by others; decorators stay, and so does the class around a method.
+
+    Args:
+        source: text of a module.
+        texts: qualified name of a function → a definition, whose own decorators do not count.
+
+    Raises `CourseError` if there is no such function, or more than one.
+    """
+    lines = source.splitlines(keepends=True)
+    for name, node in _from_the_end(source, texts):
+        lines[node.lineno - 1 : node.end_lineno] = [_indented(texts[name], node.col_offset)]
+    return "".join(lines)
 
 
-def _functions(tree: ast.Module) -> list[tuple[str, _Function]]:
-    found: list[tuple[str, _Function]] = []
+def function_text(source: str, name: str) -> str:
+    """The definition of a function, without decorators and from the first column on."""
+    ((_, node),) = _from_the_end(source, [name])
+    return textwrap.dedent("".join(source.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]))
+
+
+def outline(source: str, name: str) -> str:
+    """Signature of a function and the first paragraph of its docstring."""
+    ((_, node),) = _from_the_end(source, [name])
+    lines = source.splitlines(keepends=True)
+    documented = ast.get_docstring(node)
+    end = node.body[0].lineno - 1 if documented else _body_start(lines, node)
+    header = textwrap.dedent("".join(lines[node.lineno - 1 : end])).rstrip()
+    if not documented:
+        return header
+    return f"{header}\n{textwrap.indent(f'{QUOTES}{documented.partition(chr(10) * 2)[0]}{QUOTES}', '    ')}"
+
+
+def is_untouched(text: str) -> bool:
+    """Whether a definition has a docstring at most, and then ``raise NotImplementedError``, ``...`` or ``pass``."""
+    ((_, node),) = functions_of(text)
+    return all(_says_nothing(statement) for statement in node.body)
+
+
+def functions_of(source: str) -> list[tuple[str, Function]]:
+    """Qualified name and definition of each function and method of a module."""
+    found: list[tuple[str, Function]] = []
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, _Function):
+            elif isinstance(node, Function):
                 found.append((prefix + node.name, node))
 
-    visit(tree.body, "")
+    visit(ast.parse(source).body, "")
     return found
 
 
-def _take_body(lines: list[str], node: _Function, message: str) -> None:
-    """Replace what follows signature and docstring, in place."""
+def _from_the_end(source: str, names: Iterable[str]) -> list[tuple[str, Function]]:
+    """Functions from the last line upwards, so that the positions of what comes earlier stay right."""
+    functions, wanted = functions_of(source), []
+    for name in names:
+        found = [node for qualified, node in functions if qualified == name]
+        if len(found) != 1:
+            raise CourseError(f"{name!r} is defined {len(found)} times; a task needs a function that is defined once")
+        wanted.append((name, found[0]))
+    return sorted(wanted, key=lambda pair: pair[1].lineno, reverse=True)
+
+
+def _body_start(lines: list[str], node: Function) -> int:
+    """Where the body begins, as a place in ``lines``, after signature and docstring."""
     first = node.body[0]
-    assert node.end_lineno is not None
-    documented = ast.get_docstring(node, clean=False) is not None
-    if documented:
+    if ast.get_docstring(node, clean=False) is not None:
         assert first.end_lineno is not None
-        start = first.end_lineno
-    else:
-        start = first.lineno - 1
-        if isinstance(first, _Function | ast.ClassDef) and first.decorator_list:
-            start = first.decorator_list[0].lineno - 1
-        while lines[start - 1].strip().startswith("#") or not lines[start - 1].strip():
-            start -= 1  # a comment above the first statement belongs to the body
-        if start < first.lineno and first.lineno == node.lineno:
-            raise CourseError(f"{node.name!r} is written in one line; give its body a line of its own")
-    indent = " " * (first.col_offset if documented else node.col_offset + 4)
-    lines[start : node.end_lineno] = [f'{indent}raise NotImplementedError("{message}")\n']
+        return first.end_lineno
+    start = first.lineno - 1
+    if isinstance(first, Function | ast.ClassDef) and first.decorator_list:
+        start = first.decorator_list[0].lineno - 1
+    while lines[start - 1].strip().startswith("#") or not lines[start - 1].strip():
+        start -= 1  # a comment above the first statement belongs to the body
+    if first.lineno == node.lineno:
+        raise CourseError(f"{node.name!r} is written in one line; give its body a line of its own")
+    return start
+
+
+def _indented(text: str, columns: int) -> str:
+    """A definition moved to the right, but for the lines inside its strings; docstrings move along."""
+    ((_, node),) = functions_of(text)
+    docstrings = {id(part.value) for part in ast.walk(node) if isinstance(part, ast.Expr)}
+    inside: set[int] = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant | ast.JoinedStr) and id(part) not in docstrings:
+            inside.update(range(part.lineno + 1, (part.end_lineno or 0) + 1))
+    assert node.end_lineno is not None
+    own = list(enumerate(text.splitlines(), start=1))[node.lineno - 1 : node.end_lineno]
+    return "".join(f"{line if number in inside or not line else ' ' * columns + line}\n" for number, line in own)
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Raise):
+        raised = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
+        return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
+    is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)  # a docstring, or ...
+    return isinstance(statement, ast.Pass) or is_constant

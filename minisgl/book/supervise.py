@@ -1,17 +1,24 @@
-"""Run a program with limits on time and output, and end all its processes. It is no sandbox: files are open to it."""
+"""Run a program with limits on time and output, end all its processes, and read what the recorder wrote in them.
+
+It is no sandbox: files are open to the program.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import select
 import signal
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
@@ -34,8 +41,27 @@ class Ended:
     left_behind: int  # processes that it had started and that still ran when it ended by itself
 
 
+class Launch(Protocol):
+    """Runs a command with limits, as `run_bounded` does."""
+
+    def __call__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        time_limit: float,
+        output_limit: int,
+        watch: Callable[[], None] = ...,
+    ) -> Ended: ...
+
+
 def run_bounded(
-    command: Sequence[str], env: Mapping[str, str], cwd: Path, time_limit: float, output_limit: int
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path,
+    time_limit: float,
+    output_limit: int,
+    watch: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run a command in a process group of its own; none of its processes is left when this returns.
 
@@ -43,6 +69,7 @@ def run_bounded(
         command, env, cwd: the program, its environment, and the folder where it runs.
         time_limit: seconds until it is killed.
         output_limit: bytes after which it is killed.
+        watch: called many times a second while it runs.
     """
     mark = uuid.uuid4().hex
     start = time.monotonic()
@@ -64,6 +91,7 @@ def run_bounded(
             chunk = _read(stream.fileno(), wait=0.05 if running else 0.0)
             kept += chunk[: KEPT_OUTPUT - len(kept)]
             written += len(chunk)
+            watch()
             if not chunk:
                 if not running:
                     break
@@ -108,3 +136,37 @@ def _marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+# -- what was recorded -------------------------------------------------------------------------------------------------
+
+_STACK_LINE = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
+
+
+def recorded(file: Path, submission: str, seconds: float, options: Sequence[str]) -> list[str]:
+    """The command that runs `minisgl.book.recorder`; its file is run, since a reader's package may not have it."""
+    recorder = str(Path(__file__).with_name("recorder.py"))
+    return [sys.executable, "-P", recorder, str(file), str(seconds), submission, *options]
+
+
+class Log:
+    """The events that the recorder has written so far, or until it ended or was killed."""
+
+    def __init__(self, file: Path) -> None:
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        # The last line of a process that was killed may be half a line.
+        lines = [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+        self.events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.passed: dict[str, bool] = {}
+        for event in self.all("tested"):
+            self.passed[event["id"]] = event["passed"] and self.passed.get(event["id"], True)
+        # The stack at the end of time; its text is not recorded, and the innermost call comes first.
+        self.stack = [(path, int(line), "") for path, line in reversed(_STACK_LINE.findall(text))]
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def last(self, kind: str) -> dict[str, Any] | None:
+        """The last event of a kind, if there was one."""
+        return next(reversed(self.all(kind)), None)

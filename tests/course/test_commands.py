@@ -81,14 +81,29 @@ def test_check_shows_the_first_failure_of_a_wrong_answer(folder: Path, capsys: p
     assert f"cd {folder} && python -m pytest {test}" in output
 
 
-def test_a_loop_without_an_end_fails_its_tests_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_without_an_end_ends_the_check_and_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the time of one test, not of all that run into it."""
     solve(folder, 6)
     change(folder, "            node.lock_count -= 1\n", "            while True:\n                pass\n")
-    assert main(["check", "6", str(folder), "--timeout", "1"]) == 1
+    assert main(["check", "6", str(folder), "--timeout", "5"]) == 1
     output = capsys.readouterr().out
     assert re.search(r"task 2 .* passed", output)
     assert re.search(r"task 3 .* FAILED", output)
-    assert "Timeout" in output
+    assert re.search(r"task 4 .* not run", output)
+    assert "took longer than 5 seconds, and was stopped" in output
+    assert re.search(r"in your RadixCache.unlock, line \d+ of it: (while True:|pass)", output)
+
+
+def test_a_conftest_of_the_readers_own_is_told_to_count_for_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "minisgl/conftest.py").write_text("raise RuntimeError")
+    (folder / "conftest.py").write_text("raise RuntimeError")
+    assert main(["check", "6", str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert f"{folder}/minisgl/conftest.py counts for nothing here" in output
+    assert f"{folder}/conftest.py counts for nothing here" in output
+    assert "Next, task 1" in output
 
 
 def test_a_package_that_ends_the_process_is_told_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +134,24 @@ def test_diff_shows_the_solution(capsys: pytest.CaptureFixture[str]) -> None:
     assert "+        request.state = RequestState.PREEMPTED" in output
 
 
+def test_one_task_alone_has_a_hint_a_solution_and_a_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hint", "6.2"]) == 0
+    assert len(capsys.readouterr().out) > 20
+    for wanted in (["6.2"], ["6", "2"]):
+        assert main(["solution", *wanted]) == 0
+        solution = capsys.readouterr().out
+        assert solution.startswith("# minisgl/kvcache/radix.py: RadixCache._split\ndef _split(")
+        assert "def insert" not in solution
+    assert main(["diff", "6.2"]) == 0
+    assert f"-        {SPLIT}" in capsys.readouterr().out
+    assert main(["diff", "6.2", str(folder)]) == 0
+    difference = capsys.readouterr().out
+    assert f"-    {SPLIT}" in difference
+    assert "RadixCache.insert" not in difference
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +163,11 @@ def test_diff_shows_the_solution(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "6", "missing"], "missing has no package minisgl/"),
         (["check", "6", "full", "--timeout", "0"], "--timeout is a number of seconds above 0, not 0"),
         (["diff", "99"], "chapter 99 is not in the course"),
+        (["diff", "6", "full/mine.py"], "name one task to compare with full/mine.py, such as 6.1"),
+        (["diff", "6.1", "full/mine.py"], "has no function RadixCache._walk"),
+        (["diff", "6.1", "nothing"], "nothing cannot be read"),
+        (["solution", "6"], "'6' names no task; write chapter and number, such as 6.2"),
+        (["hint", "6.9"], "chapter 6 has the tasks 6.1 to 6.4, and no 6.9"),
     ],
 )
 def test_bad_input_is_told_what_to_do(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from minisgl.book.course_table import Chapter, CourseError, Stub, Table, load_table
-from minisgl.book.starters import Sources, repository
-from tools.course import main, prove
+from minisgl.book.attempts import parameters
+from minisgl.book.course_table import Chapter, CourseError, Mutant, Stub, Table, load_table
+from minisgl.book.starters import Sources, function_text, functions_of, is_untouched, repository
+from tools.course import has_tasks_in_its_text, main, prove
 
 
 def test_no_tasks_are_no_proof() -> None:
@@ -63,3 +67,130 @@ def test_a_stub_that_an_import_needs_is_found_out() -> None:
     stub = Stub("minisgl.server.requests", "only_default")
     problems = proved_with(replace(one, tasks=(replace(one.tasks[0], stubs=(*one.tasks[0].stubs, stub)),)))
     assert any(problem.startswith("chapter 1: the starter cannot be imported: it fails with") for problem in problems)
+
+
+def test_mistakes_that_no_test_notices_are_found_out() -> None:
+    """Of task 2; one that is noticed is no problem, and one that cannot be made ends the proof of the chapter."""
+    admit = replace(load_table().chapters[1].tasks[1], number=1)
+    seen = Mutant("self.kv_len[slot] = cached_len", "self.kv_len[slot] = 0", "forgets what is cached")
+    unseen = Mutant("return slot", "return int(slot)", "nothing at all")
+    one = replace(load_table().chapters[1], tasks=(replace(admit, mutants=(seen, unseen)),))
+    assert proved_with(one) == ["chapter 1: no test of task 1 notices nothing at all"]
+    absent = replace(one, tasks=(replace(admit, mutants=(Mutant("slot", "table"),)),))
+    (problem,) = proved_with(absent)
+    assert re.fullmatch(r"chapter 1: task 1: 'slot' occurs \d\d times in our functions", problem)
+
+
+def test_a_chapter_with_tasks_in_its_text_needs_mistakes(tmp_path: Path) -> None:
+    one = load_table().chapters[1]
+    (tmp_path / "chapters").mkdir()
+    text = tmp_path / "chapters/01-one.md"
+    text.write_text("no tasks yet")
+    assert not has_tasks_in_its_text(tmp_path, one)
+    text.write_text('```python\nyour_turn("1.1")\n```')
+    assert has_tasks_in_its_text(tmp_path, one)
+
+
+# -- tasks in the text of a chapter ------------------------------------------------------------------------------------
+
+FENCE = re.compile(r"^```python(?P<tags>.*?)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def cells(text: str) -> list[tuple[str, str]]:
+    """Tags and code of each cell of a chapter."""
+    return [(found["tags"], found["code"].strip()) for found in FENCE.finditer(text)]
+
+
+def called(code: str, name: str) -> list[list[str]]:
+    """The arguments of each call of a function in a cell, as they are written."""
+    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    return [[ast.unparse(each) for each in node.args] for node in nodes if ast.unparse(node.func) == name]
+
+
+def text_problems(chapter: Chapter, text: str, sources: Sources) -> list[str]:
+    """What is wrong with the tasks in the text of a chapter."""
+    found = cells(text)
+    turns = [(place, call[0].strip("'")) for place, (_, code) in enumerate(found) for call in called(code, "your_turn")]
+    if not turns:
+        return []
+    problems = []
+    wanted = [task.id for task in chapter.tasks]
+    if [identifier for _, identifier in turns] != wanted:
+        problems.append(f"its tasks are {[identifier for _, identifier in turns]}, and in the table {wanted}")
+    for place, identifier in turns:
+        task = sources.table.task(identifier)
+        (_, turn), (tags, stubs), (_, checked) = [*found[place : place + 3], ("", ""), ("", "")][:3]
+        if turn != f'your_turn("{identifier}")' or "your-turn" not in tags or not called(checked, "check"):
+            problems.append(f"{identifier}: your_turn, a cell tagged your-turn and check must follow each other")
+            continue
+        if called(checked, "check")[0][0].strip("'") != identifier:
+            problems.append(f"{identifier}: the check after it is of another task")
+        written = {name: function_text(stubs, name) for name, _ in functions_of(stubs)}
+        for stub in task.stubs:
+            name = stub.name if stub.name in written else stub.last_name
+            if name not in written or not is_untouched(written[name]):
+                problems.append(f"{identifier}: its cell has no empty function {stub.name}")
+                continue
+            if parameters(written[name]) != parameters(sources.solution(task)[stub]):
+                problems.append(f"{identifier}: {name} takes other parameters than that of the package")
+            if (
+                name not in called(checked, "check")[0][1:]
+                and name.partition(".")[0] not in called(checked, "check")[0]
+            ):
+                problems.append(f"{identifier}: {name} is not checked")
+            shown = [call[0] for _, code in found[:place] for call in called(code, "show")]
+            parts = stub.name.split(".")
+            given_away = {stub.name, parts[0], stub.module.rpartition(".")[2]}
+            if given_away & {part for call in shown for part in (call, call.rpartition(".")[2])}:
+                problems.append(f"{identifier}: {stub.name} is shown before the reader has had a turn")
+    return problems
+
+
+@pytest.mark.parametrize(
+    "chapter", [each for each in load_table().chapters.values() if each.tasks], ids=lambda each: f"{each.number}"
+)
+def test_tasks_stand_in_the_text_before_they_are_shown(chapter: Chapter) -> None:
+    (path,) = (repository() / "chapters").glob(f"{chapter.number:02d}-*.md")
+    assert text_problems(chapter, path.read_text(encoding="utf-8"), Sources(repository(), load_table())) == []
+
+
+GOOD = """
+```python
+your_turn("7.1")
+```
+
+```python tags=["your-turn"]
+def lock(self, handle):
+    raise NotImplementedError
+```
+
+```python
+check("7.1", lock)
+```
+
+```python
+show(BlockHashCache.lock)
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("(self, handle)", "(self, handle)", None),
+        ("(self, handle)", "(self)", "7.1: lock takes other parameters than that of the package"),
+        ('check("7.1"', 'check("7.2"', "7.1: the check after it is of another task"),
+        (' tags=["your-turn"]', "", "7.1: your_turn, a cell tagged your-turn and check must follow each other"),
+        ("def lock", "def unlock", "7.1: its cell has no empty function BlockHashCache.lock"),
+        ("raise NotImplementedError", "return 1", "7.1: its cell has no empty function BlockHashCache.lock"),
+        ("7.1", "7.2", "its tasks are ['7.2'], and in the table ['7.1', '7.2']"),
+        (GOOD, f"```python\nshow(BlockHashCache)\n```\n{GOOD}", "7.1: BlockHashCache.lock is shown before the reader"),
+    ],
+)
+def test_a_text_that_gives_a_task_away_is_found_out(old: str, new: str, problem: str | None) -> None:
+    seven = load_table().chapters[7]
+    lock = replace(seven.tasks[1], number=1, stubs=seven.tasks[1].stubs[:1])
+    tasks = (lock,) if "7.2" not in new or "check" in new else (lock, replace(lock, number=2))
+    table = replace(load_table(), chapters={**load_table().chapters, 7: replace(seven, tasks=tasks)})
+    problems = text_problems(table.chapters[7], GOOD.replace(old, new), Sources(repository(), table))
+    assert problems == [] if problem is None else any(each.startswith(problem) for each in problems), problems

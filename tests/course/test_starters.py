@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
+from pathlib import Path
+
 import pytest
 
 from minisgl.book.course_table import CourseError, load_table
-from minisgl.book.starters import Sources, files_with_tests, line_of, repository, with_stubs
+from minisgl.book.starters import (
+    Sources,
+    files_with_tests,
+    function_text,
+    is_untouched,
+    outline,
+    repository,
+    with_functions,
+    with_stubs,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +48,13 @@ def test_the_package_is_the_source_itself_with_the_files_that_it_reads(sources: 
 
 def test_tests_come_with_what_they_need(sources: Sources) -> None:
     six = sources.table.chapter(6)
-    assert "tests/kvcache/test_radix.py" in files_with_tests(six)
-    files = sources.suite(six)
+    assert "tests/kvcache/test_radix.py" in files_with_tests(six.tasks)
+    files = sources.suite(six.tasks)
     assert {"tests/kvcache/test_radix.py", "tests/kvcache/__init__.py"} <= set(files)
     assert {"conftest.py", "pyproject.toml", "tests/skip_budget.py", "tests/contracts/conftest.py"} <= set(files)
     assert "tests/kvcache/test_block_hash.py" not in files
-    assert "tests/scheduler/harness.py" in sources.suite(sources.table.chapter(9)), "a helper"
-    assert "tests/fake_executor.py" in sources.suite(sources.table.chapter(9)), "a helper's helper"
+    assert "tests/scheduler/harness.py" in sources.suite(sources.table.chapter(9).tasks), "a helper"
+    assert "tests/fake_executor.py" in sources.suite(sources.table.chapter(9).tasks), "a helper's helper"
 
 
 # -- taking bodies away ------------------------------------------------------------------------------------------------
@@ -128,8 +141,80 @@ def test_what_is_no_task(source: str, name: str) -> None:
         with_stubs(source, {name: "a task"})
 
 
-def test_where_a_function_is() -> None:
-    line = line_of(SOURCE, "Tree.size")
-    assert line is not None
-    assert SOURCE.splitlines()[line - 1].strip() == "def size(self) -> int:"
-    assert line_of(SOURCE, "Tree.shrink") is None
+# -- putting functions in their place ----------------------------------------------------------------------------------
+
+
+def test_every_solution_is_cut_out_and_put_back_to_the_letter(sources: Sources) -> None:
+    for task in (task for chapter in sources.table.chapters.values() for task in chapter.tasks):
+        for stub, text in sources.solution(task).items():
+            source = sources.read(stub.path)
+            assert with_functions(source, {stub.name: text}) == source
+            stubbed = with_stubs(source, {stub.name: "not yet"})
+            assert is_untouched(function_text(stubbed, stub.name)), "and not written where its body is away"
+            assert not is_untouched(text)
+
+
+def test_another_function_keeps_decorators_and_class_and_the_lines_of_its_strings() -> None:
+    mine = '@mine\ndef grow(self, by=1):\n    """Mine."""\n\n    return by + len("""a\nb""")\n'
+    written = with_functions(SOURCE, {"Tree.grow": mine})
+    assert (
+        '    @functools.cache\n    def grow(self, by=1):\n        """Mine."""\n\n        return by + len("""a\nb""")\n'
+        in written
+    )
+    assert "@mine" not in written
+    scope: dict[str, type] = {}
+    exec(written, scope)
+    assert scope["Tree"]().grow() == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "untouched"),
+    [
+        ("raise NotImplementedError", True),
+        ('raise NotImplementedError("soon")', True),
+        ('"""What it does."""\n    raise NotImplementedError', True),
+        ("...", True),
+        ("pass", True),
+        ('"""What it does."""', True),
+        ("return None", False),
+        ("raise ValueError", False),
+        ("print(1)\n    raise NotImplementedError", False),
+    ],
+)
+def test_what_is_untouched(body: str, untouched: bool) -> None:
+    assert is_untouched(f"@cached\ndef f(self, x=1):\n    {body}\n") is untouched
+
+
+def test_an_outline_is_signature_and_first_paragraph() -> None:
+    assert outline(SOURCE, "Tree.grow") == (
+        'def grow(\n    self,\n    by: int = 1,  # how much\n) -> int:\n    """Make it larger."""'
+    )
+    assert outline(SOURCE, "Tree.size") == "def size(self) -> int:"
+
+
+# -- notebooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_starters_notebook_shows_nothing_that_is_to_be_written(sources: Sources) -> None:
+    text = sources.starter(6)["notebooks/06-the-radix-tree.ipynb"]
+    cells = json.loads(text)["cells"]
+    assert len(cells) == len(json.loads(sources.read("notebooks/06-the-radix-tree.ipynb"))["cells"])
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+# -- the solution ------------------------------------------------------------------------------------------------------
+
+
+def test_a_readers_functions_are_compared_with_ours(sources: Sources, tmp_path: Path) -> None:
+    task = sources.table.task("6.2")
+    mine = tmp_path / "mine.py"
+    mine.write_text("def _split(self, node, count):\n    return node\n")
+    assert "-    return node" in list(sources.difference(task, mine))
+    mine.write_text("class RadixCache:\n" + textwrap.indent(next(iter(sources.solution(task).values())), "    "))
+    assert list(sources.difference(task, mine)) == []
+    assert list(sources.difference(task, sources.root)) == []
+    mine.write_text("def other(): ...")
+    with pytest.raises(
+        CourseError, match=r"mine.py has no function RadixCache._split, which is what task 6.2 is about"
+    ):
+        list(sources.difference(task, mine))

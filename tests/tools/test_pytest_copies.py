@@ -20,7 +20,9 @@ def copies() -> Iterator[PytestCopies]:
 def run(copies: PytestCopies, folder: Path, test: str, seconds: float = 60.0, **environment: str) -> str:
     """Run one test in a folder, with a package of its own."""
     (folder / "test_it.py").write_text(test)
-    return copies.run(["-q", "-p", "no:cacheprovider"], folder, {**os.environ, **environment}, seconds)
+    (folder / "script.py").write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))")
+    script = [str(folder / "script.py"), "-q", "-p", "no:cacheprovider"]
+    return copies.run(script, folder, {**os.environ, **environment}, seconds)
 
 
 def is_alive(pid: int) -> bool:
