@@ -15,6 +15,7 @@ _NAMES = {
     "collectives": "BreakEven Transfer break_evens collective_costs one_shot_all_reduce partial_sums reduce_player "
     "reduce_schedule ring_all_reduce two_shot_all_reduce",
     "detokenizing": "DetokenizerStep detokenizer_steps",
+    "launches": "Call Launches Tape bytes_moved launch_graph tensors",
     "listings": "chapter_map show",
     "memory": "PoolUse engine_memory memory_budget page_map pool_use",
     "model": "attention_map distribution layer_flow packed_rows rotation_dials",
@@ -25,7 +26,7 @@ _NAMES = {
     "slices": "SlicedMatrix decoder_slices weight_slices",
     "svg": "Picture",
     "tables": "RESULTS Markdown Measured has_cuda kept measured table",
-    "timelines": "host_device_timeline kernel_timeline schedule_player schedule_timeline step_timeline",
+    "timelines": "host_device_timeline kernel_timeline launch_lanes schedule_player schedule_timeline step_timeline",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -289,6 +289,40 @@ def kernel_timeline(versions: Mapping[str, Sequence[Span]], title: str) -> Pictu
     return canvas.picture(y + (len(kernels) + 1) // 2 * line + 8, "\n".join(says))
 
 
+def launch_lanes(versions: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], title: str) -> Picture:
+    """Draw what the host launches above what the device computes, for several ways to do the same work, on one scale.
+
+    Args:
+        versions: name → spans of the host, spans of the device. A span of the device has the colour of the launch with
+            its name; where there is none, as in a replay, all of them were launched at once.
+    """
+    lanes = [spans for both in versions.values() for spans in both]
+    longest = max((end for spans in lanes for _, _, end in spans), default=0.0)
+    left, line = MARGIN + 64, 28
+    scale = (WIDTH - MARGIN - left) / (longest or 1.0)
+    canvas, y, says = Canvas(title), 44.0, [f"{title}, µs."]
+    for version, (host, device) in versions.items():
+        last = max((end for _, _, end in device), default=0.0)
+        busy = sum(end - start for _, start, end in device) / (last or 1.0)
+        canvas.text(MARGIN, y + 16, version, "text strong", "start")
+        canvas.text(WIDTH - MARGIN, y + 16, f"{last:.0f} µs, the device busy for {busy:.0%}", "text", "end")
+        for lane, spans in (("host", host), ("device", device)):
+            y += line
+            canvas.text(MARGIN, y + 16, lane, "text", "start")
+            canvas.path(f"M{left:g} {y + 22:g}H{WIDTH - MARGIN:g}", "rule")
+            for number, (_, start, end) in enumerate(spans):
+                fill, _ = request_colors(number)
+                canvas.box(left + start * scale, y, max((end - start) * scale - 0.5, 1.0), 22, fill=fill)
+        y += line + 14
+        says.append(f"{version}: {len(host)} launches, {len(device)} kernels, {last:.0f} µs, busy for {busy:.0%}.")
+    every = max(1.0, round_step(60 / scale))
+    for index in range(int(longest / every) + 1):
+        x = left + index * every * scale
+        canvas.path(f"M{x:g} {y - 10:g}v4", "rule")
+        canvas.text(min(x, WIDTH - MARGIN - 20), y + 8, f"{index * every:g} µs", "muted small")
+    return canvas.picture(y + 22, "\n".join(says))
+
+
 def _lanes(spans: Sequence[Span]) -> list[int]:
     """For each kernel the first lane that is free when it begins."""
     busy_until: list[float] = []

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from minisgl.book import Picture, host_device_timeline, kernel_timeline, schedule_player, schedule_timeline
+from minisgl.book import (
+    Picture,
+    host_device_timeline,
+    kernel_timeline,
+    launch_lanes,
+    schedule_player,
+    schedule_timeline,
+)
 from minisgl.book.svg import WIDTH
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
@@ -268,3 +275,13 @@ def test_many_short_kernels_stay_on_the_card() -> None:
     spans = [(f"kernel_{index % 21}", index / 10, index / 10 + 0.01) for index in range(300)]
     assert_sound(kernel_timeline({"many": spans}, "All of a step"))
     assert_sound(kernel_timeline({"nothing": []}, "Nothing"))
+
+
+def test_lanes_of_host_and_device_share_a_scale() -> None:
+    one_by_one = ([("a", 0, 10), ("b", 10, 20)], [("a", 10, 12), ("b", 20, 23)])
+    replay = ([("replay", 0, 10)], [("a", 10, 12), ("b", 12.5, 15.5)])
+    picture = launch_lanes({"one by one": one_by_one, "replay": replay}, "Two kernels")
+    assert_sound(picture)
+    assert len(boxes(picture)) == 7
+    assert "one by one: 2 launches, 2 kernels, 23 µs, busy for 22%." in picture.text
+    assert "replay: 1 launches, 2 kernels, 16 µs, busy for 32%." in picture.text
