@@ -28,6 +28,7 @@ def release(table: RunningTable, request: Request) -> None:
 
 def test_admission_sets_every_length() -> None:
     table = RunningTable(2, 16)
+    table.stop_ids[:] = 5  # of requests that had these slots before
     request = admit(table, uid=3, prompt_len=9, cached_len=4)
     slot = request.slot
     assert request.state is RequestState.PREFILL

@@ -38,8 +38,9 @@ class TestStore:
         store.save(names(3), ids(1))
         cache.k.zero_()
         cache.v.zero_()
-        assert store.restore(names(1, 2, 3), ids(7, 8, 9)) == 3
-        assert torch.equal(content(cache, 7, 8, 9), saved)
+        restored = store.restore(names(1, 2, 3), ids(7, 8, 9))
+        assert restored == 3, f"three pages were saved, and {restored} come back"
+        assert torch.equal(content(cache, 7, 8, 9), saved), "the pages that come back are not those that were saved"
 
     def test_as_often_as_it_is_wanted(self, make_store: MakeStore) -> None:
         cache = random_cache()
@@ -47,21 +48,22 @@ class TestStore:
         saved = content(cache, 3)
         store.save(names(1), ids(3))
         for page in (4, 5, 6):
-            assert store.restore(names(1), ids(page)) == 1
-            assert torch.equal(content(cache, page), saved)
+            assert store.restore(names(1), ids(page)) == 1, "a page that was restored before does not come back again"
+            assert torch.equal(content(cache, page), saved), "the page that comes back is not the one that was saved"
 
     def test_up_to_the_first_that_is_not_there(self, make_store: MakeStore) -> None:
         cache = random_cache()
         store = make_store(cache, 8)
         store.save(names(1, 3), ids(1, 3))
         before = content(cache, 8, 9)
-        assert store.restore(names(1, 2, 3), ids(7, 8, 9)) == 1
-        assert torch.equal(content(cache, 8, 9), before)
+        restored = store.restore(names(1, 2, 3), ids(7, 8, 9))
+        assert restored == 1, f"page 2 is not in the store, so page 1 alone can come back; restore says {restored}"
+        assert torch.equal(content(cache, 8, 9), before), "restore wrote to pages after the first that is not there"
 
     def test_two_stores_have_nothing_in_common(self, make_store: MakeStore) -> None:
         one, other = make_store(random_cache(), 8), make_store(random_cache(), 8)
         one.save(names(1), ids(3))
-        assert other.restore(names(1), ids(4)) == 0
+        assert other.restore(names(1), ids(4)) == 0, "a store has a page that another one saved"
 
 
 def kept(store: PageStore, *numbers: int) -> list[int]:
@@ -74,23 +76,27 @@ class TestBound:
         store = make_store(random_cache(), 3)
         for number in range(1, 6):
             store.save(names(number), ids(number))
-        assert kept(store, 1, 2, 3, 4, 5) == [3, 4, 5]
+        left = kept(store, 1, 2, 3, 4, 5)
+        assert left == [3, 4, 5], f"of pages 1 to 5, room for three keeps the last three; the store has {left}"
 
     def test_restoring_is_a_use(self, make_store: MakeStore) -> None:
         store = make_store(random_cache(), 3)
         store.save(names(1, 2, 3), ids(1, 2, 3))
         store.restore(names(1), ids(9))
         store.save(names(4), ids(4))
-        assert kept(store, 1, 2, 3, 4) == [1, 3, 4]
+        left = kept(store, 1, 2, 3, 4)
+        assert left == [1, 3, 4], f"page 1 was restored last, so page 2 must make room; the store has {left}"
 
     def test_saving_again_is_a_use_and_takes_no_room(self, make_store: MakeStore) -> None:
         store = make_store(random_cache(), 3)
         store.save(names(1, 2, 3), ids(1, 2, 3))
         store.save(names(1), ids(7))
-        assert kept(store, 3, 2, 1) == [3, 2, 1]
+        left = kept(store, 3, 2, 1)
+        assert left == [3, 2, 1], f"saving page 1 a second time takes no room; the store has {left}"
         store.save(names(1), ids(7))
         store.save(names(4, 5), ids(4, 5))
-        assert kept(store, 1, 2, 3, 4, 5) == [1, 4, 5]
+        left = kept(store, 1, 2, 3, 4, 5)
+        assert left == [1, 4, 5], f"saving page 1 again is a use, so pages 2 and 3 make room; the store has {left}"
 
     def test_more_at_once_than_there_is_room_for(self, make_store: MakeStore) -> None:
         cache = random_cache()
@@ -98,10 +104,12 @@ class TestBound:
         saved = {number: content(cache, number) for number in range(1, 9)}
         store.save(names(*saved), ids(*saved))
         found = kept(store, *saved)
-        assert len(found) == 3
+        assert len(found) == 3, f"eight pages come at once and there is room for three; the store has {found}"
         for number in found:
             store.restore(names(number), ids(12))
-            assert torch.equal(content(cache, 12), saved[number])
+            assert torch.equal(content(cache, 12), saved[number]), (
+                f"page {number} comes back with another one's content"
+            )
 
 
 class TestEngine:
@@ -114,14 +122,17 @@ class TestEngine:
         for _ in range(4):  # others come, and their prompts fill the whole pool
             harness.add(rng.integers(0, 3, 50).tolist(), max_tokens=2)
             harness.run()
-        assert len(harness.memory.cache.match(np.array(conversation, dtype=np.int32)).pages) == 0
+        cached = len(harness.memory.cache.match(np.array(conversation, dtype=np.int32)).pages)
+        assert cached == 0, f"the pool is too small for this test: {cached} pages of the conversation are still in it"
         fed = harness.executor.fed_tokens
         again = harness.add(conversation, max_tokens=2)
         harness.run()
         harness.assert_output(again)
-        assert again.cached_tokens == 40
-        assert harness.executor.fed_tokens - fed == 2 + 1
-        assert len(harness.memory.cache.match(np.array(conversation, dtype=np.int32)).pages) == 10, "and is cached"
+        assert again.cached_tokens == 40, f"40 of 42 tokens are in the store, and {again.cached_tokens} were found"
+        fed = harness.executor.fed_tokens - fed
+        assert fed == 2 + 1, f"the model was fed {fed} tokens, where two of the prompt and one of the answer are enough"
+        cached = len(harness.memory.cache.match(np.array(conversation, dtype=np.int32)).pages)
+        assert cached == 10, f"restored pages belong in the prefix cache again: 10 of them, and it has {cached}"
 
     def test_a_model_gives_the_same_answers(
         self, make_store: MakeStore, request: pytest.FixtureRequest, tmp_path: Path
@@ -133,7 +144,8 @@ class TestEngine:
         spec = str(request.node.callspec.params["make_store"])
         with_store, without = (LLM(path, page_store=store, **options) for store in (spec, "none"))
         expected = [output.token_ids for output in without.generate(prompts, params)]
-        assert [output.token_ids for output in with_store.generate(prompts, params)] == expected
+        answers = [output.token_ids for output in with_store.generate(prompts, params)]
+        assert answers == expected, "with the store, the model answers otherwise than without"
 
 
 class Operations(TorchDispatchMode):
@@ -153,7 +165,8 @@ def operations(store: PageStore, count: int) -> int:
     numbers = range(count)
     with Operations() as seen:
         store.save(names(*numbers), ids(*numbers))
-        assert store.restore(names(*numbers), ids(*numbers)) == count
+        restored = store.restore(names(*numbers), ids(*numbers))
+        assert restored == count, f"{count} pages were saved, and {restored} come back"
     return seen.counts.total()
 
 

@@ -69,7 +69,8 @@ class TestFairness:
         engine.ask("flood", 60)
         engine.serve(5)
         engine.ask("guest", 10)
-        assert names(engine.serve(18))["guest"] in (8, 9, 10)
+        guests = names(engine.serve(18))["guest"]
+        assert guests in (8, 9, 10), f"two users wait, so half of 18 requests should be the guest's; {guests} were"
 
     def test_requests_of_a_user_keep_their_order(self, make_policy: MakePolicy) -> None:
         engine = Engine(make_policy())
@@ -79,12 +80,12 @@ class TestFairness:
         done = engine.serve(20)
         for user in "ab":
             uids = [request.uid for request in done if request.user == user]
-            assert uids == sorted(uids)
+            assert uids == sorted(uids), f"requests of user {user!r} overtake each other: {uids}"
 
     def test_one_user_is_served_in_order_of_arrival(self, make_policy: MakePolicy) -> None:
         engine = Engine(make_policy())
         asked = engine.ask("", 12)
-        assert engine.serve(12) == asked
+        assert engine.serve(12) == asked, "with one user alone, requests must be served in the order of their arrival"
 
     @pytest.mark.parametrize("max_running", [1, 4])
     def test_long_prompts_pay_for_their_length(self, make_policy: MakePolicy, max_running: int) -> None:
@@ -92,7 +93,8 @@ class TestFairness:
         engine.ask("long", 40, prompt_len=36)
         engine.ask("short", 100, prompt_len=6)
         shares = service(engine.serve(70))
-        assert abs(shares["long"] - shares["short"]) <= 40 * (max_running + 1)
+        difference, limit = abs(shares["long"] - shares["short"]), 40 * (max_running + 1)
+        assert difference <= limit, f"{dict(shares)} virtual tokens: {difference} apart, where at most {limit} is fair"
 
     @pytest.mark.parametrize("max_running", [1, 4])
     def test_long_answers_pay_for_their_length(self, make_policy: MakePolicy, max_running: int) -> None:
@@ -100,7 +102,8 @@ class TestFairness:
         engine.ask("long", 40, max_tokens=18)
         engine.ask("short", 120, max_tokens=2)
         shares = service(engine.serve(70))
-        assert abs(shares["long"] - shares["short"]) <= 40 * (max_running + 1)
+        difference, limit = abs(shares["long"] - shares["short"]), 40 * (max_running + 1)
+        assert difference <= limit, f"{dict(shares)} virtual tokens: {difference} apart, where at most {limit} is fair"
 
     def test_what_the_cache_has_is_free(self, make_policy: MakePolicy) -> None:
         engine = Engine(make_policy(), prefix_cache="radix")
@@ -108,15 +111,19 @@ class TestFairness:
             engine.harness.add([1, 2] * 16, max_tokens=2, user="same")
         engine.ask("new", 60, prompt_len=32)
         shares = service(engine.serve(60))
-        assert abs(shares["same"] - shares["new"]) <= 80
+        difference = abs(shares["same"] - shares["new"])
+        assert difference <= 80, (
+            f"{dict(shares)} virtual tokens without cached ones: {difference} apart, not at most 80"
+        )
 
     def test_many_users(self, make_policy: MakePolicy) -> None:
         engine = Engine(make_policy(), max_running=2)
         for number in range(6):
             engine.ask(f"user {number}", 60, prompt_len=3 + 5 * number, max_tokens=1 + number)
         shares = service(engine.serve(120))
-        assert len(shares) == 6
-        assert max(shares.values()) - min(shares.values()) <= 120
+        assert len(shares) == 6, f"six users wait, and {len(shares)} of them were served"
+        difference = max(shares.values()) - min(shares.values())
+        assert difference <= 120, f"{dict(shares)} virtual tokens: {difference} apart, where at most 120 is fair"
 
 
 class TestReturn:
@@ -127,7 +134,8 @@ class TestReturn:
         engine.ask("busy", 100)
         engine.serve(60)
         engine.ask("idle", 40)
-        assert names(engine.serve(20))["busy"] in (9, 10, 11)
+        busy = names(engine.serve(20))["busy"]
+        assert busy in (9, 10, 11), f"one user was away and comes back: of 20 requests, half are fair; busy got {busy}"
 
     def test_service_in_an_idle_engine_is_no_debt(self, make_policy: MakePolicy) -> None:
         """What nobody else wanted is not held against the user who had it."""
@@ -135,7 +143,8 @@ class TestReturn:
         engine.ask("early", 80)
         engine.serve(40)
         engine.ask("late", 40)
-        assert names(engine.serve(20))["early"] in (9, 10, 11)
+        early = names(engine.serve(20))["early"]
+        assert early in (9, 10, 11), f"nobody else was there before: of 20 requests, half are fair; early got {early}"
 
 
 def waiting(count: int, users: int) -> list[Request]:

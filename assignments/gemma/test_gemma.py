@@ -48,7 +48,9 @@ class TestEngine:
             max_running_requests=4,
         )
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))
-        assert [output.token_ids for output in outputs] == [answer(original, prompt, 8) for prompt in prompts]
+        for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
+            wanted = answer(original, prompt, 8)
+            assert output.token_ids == wanted, f"prompt {number}: {output.token_ids}, where transformers says {wanted}"
 
 
 class TestOtherSizes:
@@ -64,4 +66,5 @@ class TestOtherSizes:
         path, original = tiny_checkpoint(tmp_path, "GemmaForCausalLM", **overrides)
         model = load_model(path, ModelConfig.from_dir(path, implementation), torch.float32, torch.device("cpu"))
         for prompt in random_tokens(23, 2):
-            assert float((run_dense(model, prompt)[0] - hf_logits(original, prompt)).abs().max()) < 1e-4
+            error = float((run_dense(model, prompt)[0] - hf_logits(original, prompt)).abs().max())
+            assert error < 1e-4, f"logits differ by up to {error:g} from those of transformers, with {overrides}"

@@ -50,10 +50,10 @@ class CountingModel:
 
     def __call__(self, tokens: list[int], lengths: list[int], caches: list[Cache]) -> torch.Tensor:
         self.fed.append(list(tokens))
-        sums = torch.tensor([float(sum(tokens))])
-        _, kept = caches[0].extend(0, sums, sums)
+        seen = vars(caches[0]).setdefault("seen", [])  # not by `Cache.extend`, which a reader writes later
+        seen += tokens
         caches[0].length += len(tokens)
-        return torch.nn.functional.one_hot(kept.sum().long()[None] % 50, 50).float()
+        return torch.nn.functional.one_hot(torch.tensor([sum(seen) % 50]), 50).float()
 
 
 # -- chapter 1
