@@ -92,7 +92,7 @@ def preprocess(context: dict[str, Any], book: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_parts(items: list[Any], source: Path) -> Iterator[Any]:
-    """The items with the introduction of each part, ``part-1.md`` and so on, as a page without a number after its title.
+    """The items, and below each part's title its introduction, ``part-1.md`` and so on, as a page without a number.
 
     SUMMARY.md cannot have such a page there.
     """

@@ -17,7 +17,8 @@ def test_the_glossary_and_the_chapters_agree() -> None:
 
 
 def test_headings_of_paragraphs_code_and_predictions_are_no_terms() -> None:
-    text = "A **KV\ncache** of **pages**. **Predict:** how many? **Memory.** `a**2 * b**2` **Predict**\n```python\nx**y**z\n```\n"
+    text = "A **KV\ncache** of **pages**. **Predict:** how many? **Memory.** `a**2 * b**2` **Predict**\n"
+    text += "```python\nx**y**z\n```\n"
     assert bold_terms(text) == ["KV cache", "pages"]
 
 
@@ -30,7 +31,8 @@ def test_headings_of_paragraphs_code_and_predictions_are_no_terms() -> None:
         (
             "The **KV cache** has **pages** and **slots**.",
             [
-                "chapters/01-a.md: the term 'slots' is not in glossary.md: explain it there, or write it without the bold"
+                "chapters/01-a.md: the term 'slots' is not in glossary.md: explain it there, or "
+                "write it without the bold"
             ],
         ),
     ],
