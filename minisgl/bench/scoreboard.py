@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.workloads import free_memory, make_engine, model_dir
+from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.book import toy
 from minisgl.sampling_params import SamplingParams
 
@@ -54,20 +52,19 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
     """Output tokens a second of 16 chats with one system prompt, 32 tokens each, with one chapter after another."""
     on_cuda = torch.cuda.is_available()
     tables, samples = [], {}
-    prompts = [toy.load_default()[1].encode_chat(chat) for chat in CHATS]
+    _, tokenizer = toy.load_default()
+    prompts = [tokenizer.encode_chat(chat) for chat in CHATS]
     for model in models:
         rows: list[list[Cell]] = []
         options = dict(_OFF)
-        with tempfile.TemporaryDirectory() as root:
-            path = model_dir(model, Path(root))
-            for place, (chapter, label, added) in enumerate(STAGES):
-                options |= added
-                if (not added and (on_cuda or model != "default")) or (chapter in _ON_CUDA_ALONE and not on_cuda):
-                    continue
-                speeds = _loop(place, prompts, repeat) if not added else _engine(path, model, options, prompts, repeat)
-                free_memory()
-                samples[f"{model}: {label}"] = speeds
-                rows.append([chapter, label, statistics.median(speeds), min(speeds), max(speeds)])
+        for place, (chapter, label, added) in enumerate(STAGES):
+            options |= added
+            if (not added and (on_cuda or model != "default")) or (chapter in _ON_CUDA_ALONE and not on_cuda):
+                continue
+            speeds = _engine(model, options, prompts, repeat) if added else _loop(place, prompts, repeat)
+            free_memory()
+            samples[f"{model}: {label}"] = speeds
+            rows.append([chapter, label, statistics.median(speeds), min(speeds), max(speeds)])
         tables.append(Table(f"{model}, output tokens/s", ["chapter", "", "median", "least", "most"], rows))
     settings = {"chats": len(CHATS), "output_len": _COUNT, "input_len": sum(map(len, prompts)) / len(prompts)}
     return Report("scoreboard", settings, tables, [], samples)
@@ -79,10 +76,9 @@ def _loop(place: int, prompts: list[list[int]], repeat: int) -> list[float]:
     return _speeds(lambda some: sum(len(generate(model, each, _COUNT)) for each in some), prompts[:_LOOP_CHATS], repeat)
 
 
-def _engine(path: str, model: str, options: dict[str, Any], prompts: list[list[int]], repeat: int) -> list[float]:
+def _engine(model: str, options: dict[str, Any], prompts: list[list[int]], repeat: int) -> list[float]:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_COUNT)
-
-    with make_engine(path, model, {**options, "max_seq_len": 2048}) as llm:
+    with make_engine(model, {**options, "max_seq_len": 2048}) as llm:
         return _speeds(lambda some: sum(len(each.token_ids) for each in llm.generate(some, params)), prompts, repeat)
 
 
