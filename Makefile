@@ -13,9 +13,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 READY_FOR_ALL := $(VENV)/ready-for-all
 EVERYTHING := .[book,dev]
-NOTEBOOK := notebooks/00-the-life-of-a-token.ipynb
+NOTEBOOK := work/00-the-life-of-a-token.ipynb
 WORKERS := 3
-WITHOUT := $(if $(shell command -v chromium),,chromium)
+# Redirected, because make 3.81, which macOS has, runs a plain command without a shell.
+WITHOUT := $(if $(shell command -v chromium 2>/dev/null),,chromium)
+AS_ROOT := $(if $(filter 0,$(shell id -u 2>/dev/null)),--allow-root)
 
 .PHONY: help
 help: ## list the targets
@@ -28,15 +30,20 @@ help: ## list the targets
 .PHONY: demo
 demo: $(READY) ## answer eight chat prompts in one continuous batch
 	@$(BIN)/python -m minisgl demo
+	@echo
+	@echo "What next? The book: make lab. A chat in this terminal: source $(VENV)/bin/activate, then python -m minisgl chat."
+	@echo "A server with a page that shows what it does: make serve, then open http://127.0.0.1:1919/ui."
 
 .PHONY: serve
 serve: $(READY) ## start the server: an OpenAI-compatible API on port 1919
 	@$(BIN)/python -m minisgl.serve --model default --port 1919 --in-process
 
 .PHONY: lab
-lab: $(READY_FOR_ALL) ## open the book's first notebook in JupyterLab
-	@$(BIN)/jupyter trust notebooks/*.ipynb  # else JupyterLab leaves the pictures out until a cell is run
-	@$(BIN)/jupyter lab --ServerApp.root_dir=. $(NOTEBOOK)
+lab: $(READY_FOR_ALL) ## open your copies of the notebooks, in work/, in JupyterLab; delete a copy to begin it afresh
+	@mkdir -p work
+	@for each in notebooks/*.ipynb; do [ -e "work/$${each##*/}" ] || cp "$$each" work/; done
+	@$(BIN)/jupyter trust work/*.ipynb >/dev/null  # else JupyterLab leaves the pictures out until a cell is run
+	@$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir=. $(NOTEBOOK)
 
 .PHONY: bench
 bench: $(READY_FOR_ALL) ## measure the engine on this machine's CPU; results land in benchmarks/results
@@ -110,7 +117,8 @@ define install
 		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Installing minisgl into $(VENV), once. This takes minutes; the details are in $(VENV)/install.log"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt -e '$(1)' 2>&1 \
+	@rm -f $(READY) $(READY_FOR_ALL)
+	@set -euo pipefail; $(BIN)/pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt -e '$(1)' 2>&1 \
 		| tee $(VENV)/install.log \
 		| awk '/^ *(Downloading|Processing) / && !/\.metadata/ { n = split($$2, path, "/"); print "  " path[n], $$3, $$4; fflush() } \
 			/^Installing collected/ { print "  installing " NF - 3 " packages"; fflush() }' \

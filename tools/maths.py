@@ -13,6 +13,7 @@ _SPAN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _NOT_UNDERSTOOD = re.compile(r">[^<]*(?P<left>\\\w*|&(?!#?\w+;))")
+_TEXT = re.compile(r"\\text\{[^{}]*\}")
 _REFUSED = re.compile(r"(?P<left>\\operatorname\*|\\mathtt|\\boldsymbol)")
 """What the converter takes and draws wrongly."""
 
@@ -32,6 +33,7 @@ def _replaced(match: re.Match[str]) -> str:
     formula = match["block"] or match["inline"]
     # The converter knows the one environment and not the other, which is its like inside a formula.
     known = " ".join(formula.split()).replace("{aligned}", "{align*}")
+    known = _TEXT.sub(lambda text: text[0].replace("\\_", "_"), known)
     made = convert(known, display="block" if match["block"] else "inline")
     if left := _REFUSED.search(formula) or _NOT_UNDERSTOOD.search(made):
         raise ValueError(f"the formula {formula.strip()!r}: {left['left']!r} cannot be converted to MathML")

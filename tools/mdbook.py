@@ -81,6 +81,7 @@ def preprocess(context: dict[str, Any], book: dict[str, Any]) -> dict[str, Any]:
         ValueError: a formula cannot be converted.
     """
     notebooks = Path(context["root"]) / "notebooks"
+    book["items"] = list(_with_parts(book["items"], Path(context["root"]) / "chapters"))
     for chapter in _chapters(book["items"]):
         name = Path(chapter["path"] or "").stem
         try:
@@ -88,6 +89,23 @@ def preprocess(context: dict[str, Any], book: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     return book
+
+
+def _with_parts(items: list[Any], source: Path) -> Iterator[Any]:
+    """The items, and below each part's title its introduction, ``part-1.md`` and so on, as a page without a number.
+
+    SUMMARY.md cannot have such a page there.
+    """
+    parts = 0
+    for item in items:
+        yield item
+        if isinstance(item, dict) and "PartTitle" in item:
+            parts += 1
+            path = source / f"part-{parts}.md"
+            if path.is_file():
+                text = path.read_text(encoding="utf-8")
+                page = {"name": "About this part", "content": text, "path": path.name, "source_path": path.name}
+                yield {"Chapter": {**page, "number": None, "sub_items": [], "parent_names": []}}
 
 
 def _chapters(items: list[Any]) -> Iterator[dict[str, Any]]:

@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.book import architecture
+from minisgl.book.course_table import load_table
 from tools.links import missing
 
 ROOT = Path(__file__).parent.parent
 _PICTURE = "chapters/images/architecture.svg"
 _SECTION = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
+_CHAPTERS = re.compile(r"(<!-- chapters:begin -->\n).*?(<!-- chapters:end -->)", re.DOTALL)
 _FEATURES = re.compile(r"<!-- features:begin -->\n[^\n]*\n[^\n]*\n(?P<rows>.*?)<!-- features:end -->", re.DOTALL)
+_LISTED = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<name>\d\d-[\w-]+)\.md\)")
+_ROMAN = ("I", "II", "III", "IV", "V")
+_READING = 1.5
+"""Hours that a chapter takes without its tasks, of which each takes half an hour more."""
 _TEST = re.compile(r"`tests/[\w/.]+::\w+`")
 
 
@@ -57,6 +63,25 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
+def chapter_list(root: Path) -> str:
+    """The chapters with their notebooks, hours and tasks, as they are in SUMMARY.md and in the course's table."""
+    tasks = {number: len(chapter.tasks) for number, chapter in load_table().chapters.items()}
+    lines = ["| chapter | notebook | hours | tasks |", "|---|---|---:|---:|"]
+    part = 0
+    for line in (root / "chapters" / "SUMMARY.md").read_text(encoding="utf-8").splitlines()[1:]:
+        if line.startswith("# "):
+            part += 1
+            lines.append(f"| **[{_ROMAN[part - 1]} {line[2:]}](chapters/part-{part}.md)** | | | |")
+        elif found := _LISTED.search(line):
+            number = int(found["name"][:2])
+            count = tasks.get(number, 0)
+            links = (
+                f"[{number} {found['title']}](chapters/{found['name']}.md) | [open](notebooks/{found['name']}.ipynb)"
+            )
+            lines.append(f"| {links} | {_READING + count / 2:g} | {count or '–'} |")
+    return "\n".join(lines) + "\n"
+
+
 def feature_problems(text: str, root: Path) -> list[str]:
     """Which rows of the table of features are not proved, in sentences.
 
@@ -86,6 +111,7 @@ def main(arguments: list[str]) -> int:
     for problem in problems:
         print(f"README.md: {problem}", file=sys.stderr)
     updated = _SECTION.sub(lambda match: match[1] + render(ROOT) + match[2], text)
+    updated = _CHAPTERS.sub(lambda match: match[1] + chapter_list(ROOT) + match[2], updated)
     if "--check" in arguments:
         stale = [name for name, now in (("README.md", updated != text), (_PICTURE, _is_stale())) if now]
         for name in stale:

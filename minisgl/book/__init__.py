@@ -19,7 +19,7 @@ _NAMES = {
     "listings": "chapter_map show",
     "memory": "PoolUse engine_memory memory_budget page_map pool_use",
     "model": "attention_map distribution layer_flow packed_rows rotation_dials",
-    "overview": "architecture you_are_here",
+    "overview": "architecture scoreboard you_are_here",
     "players": "Snapshots live player",
     "prefix": "hash_chain prefix_groups radix_tree",
     "processes": "Message Notice ProcessState QueueState message_player message_sequence process_tree",

@@ -1,10 +1,11 @@
-"""The picture of the whole engine, which opens the book and returns in every chapter with the part that it builds."""
+"""What returns in every chapter: the picture of the engine with the part that it builds, and the scoreboard."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, request_colors
+from minisgl.book.tables import RESULTS, Markdown, kept, table
 from minisgl.errors import ConfigError
 
 
@@ -61,9 +62,9 @@ def architecture(*here: str) -> Picture:
     labels = ", ".join(PARTS[name].label for name in here)
     canvas = Canvas("From a request to its tokens, and back to text", f"you are here: {labels}" if here else "")
     canvas.box(MARGIN, 44, WIDTH - 2 * MARGIN, 380)
-    for y, name in ((110, "host: Python and NumPy"), (272, "device: PyTorch and Triton")):
-        canvas.path(f"M{MARGIN} {y}H{WIDTH - MARGIN}", "rule dashed")
-        canvas.text(26, y + 22, name, "muted small", "start")
+    for rule, name in ((110, "host: Python and NumPy"), (272, "device: PyTorch and Triton")):
+        canvas.path(f"M{MARGIN} {rule}H{WIDTH - MARGIN}", "rule dashed")
+        canvas.text(26, rule + 22, name, "muted small", "start")
     for start, end in _ARROWS:
         left, right, y = PARTS[start], PARTS[end], PARTS[end].y + _HEIGHT / 2
         canvas.arrow((left.x + left.width, y), (right.x, y))
@@ -95,3 +96,37 @@ def architecture(*here: str) -> Picture:
 def you_are_here(chapter: int) -> Picture:
     """Draw the engine with the parts that a chapter builds; chapter 0 passes through all of them."""
     return architecture(*(name for name, part in PARTS.items() if chapter in part.chapters))
+
+
+# -- the scoreboard --------------------------------------------------------------------------------------------------
+
+
+def scoreboard(chapter: int) -> Markdown:
+    """Tokens a second after each chapter up to this one, on a CPU and on an H200, and where they were measured."""
+    from minisgl.bench.scoreboard import STAGES
+
+    columns: list[list[str]] = []
+    headings, origins = ["chapter", "what runs"], []
+    for machine, name in (("CPU", "scoreboard"), ("H200", "scoreboard-h200")):
+        results = kept(name) if (RESULTS / f"{name}.json").exists() else None
+        for each in results.tables if results else ():
+            speeds = {row[1]: _speed(*map(float, row[2:])) for row in each.rows}
+            headings.append(f"{machine}: {each.title}")
+            columns.append([speeds.get(label, "–") for _, label, _ in STAGES])
+        if results is None:
+            headings.append(f"{machine}, output tokens/s")
+            columns.append(["not measured yet"] * len(STAGES))
+        else:
+            origins.append(results.origin)
+    rows = [
+        [str(at), label, *values] for (at, label, _), *values in zip(STAGES, *columns, strict=True) if at <= chapter
+    ]
+    return Markdown("\n\n".join([table(headings, rows).text, *(f"*{origin}*" for origin in origins)]))
+
+
+def _speed(median: float, least: float, most: float) -> str:
+    return f"{_digits(median)} ({_digits(least)} to {_digits(most)})"
+
+
+def _digits(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"

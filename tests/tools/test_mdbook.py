@@ -134,6 +134,16 @@ def test_preprocess_reaches_nested_chapters_and_leaves_others_alone(tmp_path: Pa
     assert "deep" in second["Chapter"]["sub_items"][0]["Chapter"]["content"]
 
 
+def test_the_introduction_of_a_part_comes_after_its_title(tmp_path: Path) -> None:
+    (tmp_path / "chapters").mkdir()
+    (tmp_path / "chapters" / "part-2.md").write_text("# Part II\n\nMany.\n")
+    book = {"items": [{"PartTitle": "One"}, chapter("01-a.md"), {"PartTitle": "Many"}, chapter("02-b.md")]}
+    made = preprocess({"root": str(tmp_path)}, book)["items"]
+    assert len(made) == 5
+    assert made[3]["Chapter"]["content"] == "# Part II\n\nMany.\n"
+    assert made[3]["Chapter"]["number"] is None
+
+
 def test_only_the_html_renderer_is_supported() -> None:
     assert main(["preprocess", "supports", "html"]) == 0
     assert main(["preprocess", "supports", "markdown"]) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from minisgl.book import architecture
-from tools.readme import feature_problems, main
+from tools.readme import chapter_list, feature_problems, main
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/tools/test_readme.py"
@@ -42,3 +43,11 @@ def test_the_readme_its_picture_and_its_tables_are_as_they_are_generated() -> No
 
 def test_the_committed_picture_is_the_one_that_the_book_draws() -> None:
     assert (ROOT / "chapters/images/architecture.svg").read_text(encoding="utf-8") == architecture().svg + "\n"
+
+
+def test_the_list_of_chapters_names_files_that_are_there() -> None:
+    listed = chapter_list(ROOT)
+    links = re.findall(r"\]\(([^)]+)\)", listed)
+    assert len(links) > 35
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+    assert "| [0 The life of a token](chapters/00-the-life-of-a-token.md) |" in listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def page(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brows
 
 def chapters(site: Path) -> list[Path]:
     pages = sorted(site.glob("[0-9][0-9]-*.html"))
-    assert len(pages) == (ROOT / "chapters" / "SUMMARY.md").read_text().count(".md)")
-    return pages
+    listed = (ROOT / "chapters" / "SUMMARY.md").read_text()
+    assert len(pages) == len(re.findall(r"\(\d\d-.*\.md\)", listed))
+    return [*pages, *(site / f"{name}.html" for name in ("preface", "part-1", "part-4", "glossary"))]
 
 
 def test_every_page_opens_without_an_error_or_a_missing_picture(site: Path, page: Browser) -> None:
@@ -90,9 +92,37 @@ def test_search_finds_the_radix_tree(site: Path, page: Browser) -> None:
     page.wait_for("document.querySelectorAll('#mdbook-searchresults a').length > 1")
     first = page.evaluate("document.querySelector('#mdbook-searchresults a').innerText")
     assert "radix tree" in first.lower()
+    excerpts = page.evaluate("document.querySelector('#mdbook-searchresults').innerText")
+    assert "evictable, no." not in excerpts, "no picture's text"
     page.click("#mdbook-searchresults a")
     page.wait_for("document.querySelector('main mark')")
     assert page.problems == []
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [("paged kv", "Paged KV"), ("continuous batching", "Continuous batching"), ("TTFT", "TTFT"), ("slot", "slot")],
+)
+def test_search_finds_titles_and_terms_of_the_glossary(site: Path, page: Browser, words: str, title: str) -> None:
+    page.open((site / "preface.html").as_uri())
+    page.wait_for("window.elasticlunr")
+    page.click("#mdbook-search-toggle")
+    page.wait_for("document.activeElement.id === 'mdbook-searchbar'")
+    page.call("Input.insertText", text=words)
+    page.wait_for("document.querySelectorAll('#mdbook-searchresults a').length > 0")
+    found = page.evaluate(
+        "[...document.querySelectorAll('#mdbook-searchresults a')].slice(0, 3).map(it => it.innerText)"
+    )
+    assert [each for each in found if title in each.split(" » ")], found
+
+
+def test_on_a_phone_drawings_scroll_and_their_text_can_be_read(site: Path, page: Browser) -> None:
+    page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    page.open((site / "06-the-radix-tree.html").as_uri())
+    sizes = "[...document.querySelectorAll('svg.viz .viz-small')].map(it => it.getScreenCTM().a * 12)"
+    assert min(page.evaluate(sizes)) >= 11
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390, "the page itself does not scroll"
+    page.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
