@@ -17,7 +17,7 @@ _NAMES = {
     "detokenizing": "DetokenizerStep detokenizer_steps",
     "listings": "chapter_map show",
     "memory": "PoolUse engine_memory memory_budget page_map pool_use",
-    "model": "attention_map distribution layer_flow packed_rows rotation_dials",
+    "model": "attention_map distribution head_sharing layer_flow packed_rows rotation_dials softmax_panels",
     "players": "Snapshots player",
     "prefix": "hash_chain prefix_groups radix_tree",
     "processes": "Message Notice ProcessState QueueState message_player message_sequence process_tree",
