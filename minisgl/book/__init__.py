@@ -18,7 +18,7 @@ _NAMES = {
     "launches": "Call Launches Tape bytes_moved launch_graph tensors",
     "listings": "chapter_map show",
     "memory": "PoolUse engine_memory memory_budget page_map pool_use",
-    "model": "attention_map distribution layer_flow packed_rows rotation_dials",
+    "model": "attention_map distribution head_sharing layer_flow packed_rows rotation_dials softmax_panels",
     "overview": "architecture scoreboard you_are_here",
     "players": "Snapshots live player",
     "prefix": "hash_chain prefix_groups radix_tree",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, Point, circle, counted, request_colors, shorten, visible
+from minisgl.context import AttentionSpec
 from minisgl.layers.linear import MergedColumnParallelLinear
 from minisgl.layers.mlp import GatedMLP, MoE
 from minisgl.layers.rotary import Rotary, rotate
@@ -57,6 +58,78 @@ def _draw_head(
                 canvas.box(left + column * cell + inset, y + inset, side, side, fill=request_colors(0)[0])
 
 
+def softmax_panels(scores: torch.Tensor, texts: Sequence[str]) -> Picture:
+    """Draw attention of one head in three steps: scores, scores with the future hidden, weights.
+
+    Args:
+        scores: [T, T] q·k / √d of a query (row) and a key (column); T is at most 6.
+        texts: [T] text of each token.
+    """
+    count = len(texts)
+    hidden = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -torch.inf)
+    weights = hidden.softmax(dim=-1)
+    canvas, label, gap = Canvas(), 64.0, 18.0
+    cell = (WIDTH - 2 * MARGIN - label - 2 * gap) / (3 * count)
+    height, top = min(cell, 40.0), 66.0
+    for panel, title in enumerate(("1. scores q·k / √d", "2. the future is hidden", "3. softmax, in %")):
+        left = MARGIN + label + panel * (count * cell + gap)
+        canvas.text(left, 26, title, "text strong", "start")
+        for column, text in enumerate(texts):
+            canvas.text(left + (column + 0.5) * cell, top - 8, shorten(visible(text), 5), "muted small")
+        for row in range(count):
+            y = top + row * height
+            for column in range(count):
+                x = left + column * cell
+                if panel == 2:
+                    filled = float(weights[row, column]) * (height - 2)
+                    canvas.box(x + 1, y + height - 1 - filled, cell - 2, filled, "shade")
+                canvas.box(x + 1, y + 1, cell - 2, height - 2)
+                words = f"{float(scores[row, column]):.1f}".replace("-", "−")
+                if panel and column > row:
+                    words = "−∞" if panel == 1 else "–"
+                elif panel == 2:
+                    words = _percent(float(weights[row, column]))
+                kind = "muted small" if panel and column > row else "text small"
+                canvas.text(x + cell / 2, y + height / 2 + 4, words, kind)
+    says = []
+    for row, text in enumerate(texts):
+        canvas.text(MARGIN + label - 6, top + row * height + height / 2 + 4, shorten(visible(text), 7), "text", "end")
+        reads = ", ".join(f"{texts[column]!r} {_percent(float(weights[row, column]))}" for column in range(row + 1))
+        says.append(f"{text!r} reads, in %: {reads}.")
+    bottom = top + count * height
+    canvas.text(
+        MARGIN, bottom + 22, "row: the token whose query it is  ·  column: the token whose key", "muted small", "start"
+    )
+    return canvas.picture(bottom + 34, "\n".join(says))
+
+
+def head_sharing(layouts: Mapping[str, AttentionSpec]) -> Picture:
+    """Draw which query heads read which KV head; a query head has its KV head's colour. At most 16 query heads."""
+    canvas, left, top, line = Canvas(), MARGIN + 150.0, 20.0, 92.0
+    says = []
+    for number, (name, spec) in enumerate(layouts.items()):
+        y, group = top + number * line, spec.num_heads // spec.num_kv_heads
+        width = (WIDTH - MARGIN - left) / spec.num_heads
+        canvas.text(MARGIN, y + 18, name, "text strong", "start")
+        canvas.text(MARGIN, y + 36, f"{spec.num_heads} query heads", "muted small", "start")
+        canvas.text(MARGIN, y + 54, counted(spec.num_kv_heads, "KV head"), "muted small", "start")
+        for head in range(spec.num_heads):
+            fill, ink = request_colors(head // group)
+            x = left + head * width
+            canvas.box(x + 3, y, width - 6, 24, fill=fill)
+            canvas.text(x + width / 2, y + 17, f"q{head}", "text small", fill=ink)
+            canvas.path(f"M{x + width / 2:g} {y + 24:g}V{y + 40:g}", "rule")
+        for head in range(spec.num_kv_heads):
+            fill, ink = request_colors(head)
+            x = left + head * group * width
+            canvas.box(x + 3, y + 40, group * width - 6, 24, fill=fill)
+            canvas.text(x + group * width / 2, y + 57, f"k{head}, v{head}", "text small", fill=ink)
+        says.append(
+            f"{name}: {spec.num_heads} query heads, {group} for each of {counted(spec.num_kv_heads, 'KV head')}."
+        )
+    return canvas.picture(top + len(layouts) * line - 8, "\n".join(says))
+
+
 # -- rotary positions ------------------------------------------------------------------------------------------------
 
 _RADIUS = 56.0
@@ -64,10 +137,10 @@ _DIAL_TOP, _DIAL = 48, 2 * (_RADIUS + 24)
 
 
 def rotation_dials(rotary: Rotary, pairs: Sequence[int], positions: Sequence[int]) -> Picture:
-    """Draw a dial for each pair of dimensions, with a dot where a vector that points right is turned at a position.
+    """Draw a dial for each pair of dimensions, with an arrow for each position: a vector that points right, turned.
 
     Args:
-        rotary: a live embedding; the dots come from `rotate`.
+        rotary: a live embedding; the arrows come from `rotate`.
         pairs: at most four; pair ``i`` is the dimensions ``i`` and ``i + head_dim / 2``.
         positions: ascending; the first and the last are always labelled, the others where there is room.
     """
@@ -101,7 +174,7 @@ def _draw_dial(canvas: Canvas, x: float, points: Sequence[Point], positions: Seq
         dot = x + cos * _RADIUS, y - sin * _RADIUS
         label = x + cos * (_RADIUS + 14), y - sin * (_RADIUS + 14)
         canvas.path(f"M{x:g} {y:g}L{dot[0]:g} {dot[1]:g}", "rule")
-        canvas.path(circle(*dot, 4), fill=request_colors(0)[0])
+        canvas.arrow((x, y), dot, fill=request_colors(0)[0], thickness=1.2)
         if all(math.dist(label, other) >= 16 for other in placed):  # neither label covers the other
             placed.append(label)
             canvas.text(label[0], label[1] + 4, positions[index], "text small")

@@ -10,14 +10,25 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from minisgl.book import Picture, attention_map, distribution, layer_flow, memory_curve, packed_rows, rotation_dials
+from minisgl.book import (
+    Picture,
+    attention_map,
+    distribution,
+    head_sharing,
+    layer_flow,
+    memory_curve,
+    packed_rows,
+    rotation_dials,
+    softmax_panels,
+)
 from minisgl.book.model import LARGEST_CELL
 from minisgl.book.svg import _PALETTE, WIDTH
+from minisgl.context import AttentionSpec
 from minisgl.layers.linear import MergedColumnParallelLinear
 from minisgl.layers.rotary import RopeSettings, Rotary
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import DecoderLayer
-from tests.book.drawing import SVG, boxes, texts
+from tests.book.drawing import SVG, assert_sound, boxes, texts
 from tests.model_zoo import tiny_checkpoint
 
 # -- model pictures --------------------------------------------------------------------------------------------------
@@ -67,6 +78,24 @@ def test_rotation_dials_label_only_what_has_room() -> None:
     slow = texts(rotation_dials(Rotary(8, 16, RopeSettings()), pairs=[3], positions=range(8)))
     assert "0" in slow
     assert not {"1", "2", "3"} & set(slow)
+
+
+def test_softmax_panels_hide_the_future() -> None:
+    scores = torch.tensor([[0.5, 9.0, 9.0], [1.0, 1.0, 9.0], [-2.0, 3.0, 0.0]])
+    picture = softmax_panels(scores, ["The", " cat", " sat"])
+    found = texts(picture)
+    assert found.count("9.0") == 3, "all scores are in the first grid, and in that one alone if they are hidden"
+    assert (found.count("−∞"), found.count("–"), found.count("−2.0")) == (3, 3, 2)
+    assert "' cat' reads, in %: 'The' 50, ' cat' 50." in picture.text
+    assert_sound(picture)
+
+
+def test_head_sharing_gives_each_group_the_colour_of_its_keys() -> None:
+    picture = head_sharing({"grouped": AttentionSpec(0, 6, 2, 8, 0.3)})
+    colours = [box.get("fill") for box in boxes(picture)]
+    assert colours == [_PALETTE[0][0]] * 3 + [_PALETTE[1][0]] * 3 + [_PALETTE[0][0], _PALETTE[1][0]]
+    assert picture.text == "grouped: 6 query heads, 3 for each of 2 KV heads."
+    assert_sound(picture)
 
 
 def test_attention_map_draws_weights_as_areas() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import Linear, MergedColumnParallelLinear, linear, prepack_weight
-from minisgl.layers.mlp import GatedMLP, MoE, silu_and_mul
+from minisgl.layers.mlp import Experts, GatedMLP, MoE, silu_and_mul
 from minisgl.layers.sharding import empty_parameter
 
 
@@ -94,6 +94,32 @@ def test_linear_accepts_no_rows() -> None:
     assert Linear(4, 9)(torch.zeros(0, 4)).shape == (0, 9)
 
 
+def one_expert(experts: Experts, expert: int, x: torch.Tensor) -> torch.Tensor:
+    gate, up = (experts.gate_up_proj[expert] @ x).chunk(2)
+    return experts.down_proj[expert] @ (F.silu(gate) * up)
+
+
+def test_experts_weigh_the_results_of_their_tokens() -> None:
+    experts = Experts(num_experts=5, hidden_size=6, intermediate_size=4).double()
+    randomize(experts)
+    x, weights = torch.randn(7, 6, dtype=torch.float64), torch.rand(7, 2, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(7)])
+    out = experts(x, chosen, weights)
+    for token in range(7):
+        pairs = zip(chosen[token].tolist(), weights[token], strict=True)
+        expected = torch.stack([share * one_expert(experts, expert, x[token]) for expert, share in pairs]).sum(0)
+        torch.testing.assert_close(out[token], expected)
+
+
+def test_experts_without_tokens_are_left_out() -> None:
+    experts = Experts(num_experts=9, hidden_size=4, intermediate_size=3)
+    randomize(experts)
+    experts.gate_up_proj[[0, 1, 2, 4, 5, 6, 7, 8]] = torch.nan
+    x = torch.randn(3, 4)
+    out = experts(x, torch.full((3, 1), 3), torch.ones(3, 1))
+    torch.testing.assert_close(out, torch.stack([one_expert(experts, 3, row) for row in x]))
+
+
 def test_moe_equals_token_by_token() -> None:
     for normalize in (False, True):
         moe = MoE(hidden_size=6, intermediate_size=5, num_experts=7, experts_per_token=3, normalize=normalize).double()
@@ -105,9 +131,8 @@ def test_moe_equals_token_by_token() -> None:
             probs = (moe.gate.weight @ x[token]).softmax(0)
             chosen = probs.argsort(descending=True)[:3]
             weights = probs[chosen] / probs[chosen].sum() if normalize else probs[chosen]
-            for expert, share in zip(chosen, weights, strict=True):
-                gate, up = (experts.gate_up_proj[expert] @ x[token]).chunk(2)
-                expected[token] += share * (experts.down_proj[expert] @ (F.silu(gate) * up))
+            for expert, share in zip(chosen.tolist(), weights, strict=True):
+                expected[token] += share * one_expert(experts, expert, x[token])
         torch.testing.assert_close(moe(x), expected)
 
 
