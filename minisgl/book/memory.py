@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,8 +13,10 @@ from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, byte_size, counted,
 from minisgl.errors import ConfigError
 from minisgl.kvcache.sizing import free_memory, total_memory
 from minisgl.llm import LLM
-from minisgl.request import Request
 from minisgl.scheduler.memory import KVMemory
+
+if TYPE_CHECKING:
+    from minisgl.book.toy import PagedCache, PagePool
 
 _COLUMNS = 16
 _CELL = (WIDTH - 2 * MARGIN) / _COLUMNS
@@ -25,67 +29,91 @@ def page_map(memory: KVMemory) -> Picture:
     A private page has the colour and the name of its request (``r3`` has ``uid`` 3); a cached page is grey and says
     how many running requests read it. In the page table, a page says how many of its positions are taken.
     """
-    return _PageMap(memory).draw()
+    running = [(slot, memory.table.request(slot).uid) for slot in memory.table.slots.tolist()]
+    rows = {uid: (memory.row(slot).tolist(), int(memory.table.kv_len[slot])) for slot, uid in running}
+    cached, free = (set(np.flatnonzero(which).tolist()) for which in (memory.is_cached, memory.pool.is_free))
+    return _draw_pages(memory.num_pages, memory.page_size, free, cached, rows, "Page table, request")
 
 
-class _PageMap:
-    """One drawing: ``y`` is how far it has come."""
+def toy_page_map(pool: PagePool, caches: Mapping[int, PagedCache], page_lists: bool = True) -> Picture:
+    """Draw the toy engine's pages as `page_map` does. A page with several readers, or with none in a row, is cached.
 
-    def __init__(self, memory: KVMemory) -> None:
-        self.memory = memory
-        self.running: list[tuple[int, Request]] = [
-            (slot, memory.table.request(slot)) for slot in memory.table.slots.tolist()
-        ]
-        self.readers = np.zeros(memory.num_pages, dtype=np.int64)
-        self.owner: dict[int, Request] = {}
-        for slot, request in self.running:
-            row = memory.row(slot)
-            self.readers[row] += 1
-            self.owner.update(dict.fromkeys(row[~memory.is_cached[row]].tolist(), request))
-        self.whole = f"{memory.num_pages} pages of {memory.page_size} tokens"
-        cached = int(memory.is_cached.sum())
-        self.counts = f"{memory.pool.num_free} free, {len(self.owner)} private, {cached} cached"
-        self.canvas, self.y = Canvas(f"Page pool: {self.whole}", self.counts), 38.0
+    Args:
+        caches: of the rows that run, by their numbers, which give them their names and colours.
+        page_lists: draw the rows' lists of pages below the pool.
+    """
+    rows = {number: (cache.pages, cache.length) for number, cache in caches.items()}
+    private = {page for pages, _ in rows.values() for page in pages if pool.readers[page] == 1}
+    cached = {page for page, readers in enumerate(pool.readers) if readers} - private
+    lists = "Pages of" if page_lists else ""
+    return _draw_pages(len(pool.readers), pool.page_size, set(pool.free), cached, rows, lists)
 
-    def draw(self) -> Picture:
-        memory, size = self.memory, self.memory.page_size
-        self._pages(range(memory.num_pages), [self._state(page) for page in range(memory.num_pages)])
-        readers = "grey: cached (3× = read by 3 running requests, idle = by none)"
-        legend = f"{readers}  ·  colour: private to one  ·  outline: free"
-        self.canvas.text(MARGIN, self.y + 14, legend, "muted small", "start")
-        self.y += 24
-        says = [f"{self.whole}: {self.counts}."]
-        for slot, request in self.running:
-            row, kv_len = memory.row(slot).tolist(), int(memory.table.kv_len[slot])
-            length = f"{counted(kv_len, 'position')} in {counted(len(row), 'page')}"
-            title = f"Page table, request r{request.uid}: {length}"
-            self.canvas.text(MARGIN, self.y + 26, title, "text strong", "start")
-            self.y += 38
-            taken = [min(max(kv_len - index * size, 0), size) for index in range(len(row))]
-            self._pages(row, [f"{count}/{size}" for count in taken])
-            says.append(f"Request r{request.uid} reads pages {row}.")
-        return self.canvas.picture(self.y + 8, "\n".join(says))
 
-    def _state(self, page: int) -> str:
-        if self.memory.pool.is_free[page]:
-            return "free"
-        if page in self.owner:
-            return f"r{self.owner[page].uid}"
-        return f"{self.readers[page]}×" if self.readers[page] else "idle"
+def _draw_pages(
+    num_pages: int, size: int, free: set[int], cached: set[int], rows: Mapping[int, tuple[list[int], int]], lists: str
+) -> Picture:
+    """``rows``: pages and number of tokens by the request's number. ``lists``: heading of each one's pages, or ""."""
+    owner = {page: uid for uid, (pages, _) in rows.items() for page in pages if page not in cached}
+    readers = Counter(page for pages, _ in rows.values() for page in pages)
+    states = {page: f"{readers[page]}×" if readers[page] else "idle" for page in cached}
+    states |= dict.fromkeys(free, "free") | {page: f"r{uid}" for page, uid in owner.items()}
+    whole = f"{num_pages} pages of {size} tokens"
+    counts = f"{len(free)} free, {len(owner)} private, {len(cached)} cached"
+    canvas = Canvas(f"Page pool: {whole}", counts)
+    says = [f"{whole}: {counts}."]
 
-    def _pages(self, pages: Sequence[int], labels: list[str]) -> None:
+    def draw(y: float, pages: Sequence[int], labels: list[str]) -> float:
         for index, (page, label) in enumerate(zip(pages, labels, strict=True)):
-            x, y = MARGIN + index % _COLUMNS * _CELL, self.y + index // _COLUMNS * _LINE
-            kind, fill, ink = "shared", "", ""
-            if page in self.owner:
-                fill, ink = request_colors(self.owner[page].uid)
-            elif self.memory.pool.is_free[page]:
-                kind = "empty"
-            text = "muted" if kind == "empty" else "text"
-            self.canvas.box(x + 2, y, _CELL - 4, _LINE - 4, kind, fill)
-            self.canvas.text(x + _CELL / 2, y + 18, page, text if kind == "empty" else "text strong", fill=ink)
-            self.canvas.text(x + _CELL / 2, y + 34, label, f"{text} small", fill=ink)
-        self.y += -(-len(pages) // _COLUMNS) * _LINE
+            x, top = MARGIN + index % _COLUMNS * _CELL, y + index // _COLUMNS * _LINE
+            fill, ink = request_colors(owner[page]) if page in owner else ("", "")
+            kind, text = ("empty", "muted") if page in free and not fill else ("shared", "text")
+            canvas.box(x + 2, top, _CELL - 4, _LINE - 4, kind, fill)
+            canvas.text(x + _CELL / 2, top + 18, page, "text" if kind == "empty" else "text strong", fill=ink)
+            canvas.text(x + _CELL / 2, top + 34, label, f"{text} small", fill=ink)
+        return y + -(-len(pages) // _COLUMNS) * _LINE
+
+    y = draw(38.0, range(num_pages), [states.get(page, "lost") for page in range(num_pages)])
+    grey = "grey: cached (3× = read by 3 running requests, idle = by none)"
+    canvas.text(MARGIN, y + 14, f"{grey}  ·  colour: private to one  ·  outline: free", "muted small", "start")
+    y += 24
+    for uid, (pages, length) in rows.items() if lists else ():
+        title = f"{lists} r{uid}: {counted(length, 'position')} in {counted(len(pages), 'page')}"
+        canvas.text(MARGIN, y + 26, title, "text strong", "start")
+        taken = [min(max(length - index * size, 0), size) for index in range(len(pages))]
+        y = draw(y + 38, pages, [f"{count}/{size}" for count in taken])
+        says.append(f"Request r{uid} reads pages {pages}.")
+    return canvas.picture(y + 8, "\n".join(says))
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A piece of memory that a row has been given; lengths are in tokens."""
+
+    row: int  # number of the row, from 1
+    start: int
+    length: int
+    used: int  # from its start on
+
+
+def array_map(moments: Mapping[str, Sequence[Array]], capacity: int, title: str) -> Picture:
+    """Draw which row has been given which part of a memory of ``capacity`` tokens, one bar for each moment."""
+    legend = "colour: holds tokens  ·  grey: given to a row, empty  ·  outline: free"
+    canvas, y, says = Canvas(title, counted(capacity, "token"), legend), 62.0, [f"{title}: {capacity} tokens."]
+    scale = (WIDTH - 2 * MARGIN) / capacity
+    for name, arrays in moments.items():
+        canvas.text(MARGIN, y + 14, name, "text", "start")
+        canvas.box(MARGIN, y + 22, capacity * scale, _LINE - 4)
+        for each in arrays:
+            (fill, ink), x, width = request_colors(each.row - 1), MARGIN + each.start * scale, each.length * scale
+            canvas.box(x, y + 22, width, _LINE - 4, "shared")
+            canvas.box(x, y + 22, each.used * scale, _LINE - 4, fill=fill)
+            if width >= 60:
+                ink = ink if each.used * scale > width / 2 + 24 else ""
+                canvas.text(x + width / 2, y + 47, f"row {each.row}", "text small strong", fill=ink)
+        given = ", ".join(f"row {each.row} {each.used} of {each.length} from {each.start} on" for each in arrays)
+        says.append(f"{name}: {given}.")
+        y += 22 + _LINE + 12
+    return canvas.picture(y, "\n".join(says))
 
 
 # -- the pool from step to step --------------------------------------------------------------------------------------

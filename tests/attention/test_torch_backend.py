@@ -87,6 +87,29 @@ def test_keeps_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(ours, naive, rtol=0, atol=tolerance)
 
 
+def test_keys_are_where_the_page_table_says_and_nothing_past_a_rows_end_is_read() -> None:
+    """Every place of the cache holds its own number."""
+    batch, inputs = step_of([1, 1, 1], [5, 9, 1], page_size=4)
+    cache = nan_cache(4, int(inputs.page_table.max()) + 1, torch.float32)
+    places = torch.arange(cache.k[1, ..., 0, 0].numel()).float()
+    cache.k[1], cache.v[1] = (x.view(-1, 4, 1, 1).expand_as(cache.k[1]) for x in (places, -places))
+    backend = TorchAttention(cache)
+    backend.plan(batch, inputs)
+    starts = [2, 0]
+    locs = backend._locs([1, 2], np.array(starts, dtype=np.int32), 8)
+    expected = torch.empty(2, 8, dtype=torch.long)
+    for line, (row, start) in enumerate(zip([1, 2], starts, strict=True)):
+        for column in range(8):
+            position = min(start + column, int(batch.seq_lens[row]) - 1)
+            expected[line, column] = inputs.page_table[row, position // 4] * 4 + position % 4
+    assert locs.tolist() == expected.tolist(), "past its end, a row's last position again"
+    backend._scratch = torch.empty(2, 20, 2, 8)
+    keys, values = backend._gather(locs, 1)
+    assert keys.shape == values.shape == (2, 8, 2, 8)
+    assert torch.equal(keys[..., 1, 7], expected.float())
+    assert torch.equal(values, -keys)
+
+
 def test_large_decode_batches_are_gathered_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "_GROUP_KEYS", 64)
     kv_lens = [int(x) for x in np.random.default_rng(0).integers(1, 90, 20)]
