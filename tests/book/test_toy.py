@@ -202,6 +202,9 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
     drawn = [toy.sample(logits, 2.0, generator) for _ in range(4000)]
     shares = torch.bincount(torch.tensor(drawn), minlength=3) / 4000
     torch.testing.assert_close(shares, (logits / 2).softmax(-1), atol=0.03, rtol=0)
+    generator.manual_seed(0)
+    again = [toy.sample(logits, 2.0, generator) for _ in range(100)]
+    assert again == drawn[:100], "the same generator, started with the same seed, draws the same tokens"
 
 
 # -- chapter 6
