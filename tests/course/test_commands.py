@@ -11,7 +11,7 @@ from minisgl.book.__main__ import main
 from minisgl.book.course_table import load_table
 from minisgl.book.starters import Sources, repository
 
-SPLIT = 'raise NotImplementedError("Chapter 6, task 2: RadixCache._split")'
+SPLIT = 'raise NotImplementedError("Chapter 6, task 5: RadixCache._split")'
 
 
 @pytest.fixture
