@@ -56,7 +56,7 @@ def test_check_of_a_starter_says_what_to_write_first(folder: Path, capsys: pytes
     assert main(["check", "6", str(folder)]) == 1
     output = capsys.readouterr().out
     assert re.search(r"task 1 .* not written yet\n", output)
-    assert re.search(r"task 2 .* needs task 1\n", output)
+    assert re.search(r"task 5 .* needs task 4\n", output)
     assert "Next, task 1" in output
     assert re.search(r"write PrefixCache\.\w+ in .*six/minisgl/book/toy.py, line \d+", output)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "check writes nothing"
@@ -75,8 +75,8 @@ def test_check_shows_the_first_failure_of_a_wrong_answer(folder: Path, capsys: p
     (folder / "tests/kvcache/test_radix.py").write_text("")  # the check brings its own tests along
     assert main(["check", "6", str(folder)]) == 1
     output = capsys.readouterr().out
-    assert re.search(r"task 6 .* FAILED \(1 of 2 tests\)", output)
-    test = "tests/kvcache/test_radix.py::test_a_split_keeps_the_identity_of_the_lower_half_and_the_locks_of_both"
+    assert re.search(r"task 5 .* FAILED \(1 of 12 tests\)", output)
+    test = "tests/kvcache/test_radix.py::test_both_halves_of_a_split_have_the_locks_of_the_whole"
     assert f"The first failure is {test}" in output
     assert f"cd {folder} && python -m pytest {test}" in output
 
