@@ -81,7 +81,7 @@ def test_arrays_are_drawn_where_they_lie() -> None:
     moments = {"two": [Array(1, 0, 400, 100), Array(2, 500, 500, 500)], "one": [Array(2, 500, 500, 500)]}
     picture = array_map(moments, 1000, "Memory")
     assert [text for text in texts(picture) if text.startswith("row")] == ["row 1", "row 2", "row 2"]
-    drawn = [(float(box.get("x", "")) - 14, float(box.get("width", ""))) for box in boxes(picture)[1:]]
+    drawn = [(float(box.get("x", "")) - 14, float(box.get("width", ""))) for box in boxes(picture)]
     scale = (WIDTH - 28) / 1000
     both, second = [(0, 400), (0, 100), (500, 500), (500, 500)], [(500, 500), (500, 500)]
     expected = [(0, 1000), *both, (0, 1000), *second]
