@@ -151,7 +151,7 @@ def _problems(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> Ite
             failed = [each for each in run(folder, task.tests, options=["-x"]) if each.failure is not None]
             if not failed or "took longer" in str(failed[0].failure) or "::" not in failed[0].test:
                 how = f"; instead, {failed[0].test} {_outcome(failed[0])}" if failed else ""
-                yield f"no test of task {task.number} notices {mutant.mistake or mutant.wrong!r}{how}"
+                yield f"no test of task {task.number} notices {(mutant.mistake or mutant.wrong)!r}{how}"
             _write(folder, {path: sources.read(path)})
 
 

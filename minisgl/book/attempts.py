@@ -90,11 +90,11 @@ def exchanged(source: str, path: str, functions: Functions) -> str:
     supplied: dict[str, str] = {}
     for function in mine.values():
         _supply(function, _bound(source), supplied)
-    imports = [line for line in supplied.values() if line.startswith("import ")]
-    others = [line for line in supplied.values() if line not in imports]
+    outside = [line for line in supplied.values() if "\n" not in line and "from minisgl" not in line]
+    inside = [line for line in supplied.values() if line not in outside]  # below, where all of the module is defined
     lines = text.splitlines()
     place = max((node.end_lineno or 0 for node in ast.parse(text).body if _comes_first(node)), default=0)
-    return "\n".join([*lines[:place], *imports, *lines[place:], *others]) + "\n"
+    return "\n".join([*lines[:place], *outside, *lines[place:], *inside]) + "\n"
 
 
 def _comes_first(node: ast.stmt) -> bool:
@@ -128,7 +128,7 @@ def _matched(task: Task, items: tuple[Any, ...]) -> Functions:
         found[fitting[0]] = item
     for stub in task.stubs:
         if stub not in found:
-            raise CourseError(f"task {task.id} needs {stub.last_name} too: check({task.id!r}, …, {stub.last_name})")
+            raise CourseError(f"task {task.id} needs {stub.name} too: check({task.id!r}, …, {stub.last_name})")
     return found
 
 

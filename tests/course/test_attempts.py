@@ -15,8 +15,11 @@ import pytest
 from minisgl.book import attempts, check, your_turn
 from minisgl.book.course_table import CourseError, Stub, Table, Task, load_table
 from minisgl.book.starters import Sources, repository
+from tests.course.tasks import task_with
 
 SOURCES = Sources(repository(), load_table())
+SPLIT = task_with("RadixCache._split")
+ALLOC = task_with("PagePool.alloc")
 
 
 def defined(folder: Path, source: str, **names: object) -> dict[str, object]:
@@ -32,15 +35,15 @@ def defined(folder: Path, source: str, **names: object) -> dict[str, object]:
 
 
 def test_a_task_shows_signature_tests_and_where_help_is() -> None:
-    text = your_turn("6.5").text
-    assert text.startswith("**Your turn, 6.5: Split an edge**")
+    text = your_turn(SPLIT.id).text
+    assert text.startswith(f"**Your turn, {SPLIT.id}: {SPLIT.title}**")
     assert (
         "# a method of RadixCache in minisgl/kvcache/radix.py\ndef _split(self, node: Node, count: int) -> Node:"
         in text
     )
     assert "an edge is split where a branch leaves it; " in text
-    assert "python -m minisgl course hint 6.5" in text
-    assert "python -m minisgl course start 6 FOLDER" in text
+    assert f"python -m minisgl course hint {SPLIT.id}" in text
+    assert f"python -m minisgl course start {SPLIT.chapter} FOLDER" in text
     assert "NotImplementedError" not in text
 
 
@@ -65,10 +68,10 @@ def test_every_task_can_be_shown_and_is_not_written_where_it_is_untouched(
 
 
 def test_ours_passes_with_a_line_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cell = next(iter(SOURCES.solution(load_table().task("6.5")).values()))
-    check("6.5", defined(tmp_path, f"from __future__ import annotations\n{cell}")["_split"])
+    cell = next(iter(SOURCES.solution(SPLIT).values()))
+    check(SPLIT.id, defined(tmp_path, f"from __future__ import annotations\n{cell}")["_split"])
     output = capsys.readouterr().out.splitlines()
-    assert output[:2] == ["6.5 Split an edge", "  ✓ an edge is split where a branch leaves it"]
+    assert output[:2] == [f"{SPLIT.id} {SPLIT.title}", "  ✓ an edge is split where a branch leaves it"]
     assert output[-1] == "All 7 tests pass."
     assert len(output) == 9
 
@@ -89,14 +92,15 @@ def test_a_wrong_one_hears_what_the_test_expects(tmp_path: Path, capsys: pytest.
         raise KeyError("peak")
     """
     scope = defined(tmp_path, cell)
-    check("4.3", *(scope[stub.name] for stub in load_table().task("4.3").stubs))
+    task = task_with("pages_from_peak")
+    check(task.id, *(scope[stub.name] for stub in task.stubs))
     output = capsys.readouterr().out
     assert "page_bytes takes (geometry, page_size, dtype); the package calls it with (" in output
     assert "✗ page bytes is what a page of the cache takes" in output
     assert re.search(r"assert 1 == \d+", output) or "TypeError" in output
     assert "in the test, tests/kvcache/test_sizing.py, line " in output
     assert "pytest" not in output, "no internals"
-    assert "A hint: python -m minisgl course hint 4.3" in output
+    assert f"A hint: python -m minisgl course hint {task.id}" in output
 
 
 def test_an_error_is_shown_in_the_line_of_the_readers_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +110,7 @@ def test_an_error_is_shown_in_the_line_of_the_readers_own(tmp_path: Path, capsys
         print("the rate is", 1)
         return self.rate * {}["time"]
     """
-    check("16.2", defined(tmp_path, cell)["little"])
+    check(task_with("LoadSummary.little").id, defined(tmp_path, cell)["little"])
     output = capsys.readouterr().out
     assert "✗ rates are over all the time and of what finished" in output
     assert re.search(r"in your LoadSummary.little, line \d of it: return self.rate", output)
@@ -118,7 +122,7 @@ def test_a_loop_without_an_end_is_stopped_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl.book.checks.SECONDS_PER_TEST", 4)
-    check("6.5", defined(tmp_path, "def _split(self, node, count):\n    while True:\n        pass\n")["_split"])
+    check(SPLIT.id, defined(tmp_path, "def _split(self, node, count):\n    while True:\n        pass\n")["_split"])
     output = capsys.readouterr().out
     assert output.count("✗") == 1
     assert "took longer than 4 seconds, and was stopped" in output
@@ -128,9 +132,9 @@ def test_a_loop_without_an_end_is_stopped_once(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["other"], "other is not a function of task 4.1, which is about PagePool.alloc, PagePool.free"),
-        (["alloc"], "task 4.1 needs free too"),
-        (["alloc", "free"], "Task 4.1: still to write: free."),
+        (["other"], f"other is not a function of task {ALLOC.id}, which is about PagePool.alloc, PagePool.free"),
+        (["alloc"], f"task {ALLOC.id} needs PagePool.free too"),
+        (["alloc", "free"], f"Task {ALLOC.id}: still to write: free."),
         (["alloc", "number"], "3 is no function that you wrote"),
         (["alloc", "unseen"], "the text of free is not to be found: write it in a cell or in a file"),
         (["alloc", "greedy"], "free uses MINE of the notebook: define it inside the function"),
@@ -145,22 +149,31 @@ def test_what_cannot_be_checked_is_told(
         "exec('def unseen(self, pages): return 1'); unseen.__name__ = unseen.__qualname__ = 'free'\n",
     )
     scope["greedy"] = defined(tmp_path, "def free(self, pages): return MINE", MINE=np.arange(3))["free"]
-    check("4.1", *(scope[name] for name in given))
+    check(ALLOC.id, *(scope[name] for name in given))
     assert capsys.readouterr().out.startswith(message)
 
 
 def test_functions_of_one_name_are_told_apart_by_their_classes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stubs = tuple(Stub("minisgl.layers.mlp", f"{owner}.forward") for owner in ("Experts", "MoE"))
+    task = replace(task_with("MoE.forward"), chapter=2, number=1, stubs=stubs)
+    table = Table({2: replace(load_table().chapters[2], tasks=(task,))}, ())
+    monkeypatch.setattr(attempts, "load_table", lambda: table)
     scope = defined(tmp_path, "def forward(self, x): return x")
-    check("2.5", scope["forward"])
-    assert "task 2.5 has several forward: write them in classes called Experts and MoE" in capsys.readouterr().out
+    check("2.1", scope["forward"])
+    assert "task 2.1 has several forward: write them in classes called Experts and MoE" in capsys.readouterr().out
+    scope = defined(
+        tmp_path, "class Experts:\n    def forward(self, x): return x\nclass MoE(Experts):\n    forward = 1"
+    )
+    check("2.1", scope["Experts"])
+    assert "task 2.1 needs MoE.forward too" in capsys.readouterr().out
 
 
 def test_a_kernel_of_triton_is_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cell = "from __future__ import annotations\nimport triton, triton.language as tl\n@triton.jit\n"
-    cell += next(iter(SOURCES.solution(load_table().task("10.5")).values()))
-    check("10.5", defined(tmp_path, cell)["add_parts"])
+    cell += next(iter(SOURCES.solution(task_with("add_parts")).values()))
+    check(task_with("add_parts").id, defined(tmp_path, cell)["add_parts"])
     assert "The test passes." in capsys.readouterr().out
 
 
@@ -172,7 +185,7 @@ def test_without_the_repository_it_is_said_how_to_get_it(
 
     monkeypatch.setattr(attempts, "repository", none)
     scope = defined(tmp_path, "def _split(self, node, count): return node\ndef _empty(self): ...")
-    check("6.5", scope["_split"])
+    check(SPLIT.id, scope["_split"])
     assert capsys.readouterr().out == "the course needs the book's repository: clone it\n"
 
 
@@ -183,12 +196,11 @@ def test_the_toy_engine_is_the_readers_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another module in its place: what passes is saved, what fails is not, and what was saved stays."""
-    seven = load_table().chapters[7]
+    lock = task_with("BlockHashCache.lock")
     stubs = tuple(Stub("minisgl.kvcache.block_hash", f"BlockHashCache.{name}") for name in ("lock", "unlock"))
     monkeypatch.setattr(attempts, "TOY", "minisgl.kvcache.block_hash")
-    table = Table(
-        {7: replace(seven, tasks=tuple(replace(seven.tasks[1], number=n, stubs=(stubs[n - 1],)) for n in (1, 2)))}, ()
-    )
+    tasks = tuple(replace(lock, chapter=7, number=n, stubs=(stubs[n - 1],)) for n in (1, 2))
+    table = Table({7: replace(load_table().chapters[lock.chapter], number=7, tasks=tasks)}, ())
     monkeypatch.setattr(attempts, "load_table", lambda: table)
     monkeypatch.chdir(tmp_path)
     ours = [next(iter(SOURCES.solution(task).values())) for task in table.chapters[7].tasks]
@@ -223,7 +235,10 @@ def test_names_of_the_notebook_come_along(tmp_path: Path) -> None:
     source = '"""A module."""\nfrom __future__ import annotations\ndef graph_sizes(limit): return 1\n'
     text = attempts.exchanged(source, "minisgl/a.py", {Stub("minisgl.a", "graph_sizes"): scope["graph_sizes"]})
     made: dict[str, object] = {"unknown": 1}
-    assert text.startswith('"""A module."""\nfrom __future__ import annotations\nimport numpy as np\nfrom collections')
+    head, _, tail = text.partition("def graph_sizes")
+    assert head.startswith('"""A module."""\nfrom __future__ import annotations\n')
+    assert {"import numpy as np", "from collections import deque", "HALF = 0.5"} <= set(head.splitlines())
+    assert "def helper" in tail
     exec(text, made)
     assert made["graph_sizes"](5)[0] == 2  # type: ignore[operator]
 
@@ -234,9 +249,9 @@ def test_in_a_kernel(tmp_path: Path) -> None:
     cells = [
         "from minisgl.book import check",
         "def _split(self, node, count):\n    raise NotImplementedError",
-        'check("6.5", _split)',
+        f'check("{SPLIT.id}", _split)',
         "def _split(self, node, count):\n    return node",
-        'check("6.5", _split)',
+        f'check("{SPLIT.id}", _split)',
     ]
     script = (
         "from nbclient import NotebookClient\nfrom nbformat.v4 import new_code_cell, new_notebook\n"
@@ -245,5 +260,5 @@ def test_in_a_kernel(tmp_path: Path) -> None:
         "print(''.join(o.get('text', '') for cell in book.cells for o in cell.get('outputs', [])))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "Task 6.5 is not written yet" in done.stdout, done.stderr[-2000:]
+    assert f"Task {SPLIT.id} is not written yet" in done.stdout, done.stderr[-2000:]
     assert "✗ an edge is split where a branch leaves it" in done.stdout
