@@ -32,7 +32,7 @@ def _replaced(match: re.Match[str]) -> str:
         return match[0]
     formula = match["block"] or match["inline"]
     # The converter knows the one environment and not the other, which is its like inside a formula.
-    known = " ".join(formula.split()).replace("{aligned}", "{align*}")
+    known = " ".join(formula.split()).replace("{aligned}", "{align*}").replace(r"\arg\m", r"\operatorname{arg}\m")
     known = _TEXT.sub(lambda text: text[0].replace("\\_", "_"), known)
     made = convert(known, display="block" if match["block"] else "inline")
     if left := _REFUSED.search(formula) or _NOT_UNDERSTOOD.search(made):

@@ -31,6 +31,7 @@ _PICTURES = "BOOK_PICTURES"
 that a search finds and shows prose."""
 _PLACE = re.compile(r'<figure class="output" data-picture="(?P<name>\w+)"></figure>')
 _IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,(?P<data>[^"]*)">')
+_DRAWING = re.compile(r"!\[[^\]]*\]\((?P<path>images/[\w-]+\.svg)\)")
 _CHECKED = re.compile(r"^check\(", re.MULTILINE)
 _LISTING = re.compile(r"^`[\w./]+\.py`, line \d+\n", re.MULTILINE)
 
@@ -80,14 +81,15 @@ def preprocess(context: dict[str, Any], book: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a formula cannot be converted.
     """
-    notebooks = Path(context["root"]) / "notebooks"
-    book["items"] = list(_with_parts(book["items"], Path(context["root"]) / "chapters"))
+    notebooks, source = (Path(context["root"]) / name for name in ("notebooks", "chapters"))
+    book["items"] = list(_with_parts(book["items"], source))
     for chapter in _chapters(book["items"]):
         name = Path(chapter["path"] or "").stem
         try:
-            chapter["content"] = as_markdown(pair(chapter["content"], notebooks / f"{name}.ipynb"))
+            text = as_markdown(pair(chapter["content"], notebooks / f"{name}.ipynb"))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        chapter["content"] = _DRAWING.sub(lambda found: _picture((source / found["path"]).read_text("utf-8")), text)
     return book
 
 

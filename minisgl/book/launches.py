@@ -28,7 +28,7 @@ class Launches(TorchDispatchMode):
     """Notes in ``calls`` what is launched inside the ``with`` block: PyTorch's operators, and kernels of Triton's."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self._in_kernel = False
 
@@ -55,13 +55,13 @@ class Launches(TorchDispatchMode):
 
             self._patch = patch.object(kind, "run", noted)
             self._patch.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         if has_triton():
             self._patch.stop()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 class Tape:

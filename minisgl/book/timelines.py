@@ -303,7 +303,7 @@ def launch_lanes(versions: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], 
     canvas, y, says = Canvas(title), 44.0, [f"{title}, µs."]
     for version, (host, device) in versions.items():
         last = max((end for _, _, end in device), default=0.0)
-        busy = sum(end - start for _, start, end in device) / (last or 1.0)
+        busy = _covered(device) / (last or 1.0)
         canvas.text(MARGIN, y + 16, version, "text strong", "start")
         canvas.text(WIDTH - MARGIN, y + 16, f"{last:.0f} µs, the device busy for {busy:.0%}", "text", "end")
         for lane, spans in (("host", host), ("device", device)):
@@ -321,6 +321,15 @@ def launch_lanes(versions: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], 
         canvas.path(f"M{x:g} {y - 10:g}v4", "rule")
         canvas.text(min(x, WIDTH - MARGIN - 20), y + 8, f"{index * every:g} µs", "muted small")
     return canvas.picture(y + 22, "\n".join(says))
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """Length of the time in which at least one of the spans, ordered by their beginnings, is running."""
+    covered, until = 0.0, 0.0
+    for _, start, end in spans:
+        covered += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return covered
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:

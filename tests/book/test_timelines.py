@@ -285,3 +285,8 @@ def test_lanes_of_host_and_device_share_a_scale() -> None:
     assert len(boxes(picture)) == 7
     assert "one by one: 2 launches, 2 kernels, 23 µs, busy for 22%." in picture.text
     assert "replay: 1 launches, 2 kernels, 16 µs, busy for 32%." in picture.text
+
+
+def test_kernels_that_overlap_are_busy_once() -> None:
+    device = [("a", 10, 20), ("b", 12, 18), ("c", 15, 30)]
+    assert "busy for 67%" in launch_lanes({"early": ([("replay", 0, 10)], device)}, "Three kernels").text

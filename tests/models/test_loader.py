@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from minisgl.errors import ModelLoadError
 from minisgl.layers.rotary import Rotary
 from minisgl.models import loader
 from minisgl.models.config import ModelConfig
-from minisgl.models.loader import load_model
+from minisgl.models.loader import load_model, read_headers
 from tests.model_zoo import run_dense, tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -55,6 +56,26 @@ def shard(path: Path) -> list[Path]:
     weight_map = {name: files[i % 3] for i, name in enumerate(names)}
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return [path / file for file in files]
+
+
+def test_headers_of_every_shard_are_read(llama: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    files = shard(llama)
+    headers = read_headers(llama)
+    assert headers.keys() == tensors.keys()
+    assert {header.file for header in headers.values()} == set(files)
+    for name, tensor in tensors.items():
+        assert headers[name].shape == tuple(tensor.shape)
+        assert headers[name].dtype == "F32"
+        with safe_open(headers[name].file, framework="pt") as file:
+            assert name in file.keys(), f"{name} is in another file than {headers[name].file.name}"  # noqa: SIM118
+
+
+def test_a_damaged_file_is_named_by_its_headers(llama: Path) -> None:
+    file = shard(llama)[1]
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ModelLoadError, match=rf"^{file}: truncated or corrupt.*download it again"):
+        read_headers(llama)
 
 
 def test_shards_equal_the_single_file(llama: Path) -> None:
@@ -187,7 +208,7 @@ import sys
 from pathlib import Path
 import torch
 from minisgl.models.config import ModelConfig
-from minisgl.models.loader import load_model
+from minisgl.models.loader import load_model, read_headers
 
 def status(key):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))

@@ -34,6 +34,7 @@ def test_a_formula_becomes_mathml(text: str, shown: str) -> None:
         (r"\begin{cases} 1 & \text{if } x > 0 \\ 0 & \text{otherwise} \end{cases}", {"mtable", "mtext"}),
         (r"\begin{aligned} m' &= \max(m, s) \\ l' &= l\,e^{m-m'} \end{aligned}", {"mtable", "mtr", "mtd"}),
         (r"\text{page\_table}[\lfloor p / \text{page\_size} \rfloor] + p \bmod 2", {"mtext"}),
+        (r"\arg\max_i \frac{z_i}{T} \;=\; \left( \tau_i \right)", {"mfrac", "msub"}),
         (r"\left\lceil \frac{n}{p} \right\rceil \approx \mathcal{O}(n)", {"mfrac"}),
     ],
 )

@@ -85,6 +85,14 @@ def test_frames_of_a_player_are_drawn_so_that_they_follow_the_theme() -> None:
     assert "" not in figure.split("\n"), "a blank line would end it"
 
 
+def test_a_drawing_of_the_prose_follows_the_theme_and_scrolls_on_a_phone(tmp_path: Path) -> None:
+    (tmp_path / "chapters" / "images").mkdir(parents=True)
+    (tmp_path / "chapters" / "images" / "a.svg").write_text("<svg class='viz'></svg>\n")
+    book = {"items": [chapter("preface.md", text="# P\n\n![An\nengine](images/a.svg)\n")]}
+    (made,) = preprocess({"root": str(tmp_path)}, book)["items"]
+    assert made["Chapter"]["content"] == "# P\n\n<figure class=\"output\"><svg class='viz'></svg></figure>\n"
+
+
 OURS = """# A chapter
 
 ```python
