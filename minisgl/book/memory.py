@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,20 +52,24 @@ def _draw_pages(
     num_pages: int, size: int, free: set[int], cached: set[int], rows: Mapping[int, tuple[list[int], int]], lists: str
 ) -> Picture:
     """``rows``: pages and number of tokens by the request's number. ``lists``: heading of each one's pages, or ""."""
-    owner = {page: uid for uid, (pages, _) in rows.items() for page in pages if page not in cached}
-    readers = Counter(page for pages, _ in rows.values() for page in pages)
-    states = {page: f"{readers[page]}×" if readers[page] else "idle" for page in cached}
-    states |= dict.fromkeys(free, "free") | {page: f"r{uid}" for page, uid in owner.items()}
+    readers: dict[int, list[int]] = {page: [] for page in range(num_pages)}
+    for uid, (pages, _) in rows.items():
+        for page in pages:
+            readers[page].append(uid)
+    owners = {page: uids for page, uids in readers.items() if uids and page not in cached}
+    states = {page: f"{len(readers[page])}×" if readers[page] else "idle" for page in cached}
+    states |= dict.fromkeys(free, "free") | {page: " ".join(f"r{uid}" for uid in owners[page]) for page in owners}
     whole = f"{num_pages} pages of {size} tokens"
-    counts = f"{len(free)} free, {len(owner)} private, {len(cached)} cached"
+    counts = f"{len(free)} free, {len(owners)} private, {len(cached)} cached"
     canvas = Canvas(f"Page pool: {whole}", counts)
     says = [f"{whole}: {counts}."]
 
     def draw(y: float, pages: Sequence[int], labels: list[str]) -> float:
         for index, (page, label) in enumerate(zip(pages, labels, strict=True)):
             x, top = MARGIN + index % _COLUMNS * _CELL, y + index // _COLUMNS * _LINE
-            fill, ink = request_colors(owner[page]) if page in owner else ("", "")
-            kind, text = ("empty", "muted") if page in free and not fill else ("shared", "text")
+            uids = owners.get(page, [])  # several own a page only if the books are wrong
+            fill, ink = request_colors(uids[0]) if len(uids) == 1 else ("", "")
+            kind, text = ("empty", "muted") if page in free and not uids else ("shared", "text")
             canvas.box(x + 2, top, _CELL - 4, _LINE - 4, kind, fill)
             canvas.text(x + _CELL / 2, top + 18, page, "text" if kind == "empty" else "text strong", fill=ink)
             canvas.text(x + _CELL / 2, top + 34, label, f"{text} small", fill=ink)

@@ -137,7 +137,8 @@ class EvictionPolicy(Protocol):
     def on_use(self, now: int, uses: int) -> EvictionPriority:
         """Return the priority, until its next use, of a node that was inserted, matched, or inserted again.
 
-        ``now`` is logical time, different for each call of the cache. ``uses`` includes this one; 1 means inserted.
+        ``now`` is logical time: each `match` and each `insert` of the cache is one tick. ``uses`` includes this one;
+        1 means inserted. A split of a node is no use: both halves keep the uses and the priority of the whole.
         """
         ...
 

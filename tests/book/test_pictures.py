@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from minisgl.batch import build_batch
-from minisgl.book import page_map, step_timeline, token_strip
+from minisgl.book import Array, array_map, page_map, step_timeline, token_strip, toy_page_map
 from minisgl.book.svg import _PALETTE, WIDTH
+from minisgl.book.toy import PagedCache, PagePool
 from minisgl.kvcache.radix import RadixCache
 from minisgl.request import Request
 from minisgl.sampling_params import SamplingParams
@@ -41,6 +42,52 @@ def memory() -> KVMemory:
     memory.table.deactivate(gone)
     memory.check()
     return memory
+
+
+@pytest.fixture
+def toy_rows() -> tuple[PagePool, dict[int, PagedCache]]:
+    """Row 0 has three pages of the toy's pool, row 3 begins with its first."""
+    pool = PagePool({"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 2}, num_pages=6, page_size=4)
+    rows = {0: PagedCache(pool, []), 3: PagedCache(pool, [5])}
+    rows[0].reserve(9)
+    rows[0].length = 9
+    return pool, rows
+
+
+def test_pages_of_the_toy_are_drawn_as_those_of_the_package(toy_rows: tuple[PagePool, dict[int, PagedCache]]) -> None:
+    pool, rows = toy_rows
+    assert rows[0].pages == [5, 4, 3]
+    picture = toy_page_map(pool, rows)
+    found = texts(picture)
+    assert found[:2] == ["Page pool: 6 pages of 4 tokens", "3 free, 2 private, 1 cached"]
+    assert found[2:14] == ["0", "free", "1", "free", "2", "free", "3", "r0", "4", "r0", "5", "2×"]
+    assert found[15:] == [
+        *("Pages of r0: 9 positions in 3 pages", "5", "4/4", "4", "4/4", "3", "1/4"),
+        *("Pages of r3: 4 positions in 1 page", "5", "4/4"),
+    ]
+    assert "Request r3 reads pages [5]." in picture.text
+    assert_sound(picture)
+    assert len(texts(toy_page_map(pool, rows, page_lists=False))) == 15
+
+
+def test_pages_that_two_rows_have_by_mistake_name_both(toy_rows: tuple[PagePool, dict[int, PagedCache]]) -> None:
+    pool, rows = toy_rows
+    pool.give_back([4])
+    rows[3].pages += pool.take(1)
+    assert "r0 r3" in texts(toy_page_map(pool, rows))
+
+
+def test_arrays_are_drawn_where_they_lie() -> None:
+    moments = {"two": [Array(1, 0, 400, 100), Array(2, 500, 500, 500)], "one": [Array(2, 500, 500, 500)]}
+    picture = array_map(moments, 1000, "Memory")
+    assert [text for text in texts(picture) if text.startswith("row")] == ["row 1", "row 2", "row 2"]
+    drawn = [(float(box.get("x", "")) - 14, float(box.get("width", ""))) for box in boxes(picture)]
+    scale = (WIDTH - 28) / 1000
+    both, second = [(0, 400), (0, 100), (500, 500), (500, 500)], [(500, 500), (500, 500)]
+    expected = [(0, 1000), *both, (0, 1000), *second]
+    assert drawn == [pytest.approx((start * scale, length * scale)) for start, length in expected]
+    assert "one: row 2 500 of 500 from 500 on." in picture.text
+    assert_sound(picture)
 
 
 def test_page_map_says_for_every_page_who_has_it(memory: KVMemory) -> None:

@@ -210,17 +210,36 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
 # -- chapter 6
 
 
-def test_pages_of_a_known_beginning_are_found() -> None:
+def test_the_longest_known_beginning_is_found_and_marked_as_used() -> None:
+    cache = PrefixCache(PagePool(CONFIG, num_pages=8, page_size=2))
+    cache.pages = {(1, 2): 7, (1, 2, 3, 4): 5, (8, 9): 3, (1, 2, 3, 4, 5, 6, 7, 8): 2}
+    assert cache.match([1, 2, 3, 4, 5, 6, 7, 8]) == [7, 5], "what comes after an unknown prefix is of no use"
+    order = [(8, 9), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2)]
+    assert list(cache.pages) == order, "what was used last comes last, and a text's first page after those behind it"
+    assert cache.match([8, 9, 1]) == [3], "a page that isn't full doesn't count"
+    assert list(cache.pages)[-1] == (8, 9), "a match is a use"
+    assert cache.match([3, 4]) == [], "the same tokens in another place are another text"
+
+
+def test_full_pages_are_kept_and_have_a_reader_more() -> None:
     pool = PagePool(CONFIG, num_pages=8, page_size=2)
     cache, pages = PrefixCache(pool), pool.take(3)
     cache.insert([1, 2, 3, 4, 5], pages)
-    assert cache.match([1, 2, 3, 4, 5, 6]) == pages[:2], "only full pages are kept"
-    assert cache.match([1, 2, 9, 4]) == pages[:1]
-    assert cache.match([3, 4]) == [], "the same tokens in another place are another text"
+    assert cache.pages == {(1, 2): pages[0], (1, 2, 3, 4): pages[1]}, "only full pages are kept"
     assert [pool.readers[page] for page in pages] == [2, 2, 1]
-    others = pool.take(2)
+    cache.insert([8, 9], pool.take(1))
+    cache.insert([1, 2, 3, 4], pages[:2])
+    assert list(cache.pages) == [(8, 9), (1, 2, 3, 4), (1, 2)], "inserting a known text is a use of it"
+    assert [pool.readers[page] for page in pages] == [2, 2, 1], "one reader is enough"
+
+
+def test_a_beginning_that_is_known_keeps_its_page() -> None:
+    pool = PagePool(CONFIG, num_pages=8, page_size=2)
+    cache, pages, others = PrefixCache(pool), pool.take(2), pool.take(2)
+    cache.insert([1, 2, 3, 4], pages)
     cache.insert([1, 2, 3, 7], others)
-    assert cache.match([1, 2, 3, 7]) == [pages[0], others[1]], "a beginning that is known keeps its page"
+    assert cache.pages == {(1, 2): pages[0], (1, 2, 3, 4): pages[1], (1, 2, 3, 7): others[1]}
+    assert pool.readers[others[0]] == 1, "a duplicate remains the caller's alone"
 
 
 def test_the_page_that_was_used_longest_ago_goes_first() -> None:

@@ -32,14 +32,14 @@ def defined(folder: Path, source: str, **names: object) -> dict[str, object]:
 
 
 def test_a_task_shows_signature_tests_and_where_help_is() -> None:
-    text = your_turn("6.2").text
-    assert text.startswith("**Your turn, 6.2: Split an edge**")
+    text = your_turn("6.5").text
+    assert text.startswith("**Your turn, 6.5: Split an edge**")
     assert (
         "# a method of RadixCache in minisgl/kvcache/radix.py\ndef _split(self, node: Node, count: int) -> Node:"
         in text
     )
     assert "an edge is split where a branch leaves it; " in text
-    assert "python -m minisgl course hint 6.2" in text
+    assert "python -m minisgl course hint 6.5" in text
     assert "python -m minisgl course start 6 FOLDER" in text
     assert "NotImplementedError" not in text
 
@@ -65,10 +65,10 @@ def test_every_task_can_be_shown_and_is_not_written_where_it_is_untouched(
 
 
 def test_ours_passes_with_a_line_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cell = next(iter(SOURCES.solution(load_table().task("6.2")).values()))
-    check("6.2", defined(tmp_path, f"from __future__ import annotations\n{cell}")["_split"])
+    cell = next(iter(SOURCES.solution(load_table().task("6.5")).values()))
+    check("6.5", defined(tmp_path, f"from __future__ import annotations\n{cell}")["_split"])
     output = capsys.readouterr().out.splitlines()
-    assert output[:2] == ["6.2 Split an edge", "  ✓ an edge is split where a branch leaves it"]
+    assert output[:2] == ["6.5 Split an edge", "  ✓ an edge is split where a branch leaves it"]
     assert output[-1] == "All 7 tests pass."
     assert len(output) == 9
 
@@ -118,7 +118,7 @@ def test_a_loop_without_an_end_is_stopped_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl.book.checks.SECONDS_PER_TEST", 4)
-    check("6.2", defined(tmp_path, "def _split(self, node, count):\n    while True:\n        pass\n")["_split"])
+    check("6.5", defined(tmp_path, "def _split(self, node, count):\n    while True:\n        pass\n")["_split"])
     output = capsys.readouterr().out
     assert output.count("✗") == 1
     assert "took longer than 4 seconds, and was stopped" in output
@@ -172,7 +172,7 @@ def test_without_the_repository_it_is_said_how_to_get_it(
 
     monkeypatch.setattr(attempts, "repository", none)
     scope = defined(tmp_path, "def _split(self, node, count): return node\ndef _empty(self): ...")
-    check("6.2", scope["_split"])
+    check("6.5", scope["_split"])
     assert capsys.readouterr().out == "the course needs the book's repository: clone it\n"
 
 
@@ -234,9 +234,9 @@ def test_in_a_kernel(tmp_path: Path) -> None:
     cells = [
         "from minisgl.book import check",
         "def _split(self, node, count):\n    raise NotImplementedError",
-        'check("6.2", _split)',
+        'check("6.5", _split)',
         "def _split(self, node, count):\n    return node",
-        'check("6.2", _split)',
+        'check("6.5", _split)',
     ]
     script = (
         "from nbclient import NotebookClient\nfrom nbformat.v4 import new_code_cell, new_notebook\n"
@@ -245,5 +245,5 @@ def test_in_a_kernel(tmp_path: Path) -> None:
         "print(''.join(o.get('text', '') for cell in book.cells for o in cell.get('outputs', [])))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "Task 6.2 is not written yet" in done.stdout, done.stderr[-2000:]
+    assert "Task 6.5 is not written yet" in done.stdout, done.stderr[-2000:]
     assert "✗ an edge is split where a branch leaves it" in done.stdout

@@ -11,7 +11,7 @@ from minisgl.book.__main__ import main
 from minisgl.book.course_table import load_table
 from minisgl.book.starters import Sources, repository
 
-SPLIT = 'raise NotImplementedError("Chapter 6, task 2: RadixCache._split")'
+SPLIT = 'raise NotImplementedError("Chapter 6, task 5: RadixCache._split")'
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_starter_is_what_a_student_needs(folder: Path) -> None:
     here = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert {"README.md", "pyproject.toml", "chapters/06-the-radix-tree.md", "notebooks/06-the-radix-tree.ipynb"} <= here
     assert SPLIT in (folder / "minisgl/kvcache/radix.py").read_text(encoding="utf-8")
-    assert "2. Split an edge" in (folder / "README.md").read_text(encoding="utf-8")
+    assert "5. Split an edge" in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_check_of_a_starter_says_what_to_write_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,9 +56,9 @@ def test_check_of_a_starter_says_what_to_write_first(folder: Path, capsys: pytes
     assert main(["check", "6", str(folder)]) == 1
     output = capsys.readouterr().out
     assert re.search(r"task 1 .* not written yet\n", output)
-    assert re.search(r"task 2 .* needs task 1\n", output)
+    assert re.search(r"task 5 .* needs task 4\n", output)
     assert "Next, task 1" in output
-    assert re.search(r"write RadixCache\.\w+ in .*six/minisgl/kvcache/radix.py, line \d+", output)
+    assert re.search(r"write PrefixCache\.\w+ in .*six/minisgl/book/toy.py, line \d+", output)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "check writes nothing"
 
 
@@ -75,8 +75,8 @@ def test_check_shows_the_first_failure_of_a_wrong_answer(folder: Path, capsys: p
     (folder / "tests/kvcache/test_radix.py").write_text("")  # the check brings its own tests along
     assert main(["check", "6", str(folder)]) == 1
     output = capsys.readouterr().out
-    assert re.search(r"task 3 .* FAILED \(1 of 2 tests\)", output)
-    test = "tests/kvcache/test_radix.py::test_a_split_keeps_the_identity_of_the_lower_half_and_the_locks_of_both"
+    assert re.search(r"task 5 .* FAILED \(1 of 12 tests\)", output)
+    test = "tests/kvcache/test_radix.py::test_both_halves_of_a_split_have_the_locks_of_the_whole"
     assert f"The first failure is {test}" in output
     assert f"cd {folder} && python -m pytest {test}" in output
 
@@ -87,9 +87,9 @@ def test_a_loop_without_an_end_ends_the_check_and_is_shown(folder: Path, capsys:
     change(folder, "            node.lock_count -= 1\n", "            while True:\n                pass\n")
     assert main(["check", "6", str(folder), "--timeout", "5"]) == 1
     output = capsys.readouterr().out
-    assert re.search(r"task 2 .* passed", output)
-    assert re.search(r"task 3 .* FAILED", output)
-    assert re.search(r"task 4 .* not run", output)
+    assert re.search(r"task 5 .* passed", output)
+    assert re.search(r"task 6 .* FAILED", output)
+    assert re.search(r"task 7 .* not run", output)
     assert "took longer than 5 seconds, and was stopped" in output
     assert re.search(r"in your RadixCache.unlock, line \d+ of it: (while True:|pass)", output)
 
@@ -137,16 +137,16 @@ def test_diff_shows_the_solution(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_task_alone_has_a_hint_a_solution_and_a_difference(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["hint", "6.2"]) == 0
+    assert main(["hint", "6.5"]) == 0
     assert len(capsys.readouterr().out) > 20
-    for wanted in (["6.2"], ["6", "2"]):
+    for wanted in (["6.5"], ["6", "5"]):
         assert main(["solution", *wanted]) == 0
         solution = capsys.readouterr().out
         assert solution.startswith("# minisgl/kvcache/radix.py: RadixCache._split\ndef _split(")
         assert "def insert" not in solution
-    assert main(["diff", "6.2"]) == 0
+    assert main(["diff", "6.5"]) == 0
     assert f"-        {SPLIT}" in capsys.readouterr().out
-    assert main(["diff", "6.2", str(folder)]) == 0
+    assert main(["diff", "6.5", str(folder)]) == 0
     difference = capsys.readouterr().out
     assert f"-    {SPLIT}" in difference
     assert "RadixCache.insert" not in difference
@@ -164,10 +164,10 @@ def test_one_task_alone_has_a_hint_a_solution_and_a_difference(
         (["check", "6", "full", "--timeout", "0"], "--timeout is a number of seconds above 0, not 0"),
         (["diff", "99"], "chapter 99 is not in the course"),
         (["diff", "6", "full/mine.py"], "name one task to compare with full/mine.py, such as 6.1"),
-        (["diff", "6.1", "full/mine.py"], "has no function RadixCache._walk"),
-        (["diff", "6.1", "nothing"], "nothing cannot be read"),
+        (["diff", "6.4", "full/mine.py"], "has no function RadixCache._walk"),
+        (["diff", "6.4", "nothing"], "nothing cannot be read"),
         (["solution", "6"], "'6' names no task; write chapter and number, such as 6.2"),
-        (["hint", "6.9"], "chapter 6 has the tasks 6.1 to 6.4, and no 6.9"),
+        (["hint", "6.9"], "chapter 6 has the tasks 6.1 to 6.7, and no 6.9"),
     ],
 )
 def test_bad_input_is_told_what_to_do(

@@ -206,7 +206,7 @@ def test_a_starters_notebook_shows_nothing_that_is_to_be_written(sources: Source
 
 
 def test_a_readers_functions_are_compared_with_ours(sources: Sources, tmp_path: Path) -> None:
-    task = sources.table.task("6.2")
+    task = sources.table.task("6.5")
     mine = tmp_path / "mine.py"
     mine.write_text("def _split(self, node, count):\n    return node\n")
     assert "-    return node" in list(sources.difference(task, mine))
@@ -215,6 +215,6 @@ def test_a_readers_functions_are_compared_with_ours(sources: Sources, tmp_path: 
     assert list(sources.difference(task, sources.root)) == []
     mine.write_text("def other(): ...")
     with pytest.raises(
-        CourseError, match=r"mine.py has no function RadixCache._split, which is what task 6.2 is about"
+        CourseError, match=r"mine.py has no function RadixCache._split, which is what task 6.5 is about"
     ):
         list(sources.difference(task, mine))

@@ -83,6 +83,26 @@ def test_a_split_alone_leaves_a_sound_tree(cache: RadixCache) -> None:
     cache.check()
 
 
+def test_both_halves_of_a_split_have_the_locks_of_the_whole(cache: RadixCache) -> None:
+    below = cache.insert(array(1, 2, 3), array(10, 11, 12)).handle
+    below.lock_count = 2
+    upper = cache._split(below, 2)
+    assert (upper.lock_count, below.lock_count) == (2, 2)
+
+
+def test_a_leaf_that_loses_its_last_lock_is_queued_again(cache: RadixCache) -> None:
+    handle = cache.insert(array(1, 2), array(10, 11)).handle
+    cache.lock(handle)
+    cache.lock(handle)
+    cache._heap.clear()  # as if its entry had come up meanwhile and been dropped
+    handle.queued = False
+    cache.unlock(handle)
+    assert not handle.queued, "one lock remains"
+    cache.unlock(handle)
+    assert handle.queued, "without an entry in the heap, eviction would never find it"
+    cache.check()
+
+
 def test_eviction_cascades_from_leaves_to_bared_parents(cache: RadixCache) -> None:
     cache.insert(array(1, 2), array(10, 11))
     cache.insert(array(1, 3), array(20, 21))
