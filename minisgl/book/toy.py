@@ -252,8 +252,9 @@ class Engine:
         return self.waiting[-1]
 
     def step(self) -> list[Row]:
-        """Run the model once. Return the rows that are finished."""
-        self.schedule()
+        """Run the model once for all rows that have room. Return those that are finished."""
+        self.grow()
+        self.admit()
         logits = self.model(*flatten(self.running), [row.cache for row in self.running])
         for row, scores in zip(self.running, logits, strict=True):
             row.tokens.append(sample(scores, row.temperature, self.generator))
@@ -262,18 +263,21 @@ class Engine:
             self.leave(row)
         return finished
 
-    def schedule(self) -> None:
-        """Give each running row the pages of its next step, the oldest first; then admit rows while there is room."""
-        for row in list(self.running):
-            while row in self.running and not self.make_room(row):
-                self.waiting.appendleft(self.running[-1])  # preempted: its tokens stay, its pages go
-                self.leave(self.running[-1])
+    def admit(self) -> None:
+        """Let rows in while there are places and pages, in the order in which they came."""
         while self.waiting and len(self.running) < self.max_rows:
             row = self.waiting[0]
             row.cache = PagedCache(self.pool, self.prefixes.match(row.tokens[:-1]))
             if not self.make_room(row):
                 return self.pool.give_back(row.cache.pages)
             self.running.append(self.waiting.popleft())
+
+    def grow(self) -> None:
+        """Give each running row the pages of its next step, the oldest first; if they run out, preempt the youngest."""
+        for row in list(self.running):
+            while row in self.running and not self.make_room(row):
+                self.waiting.appendleft(self.running[-1])  # its tokens stay, its pages go
+                self.leave(self.running[-1])
 
     def make_room(self, row: Row) -> bool:
         """Take the pages that a row's tokens need, also from the prefix cache. Return whether there are enough."""
