@@ -72,8 +72,8 @@ def test_ours_passes_with_a_line_a_test(tmp_path: Path, capsys: pytest.CaptureFi
     check(SPLIT.id, defined(tmp_path, f"from __future__ import annotations\n{cell}")["_split"])
     output = capsys.readouterr().out.splitlines()
     assert output[:2] == [f"{SPLIT.id} {SPLIT.title}", "  ✓ an edge is split where a branch leaves it"]
-    assert output[-1] == "All 7 tests pass."
-    assert len(output) == 9
+    assert output[-1] == "All 8 tests pass."
+    assert len(output) == 10
 
 
 def test_a_wrong_one_hears_what_the_test_expects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
