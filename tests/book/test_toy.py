@@ -333,13 +333,25 @@ def test_rows_that_lose_their_pages_end_with_the_same_tokens(model: Model, num_p
     assert len(engine.pool.free) + len(engine.prefixes.pages) == num_pages
 
 
+def test_room_is_made_of_cached_pages_that_no_row_reads(model: Model) -> None:
+    engine = Engine(model, set(), num_pages=3)
+    engine.prefixes.insert([1] * 32, pages := engine.pool.take(2))
+    engine.pool.give_back(pages)
+    row = Row([2] * 20, 60, cache=PagedCache(engine.pool, []))
+    assert engine.make_room(row), "one page is free, and the cache can spare another"
+    assert (len(row.cache.pages), len(engine.prefixes.pages)) == (2, 1), "no more than the tokens need today"
+    other = Row([3] * 40, 60, cache=PagedCache(engine.pool, []))
+    assert not engine.make_room(other), "three pages are wanted, and a row reads two of the three"
+    assert other.cache.pages == []
+
+
 def test_the_youngest_row_goes_first(model: Model) -> None:
     engine = Engine(model, set(), num_pages=2)
-    old, young = engine.add([1] * 15, 6), engine.add([2] * 15, 6)
+    old, young, newcomer = (engine.add([token] * 15, 6) for token in (1, 2, 3))
     while not engine.running or len(old.tokens) < 18:
         engine.step()
     assert engine.running == [old]
-    assert list(engine.waiting) == [young]
+    assert list(engine.waiting) == [young, newcomer], "the one that came first waits at the head"
     assert young.tokens[:15] == [2] * 15, "what it has computed is forgotten, its tokens are not"
 
 
