@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -9,8 +10,10 @@ import sys
 
 import pytest
 
+import minisgl.book
 from minisgl.book.course_table import Concept, load_table
 from minisgl.book.starters import repository
+from tools.notebooks import read_chapter
 
 ROOT = repository()
 TABLE = load_table()
@@ -59,3 +62,24 @@ def test_chapters_with_tasks_name_the_command_that_gives_them() -> None:
         text = " ".join(path.read_text(encoding="utf-8").split())
         exercises = text.partition(" ## Exercises ")[2].partition(" ## ")[0]
         assert set(re.findall(r"python -m minisgl course start (\d+) ", exercises)) == {str(chapter.number)}, path.name
+
+
+def lost_displays(cell: str) -> list[str]:
+    """Calls whose picture, table or listing is not displayed, because IPython displays a cell's last expression alone."""
+    drawing = set(dir(minisgl.book)) - {"check"}  # which prints
+    calls = [node.value for node in ast.parse(cell).body[:-1] if isinstance(node, ast.Expr)]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in drawing
+    ]
+
+
+def test_what_a_cell_draws_comes_last() -> None:
+    assert lost_displays("show(one)\nshow(other)") == ["show(one)"]
+    assert lost_displays("check('1.1', one)\nshow(one)") == []
+    for path in sorted((ROOT / "chapters").glob("[0-9]*.md")):
+        cells = [
+            cell.source for cell in read_chapter(path.read_text(encoding="utf-8")).cells if cell.cell_type == "code"
+        ]
+        assert [lost for cell in cells for lost in lost_displays(cell)] == [], path.name
