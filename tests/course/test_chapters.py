@@ -65,7 +65,7 @@ def test_chapters_with_tasks_name_the_command_that_gives_them() -> None:
 
 
 def lost_displays(cell: str) -> list[str]:
-    """Calls whose picture, table or listing is not displayed, because IPython displays a cell's last expression alone."""
+    """Calls whose picture, table or listing is lost: IPython displays the last expression of a cell alone."""
     drawing = set(dir(minisgl.book)) - {"check"}  # which prints
     calls = [node.value for node in ast.parse(cell).body[:-1] if isinstance(node, ast.Expr)]
     return [
