@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.book.__main__ import main
+from tests.course.tasks import task_with
 from minisgl.book.course_table import load_table
 from minisgl.book.starters import Sources, repository
 
@@ -130,7 +131,8 @@ def test_diff_shows_the_solution(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "9"]) == 0
     output = capsys.readouterr().out
     assert "--- a/minisgl/scheduler/scheduler.py" in output
-    assert '-        raise NotImplementedError("Chapter 9, task 2: Scheduler._preempt")' in output
+    (message,) = (each for each in task_with("Scheduler._preempt").messages if each.endswith("Scheduler._preempt"))
+    assert f'-        raise NotImplementedError("{message}")' in output
     assert "+        request.state = RequestState.PREEMPTED" in output
 
 
