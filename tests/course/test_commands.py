@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from minisgl.book.__main__ import main
-from tests.course.tasks import task_with
 from minisgl.book.course_table import load_table
 from minisgl.book.starters import Sources, repository
+from tests.course.tasks import task_with
 
 SPLIT = 'raise NotImplementedError("Chapter 6, task 5: RadixCache._split")'
 
