@@ -128,6 +128,9 @@ class DeviceBatch:
     cu_seqlens_q: torch.Tensor  # [R + 1]
     page_table: torch.Tensor  # [max_running + 1, pages] the whole table; row slots[r] belongs to row r
     logit_rows: torch.Tensor  # [S] flat index of the token whose hidden state is turned into logits
+    # The tensors keep their addresses and are longer than the step: rows past its end have no tokens and no keys, and
+    # the last row is always such a row. Tokens past its end belong to no row.
+    padded: bool = False
 
 
 def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
@@ -165,7 +168,7 @@ def to_device(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[st
     }
 
 
-def device_batch(staged: dict[str, torch.Tensor], input_ids: torch.Tensor, page_table: torch.Tensor) -> DeviceBatch:
+def device_batch(staged: Mapping[str, torch.Tensor], input_ids: torch.Tensor, page_table: torch.Tensor) -> DeviceBatch:
     """Make a `DeviceBatch` of `batch_arrays` that `to_device` has copied."""
     return DeviceBatch(
         input_ids=input_ids,

@@ -72,6 +72,8 @@ class EngineConfig:
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger steps run eagerly. None
             is ``max_running_requests``, up to 512.
         graph_batches: numbers of rows to capture; a step is padded to the next. None chooses up to ``max_graph_batch``.
+        max_graph_tokens: most tokens of a prefill or mixed step that is replayed from a CUDA graph; larger steps run
+            eagerly, and with 0 all do. None is ``max_prefill_tokens``, up to 8,192.
         overlap: schedule and launch the next step while the device computes this one. None is True on CUDA, which works
             asynchronously, and False on the CPU. The tokens are the same.
         tensor_parallel_size: ranks that share the model, each on its own GPU, or as a process on the CPU.
@@ -118,6 +120,7 @@ class EngineConfig:
     enforce_eager: bool = False
     max_graph_batch: int | None = None
     graph_batches: tuple[int, ...] | None = None
+    max_graph_tokens: int | None = None
     overlap: bool | None = None
     tensor_parallel_size: int = 1
     control_plane: str = "shared-memory"
@@ -135,6 +138,9 @@ class EngineConfig:
         for name in ("max_seq_len", "num_pages", "max_graph_batch"):
             if getattr(self, name) is not None:
                 self._positive(name)
+        tokens = self.max_graph_tokens
+        if tokens is not None and not (_is_int(tokens) and tokens >= 0):
+            raise ConfigError(f"max_graph_tokens: must be None or an integer of at least 0, got {tokens!r}")
         if not _is_int(self.page_size) or not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
         if self.max_running_requests > _MAX_RUNNING:

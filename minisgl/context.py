@@ -49,6 +49,9 @@ class AttentionBackend(Protocol):
     # Whether `forward` may be captured in a CUDA graph. For decode steps it then only launches work, waits for nothing,
     # and reads memory that keeps its address and that the next `plan` for as many rows refreshes.
     capturable: bool
+    # Whether steps with prefill rows may be captured too, with `DeviceBatch.padded` inputs: then steps with equal keys
+    # and equal sizes of their inputs launch the same kernels, whatever the lengths of their rows.
+    captures_prefill: bool
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """Prepare for one step. ``batch`` has the lengths on the host, ``inputs`` the same batch on the device.

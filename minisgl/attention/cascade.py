@@ -21,8 +21,9 @@ class CascadeAttention(TritonAttention):
     """Attend in two stages: the rows of a group together over their shared prefix, then each row to its other keys.
 
     Groups are looked for at every step; their tensors keep their addresses, for CUDA graphs. Layers with a sliding
-    window attend row by row. A group has at least ``min_rows`` rows and ``min_tokens`` shared tokens, and the groups of
-    a step must save ``min_saved`` tokens together, to pay for one launch more.
+    window, and captured steps with prefill rows, attend row by row. A group has at least ``min_rows`` rows and
+    ``min_tokens`` shared tokens, and the groups of a step must save ``min_saved`` tokens together, to pay for one
+    launch more.
     """
 
     def __init__(self, kv_cache: KVCache, min_rows: int = 4, min_tokens: int = 256, min_saved: int = 8192) -> None:
@@ -37,16 +38,16 @@ class CascadeAttention(TritonAttention):
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         """Find the groups; return ``"shared"`` if they save enough, as one more kernel is launched then."""
-        super().plan(batch, inputs)
+        key = super().plan(batch, inputs)
         if self._tracker is None:
             cache, (num_slots, width) = self.kv_cache, inputs.page_table.shape
             self._tracker = PrefixGroupTracker(
                 num_slots, width, cache.page_size, cache.num_pages, self.min_rows, self.min_tokens
             )
         groups = self._tracker.update(batch)  # at every step: it follows the page table
-        self._shared = len(groups) > 0 and groups.saved_tokens >= self.min_saved
+        self._shared = not inputs.padded and len(groups) > 0 and groups.saved_tokens >= self.min_saved
         if not self._shared:
-            return None
+            return key
         if self._uploaded.get(batch.num_decode) is not groups:
             self._upload(groups)
         return "shared"

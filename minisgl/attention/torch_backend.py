@@ -71,6 +71,7 @@ class DenseAttention:
     """Attend to the tokens of this step alone, without a KV cache: right for whole prompts only."""
 
     capturable = False
+    captures_prefill = False
 
     def __init__(self) -> None:
         self._bounds: list[int] = []
@@ -96,6 +97,7 @@ class PagedAttention(PagedAttentionBackend):
 
     kv_cache: KVCache
     capturable: bool = False
+    captures_prefill: bool = False
 
     def __init__(self, kv_cache: KVCache) -> None:
         self.kv_cache = kv_cache

@@ -21,7 +21,7 @@ from rich.console import Console
 from minisgl.bench.load import LoadError
 from minisgl.bench.report import Report
 from minisgl.bench.server import ServerFailed
-from minisgl.bench.workloads import NAMES
+from minisgl.bench.workloads import WORKLOADS
 
 COMMANDS = {
     "cpu": ("workloads:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
@@ -100,8 +100,8 @@ _FLAGS = {"backends": "backend", "models": "model", "options": "set", "workloads
 _PARSING: dict[str, dict[str, Any]] = {
     "arrivals": {"metavar": ("KIND", "FILE")},
     "backends": {"nargs": "*"},
-    "work": {"choices": NAMES},
-    "workloads": {"choices": NAMES},
+    "work": {"choices": tuple(WORKLOADS)},
+    "workloads": {"choices": tuple(WORKLOADS)},
 }
 """Beyond what the type of a parameter says."""
 

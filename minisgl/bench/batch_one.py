@@ -48,7 +48,7 @@ class NotCompiled:
     """An attention backend that torch.compile calls without tracing into it, as in vLLM's compiled models."""
 
     def __init__(self, attention: AttentionBackend) -> None:
-        self.capturable, self.plan = attention.capturable, attention.plan
+        self.capturable, self.captures_prefill, self.plan = attention.capturable, False, attention.plan
         self.forward = torch.compiler.disable(attention.forward)
 
 

@@ -61,6 +61,8 @@ TARGETS: dict[tuple[str, str], float] = {
     ("Qwen3-0.6B", "mixed"): 27_000,
     ("Qwen3-0.6B", "bs1"): 0.95,
     ("Qwen3-0.6B", "prefix"): 0.30,
+    ("Qwen3-0.6B", "refill"): 26_000,
+    ("Qwen3-0.6B", "refill-32"): 14_500,
     ("Qwen3-14B", "mixed"): 6_600,
     ("Qwen3-14B", "bs1"): 7.9,
 }
@@ -104,6 +106,7 @@ class Workload(NamedTuple):
     unit: str  # of `Run.value`
     more_is_better: bool  # about that value
     make: Callable[[Tokens, random.Random], Requests]  # from a source of random tokens and one of random lengths
+    options: Mapping[str, Any] = {}  # of the engine that it needs
 
     def requests(self, seed: int, vocab_size: int) -> Requests:
         """Prompts and parameters; another seed gives other tokens and other lengths."""
@@ -120,7 +123,11 @@ class Run(NamedTuple):
 
     def value(self, workload: Workload) -> float:
         """The number that counts for this workload, in its unit."""
-        by_unit = {"output tokens/s": self.output_tokens / self.seconds, "ms/token": 1e3 * self.seconds / self.steps}
+        by_unit = {
+            "output tokens/s": self.output_tokens / self.seconds,
+            "ms/token": 1e3 * self.seconds / self.steps,
+            "ms": 1e3 * self.seconds,
+        }
         return by_unit.get(workload.unit, self.seconds)
 
 
@@ -128,9 +135,9 @@ def _params(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=max_tokens)
 
 
-def _mixed(tokens: Tokens, rng: random.Random) -> Requests:
-    prompts = [tokens(rng.randint(100, 1024)) for _ in range(256)]
-    return prompts, [_params(0.6, rng.randint(100, 1024)) for _ in range(256)]
+def _mixed(tokens: Tokens, rng: random.Random, requests: int = 256) -> Requests:
+    prompts = [tokens(rng.randint(100, 1024)) for _ in range(requests)]
+    return prompts, [_params(0.6, rng.randint(100, 1024)) for _ in range(requests)]
 
 
 def _bs1(tokens: Tokens, rng: random.Random) -> Requests:
@@ -142,12 +149,29 @@ def _prefix(tokens: Tokens, rng: random.Random) -> Requests:
     return [head + tokens(32) for _ in range(256)], [_params(0.0, 64)] * 256
 
 
+def _first_token(tokens: Tokens, rng: random.Random) -> Requests:
+    return [tokens(512)], [_params(0.0, 1)]
+
+
 WORKLOADS = {
     "mixed": Workload("256 requests, 100 to 1,024 tokens in and out, temperature 0.6", "output tokens/s", True, _mixed),
     "bs1": Workload("one request, 128 tokens in and 512 out, greedy", "ms/token", False, _bs1),
     "prefix": Workload("256 requests, 2,048 shared tokens and 32 own in, 64 out, greedy", "s", False, _prefix),
 }
-NAMES = tuple(WORKLOADS)
+NAMES = tuple(WORKLOADS)  # of those that start all at once and need no option
+WORKLOADS |= {
+    "refill": Workload(
+        "512 requests as in mixed, at most 256 running", "output tokens/s", True, partial(_mixed, requests=512)
+    ),
+    "refill-32": Workload(
+        "96 requests as in mixed, at most 32 running",
+        "output tokens/s",
+        True,
+        partial(_mixed, requests=96),
+        {"max_running_requests": 32},
+    ),
+    "ttft": Workload("one request, 512 tokens in and 1 out, greedy", "ms", False, _first_token),
+}
 
 
 def _tokens(vocab_size: int, rng: random.Random) -> Tokens:
@@ -191,15 +215,16 @@ def run_workload(llm: LLM, workload: Workload, seed: int) -> Run:
 def measure_workloads(
     model: str, options: Mapping[str, Any], names: Sequence[str], repeat: int
 ) -> dict[str, list[float]]:
-    """Values of ``repeat`` runs of each workload, on an engine of its own that is gone afterwards."""
-    with make_engine(model, options) as llm:
-        values = {
-            name: [run_workload(llm, WORKLOADS[name], seed).value(WORKLOADS[name]) for seed in range(repeat)]
-            for name in names
-        }
-    del llm
-    free_memory()
-    return values
+    """Values of ``repeat`` runs of each workload, on engines of their own that are gone afterwards."""
+    values: dict[str, list[float]] = {}
+    for needed in (dict(items) for items in {tuple(WORKLOADS[name].options.items()): None for name in names}):
+        with make_engine(model, {**needed, **options}) as llm:
+            for name in (name for name in names if WORKLOADS[name].options == needed):
+                runs = (run_workload(llm, WORKLOADS[name], seed) for seed in range(repeat))
+                values[name] = [run.value(WORKLOADS[name]) for run in runs]
+        del llm
+        free_memory()
+    return {name: values[name] for name in names}
 
 
 def free_memory() -> None:
@@ -210,7 +235,7 @@ def free_memory() -> None:
 
 def run_offline(
     models: Sequence[str] = FOR_ONE_GPU,
-    workloads: Sequence[str] = NAMES,
+    workloads: Sequence[str] = tuple(WORKLOADS),
     repeat: int = 3,
     options: Mapping[str, Any] = {},
     start: bool = False,

@@ -11,7 +11,7 @@ import torch
 
 from minisgl.attention.select import attention_choice, select_backend
 from minisgl.config import EngineConfig
-from minisgl.engine.cuda_graph import build_runner, measure_graph_memory, sizes_to_capture
+from minisgl.engine.cuda_graph import CudaGraphCapture, build_runner, measure_graph_memory, sizes_to_capture
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
 from minisgl.engine.memory import (
     all_gather_int,
@@ -22,6 +22,7 @@ from minisgl.engine.memory import (
     warm_up_kernels,
 )
 from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory, tokens_to_capture
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
@@ -115,6 +116,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if num_pages is None:
         trial = make_runner(num_pages=1)
         graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
+        graph_bytes += measure_prefill_memory(trial, tokens_to_capture(config, trial))
         del trial
         num_pages = pages_that_fit(
             config,
@@ -131,8 +133,11 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     check_num_pages(num_pages, config.page_size, bytes_per_page, device)
 
     eager = make_runner(num_pages)
-    runner = build_runner(config, eager, fusions)
+    runner: ModelRunner = eager
     if device.type == "cuda":
+        capture = CudaGraphCapture(device)
+        runner = build_prefill_runner(config, runner, capture)  # first: they need the most memory
+        runner = build_runner(config, runner, fusions, capture)
         warm_up_kernels(eager, config.max_prefill_tokens)
     choice = attention_choice(config, eager.kv_cache)
     return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator)

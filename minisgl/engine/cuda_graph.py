@@ -24,7 +24,7 @@ _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
 
 class CudaGraphRunner(ModelRunner):
-    """Replays decode steps, padded to the next of the captured ``sizes`` (rows); runs others as a `ModelRunner`.
+    """Replays decode steps, padded to the next of the captured ``sizes`` (rows); leaves others to ``runner``.
 
     The model and the attention backend of ``runner`` must be capturable. ``fused`` is that of `DecodeBuffers`.
     ``single_row`` computes the logits of steps with one row; None means the model.
@@ -39,6 +39,7 @@ class CudaGraphRunner(ModelRunner):
         single_row: Callable[[DeviceBatch], torch.Tensor] | None = None,
     ) -> None:
         super().__init__(runner.model, runner.kv_cache, runner.attention, runner.state, runner.sampler)
+        self._others = runner
         self._capture = capture
         self._fused = fused
         self._single_row = runner.model if single_row is None else single_row
@@ -64,7 +65,7 @@ class CudaGraphRunner(ModelRunner):
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
         size = self.size_for(batch)
         if size is None:
-            return super().run(batch, sampling)
+            return self._others.run(batch, sampling)
         buffers = self.buffers[size]
         in_graph = self.sampler.capturable and sampling.needs_only_temperatures
         padded, stages = buffers.fill(batch, sampling, _EMPTY if in_graph else sampling.pack())
@@ -317,8 +318,13 @@ class CpuGraph:
 # -- what is captured --------------------------------------------------------------------------------------------------
 
 
-def build_runner(config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = ()) -> ModelRunner:
-    """Return ``runner``, or on CUDA one that replays its decode steps. Of ``fusions``, ``"single-token"`` counts."""
+def build_runner(
+    config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = (), capture: GraphCapture | None = None
+) -> ModelRunner:
+    """Return ``runner``, or on CUDA one that replays its decode steps. Of ``fusions``, ``"single-token"`` counts.
+
+    ``capture`` is by default one with a memory pool of its own.
+    """
     sizes = sizes_to_capture(config, runner)
     if not sizes:
         return runner
@@ -328,7 +334,7 @@ def build_runner(config: EngineConfig, runner: ModelRunner, fusions: Collection[
 
         if SingleTokenDecoder.supports(runner.model):
             single_row = SingleTokenDecoder(runner.model, runner.kv_cache)
-    return CudaGraphRunner(runner, sizes, CudaGraphCapture(runner.device), has_triton(), single_row)
+    return CudaGraphRunner(runner, sizes, capture or CudaGraphCapture(runner.device), has_triton(), single_row)
 
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
@@ -362,11 +368,16 @@ def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
     if not sizes:
         return 0
     trial = CudaGraphRunner(runner, (), CudaGraphCapture(runner.device), has_triton())
+    return extrapolate_memory(trial.capture, sizes, runner.device)
+
+
+def extrapolate_memory(capture: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> int:
+    """Bytes that the graphs of all sizes keep, judged by what the two largest take."""
     costs: list[int] = []
     torch.cuda.empty_cache()
     for size in sorted(sizes, reverse=True)[:2]:
-        before = free_memory(runner.device)
-        trial.capture(size)
+        before = free_memory(device)
+        capture(size)
         torch.cuda.empty_cache()
-        costs.append(before - free_memory(runner.device))
+        costs.append(before - free_memory(device))
     return costs[0] + costs[-1] * (len(sizes) - 1)

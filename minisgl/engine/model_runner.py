@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -44,27 +44,32 @@ class ModelRunner:
 
         The returned device tensors are valid until the next call.
         """
-        state = self.state
-        token_index, token_value = state.token_writes(batch.new_requests)
-        staged = to_device(
-            {
-                "token_index": token_index,
-                "token_value": token_value,
-                "page_index": batch.page_index,
-                "page_value": batch.page_value,
-                "sampling": sampling.pack(),
-                **batch_arrays(batch),
-            },
-            self.device,
-        )
-        state.update(staged["token_index"], staged["token_value"], staged["page_index"], staged["page_value"])
-        input_ids = state.input_ids(staged["token_slots"], staged["positions"])
-        inputs = device_batch(staged, input_ids, state.page_table)
+        staged = self.stage(batch, sampling, batch_arrays(batch))
+        input_ids = self.state.input_ids(staged["token_slots"], staged["positions"])
+        inputs = device_batch(staged, input_ids, self.state.page_table)
         self.attention.plan(batch, inputs)
-        logits = self.forward(inputs)
+        return self.sample(self.forward(inputs), sampling, staged)
+
+    def stage(
+        self, batch: Batch, sampling: HostSampling, arrays: Mapping[str, Int32Array]
+    ) -> Mapping[str, torch.Tensor]:
+        """Copy ``arrays`` and what else a step needs to the device, and update the token and page tables."""
+        token_index, token_value = self.state.token_writes(batch.new_requests)
+        updates = {
+            "token_index": token_index,
+            "token_value": token_value,
+            "page_index": batch.page_index,
+            "page_value": batch.page_value,
+        }
+        staged = to_device({**arrays, **updates, "sampling": sampling.pack()}, self.device)
+        self.state.update(*(staged[name] for name in updates))
+        return staged
+
+    def sample(self, logits: torch.Tensor, sampling: HostSampling, staged: Mapping[str, torch.Tensor]) -> SampledTokens:
+        """Sample from [S, vocab] logits, and append the tokens to the token table."""
         stages = sampling.unpack(staged["sampling"])
-        sampled = self.sampler.sample(logits, stages, stages.history(state.tokens))
-        state.append(staged["sample_slots"], staged["sample_positions"], sampled.tokens)
+        sampled = self.sampler.sample(logits, stages, stages.history(self.state.tokens))
+        self.state.append(staged["sample_slots"], staged["sample_positions"], sampled.tokens)
         return sampled
 
     def forward(self, inputs: DeviceBatch) -> torch.Tensor:

@@ -112,7 +112,15 @@ class CausalLM(nn.Module):
 
     def forward(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run one step and return the logits of ``inputs.logit_rows``, [S, vocab_size], in the model's dtype."""
-        hidden = self.model(inputs.input_ids, inputs.positions).index_select(0, inputs.logit_rows)
+        return self.logits(self.hidden_states(inputs))
+
+    def hidden_states(self, inputs: DeviceBatch) -> torch.Tensor:
+        """Run one step up to the LM head: [S, hidden_size] of ``inputs.logit_rows``."""
+        hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions).index_select(0, inputs.logit_rows)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The LM head: [S, hidden_size] to [S, vocab_size]."""
         if self.lm_head is None:
             return self.model.embed_tokens.logits(hidden)
         logits: torch.Tensor = self.lm_head(hidden)

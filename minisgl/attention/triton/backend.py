@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,13 +20,22 @@ from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 
+# Tiles that may be partly empty in a padded step: one for each row, and rows have so many tokens on average.
+_FEW_TILES = 16
+_TOKENS_A_ROW = 16
+
 _INTERPRETED_SMS = 2  # multiprocessors that the interpreter pretends to have; it runs one program after another
 
 
 class TritonAttention(PagedAttention):
-    """Decode rows by `decode_kernel`, which needs no plan, and prefill rows by `prefill_kernel`."""
+    """Decode rows by `decode_kernel`, which needs no plan, and prefill rows by `prefill_kernel`, which needs tiles.
+
+    In a captured step with prefill rows both kernels are launched for as many rows and tiles as the inputs can hold:
+    rows without keys and tiles of a row without tokens do nothing.
+    """
 
     capturable = True
+    captures_prefill = True
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
@@ -46,30 +56,78 @@ class TritonAttention(PagedAttention):
                 "slowly on the CPU"
             )
         self._batch: Batch
-        self._query_tiles: dict[int, QueryTiles] = {}
+        self._num_decode: int  # rows that the decode kernel is launched for
+        self._decode_inputs: DeviceBatch  # with the lengths of these rows
+        self._query_tiles: dict[int, QueryTiles] = {}  # of this step, by number of query heads a KV head
+        self._groups: set[int] = set()  # such numbers, as layers have had them
+        self._like_q = torch.empty((0, 1, kv_cache.k.shape[-1]), dtype=dtype, device=device)
+        # Of padded inputs, by their numbers of tokens and rows: memory that keeps its address.
+        self._padded_tiles: dict[tuple[int, int, int, int], QueryTiles] = {}
+        self._padded_lens: dict[tuple[int, int], torch.Tensor] = {}
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:
         self._batch, self.inputs = batch, inputs
         self._query_tiles.clear()
-        return None
+        self._num_decode, self._decode_inputs = batch.num_decode, inputs
+        if not inputs.padded:
+            return None
+        if batch.num_decode > 0:
+            self._num_decode = min(len(inputs.slots) - 1, len(inputs.positions))
+            self._decode_inputs = replace(inputs, seq_lens=self._decode_lens(batch, inputs))
+        return self._num_decode, tuple(self._tiles(group)[1] for group in sorted(self._groups))
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         q = q if q.stride(-1) == 1 else q.contiguous()
         out = q.new_empty(q.shape)
-        num_decode = self._batch.num_decode
+        num_decode = self._num_decode
         if num_decode > 0:
             self._decode(q[:num_decode], out[:num_decode], spec)
-        if num_decode < self._batch.num_rows:
+        if self._batch.num_decode < self._batch.num_rows:
             group = spec.num_heads // spec.num_kv_heads
-            if group not in self._query_tiles:
-                self._query_tiles[group] = query_tiles(self._batch, group, q)
-            paged_prefill_attention(q, out, *self._layer(spec), self.inputs, spec, self._query_tiles[group])
+            self._groups.add(group)
+            # After the decode rows, because in a padded step the tokens behind those are prefill tokens.
+            paged_prefill_attention(q, out, *self._layer(spec), self.inputs, spec, self._tiles(group)[0])
         return out
+
+    def _tiles(self, group: int) -> tuple[QueryTiles, Hashable]:
+        """The tiles of this step's prefill rows, and a key of the launch that attends to them."""
+        if group not in self._query_tiles:
+            tiles = query_tiles(self._batch, group, self._like_q)
+            self._query_tiles[group] = self._pad(tiles, group) if self.inputs.padded else tiles
+        tiles = self._query_tiles[group]
+        return tiles, (len(tiles.rows), tiles.block_m)
+
+    def _pad(self, tiles: QueryTiles, group: int) -> QueryTiles:
+        """The tiles in memory of the padded inputs, if there are not more than it has room for."""
+        num_tokens, num_rows, count = len(self.inputs.positions), len(self.inputs.slots), len(tiles.rows)
+        room = -(-num_tokens * group // tiles.block_m) + max(_FEW_TILES, num_tokens // _TOKENS_A_ROW)
+        if count > room:
+            return tiles
+        key = num_tokens, num_rows, group, tiles.block_m
+        if key not in self._padded_tiles:
+            rows, begins = (torch.zeros(room, dtype=torch.int32, device=tiles.rows.device) for _ in range(2))
+            self._padded_tiles[key] = replace(tiles, rows=rows, begins=begins)
+        padded = self._padded_tiles[key]
+        padded.rows[:count].copy_(tiles.rows)
+        padded.rows[count:].fill_(num_rows - 1)
+        padded.begins[:count].copy_(tiles.begins)
+        padded.begins[count:].fill_(0)
+        return padded
+
+    def _decode_lens(self, batch: Batch, inputs: DeviceBatch) -> torch.Tensor:
+        """Keys of each row, int32[R], with 0 for rows that are not decode rows."""
+        sizes = len(inputs.positions), len(inputs.slots)
+        if sizes not in self._padded_lens:
+            self._padded_lens[sizes] = torch.empty_like(inputs.seq_lens)
+        lens = self._padded_lens[sizes]
+        lens[: batch.num_decode].copy_(inputs.seq_lens[: batch.num_decode])
+        lens[batch.num_decode :].fill_(0)
+        return lens
 
     def _decode(
         self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
     ) -> None:
-        paged_decode_attention(q, out, *self._layer(spec), self.inputs, spec, self._num_sms, prefix)
+        paged_decode_attention(q, out, *self._layer(spec), self._decode_inputs, spec, self._num_sms, prefix)
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
