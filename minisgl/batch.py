@@ -148,7 +148,7 @@ def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
     }
 
 
-_ALIGNMENT = 4  # int32 words, 16 bytes
+ALIGNMENT = 4  # int32 words, 16 bytes
 
 
 def to_device(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[str, torch.Tensor]:
@@ -157,7 +157,7 @@ def to_device(arrays: Mapping[str, Int32Array], device: torch.device) -> dict[st
     One buffer, since 40 KB take no longer than 40 bytes. On CUDA it is pinned and the copy asynchronous; PyTorch keeps
     it until the copy is done. Arrays start on 16-byte boundaries, because Triton compiles a kernel for each alignment.
     """
-    starts = np.cumsum([0, *(-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())]).tolist()
+    starts = np.cumsum([0, *(-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays.values())]).tolist()
     buffer = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     host = buffer.numpy()
     for start, array in zip(starts, arrays.values(), strict=False):

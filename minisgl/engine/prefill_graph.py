@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from minisgl.batch import Batch, DeviceBatch, batch_arrays, build_batch
+from minisgl.batch import ALIGNMENT, Batch, DeviceBatch, batch_arrays, build_batch
 from minisgl.config import EngineConfig
 from minisgl.context import ForwardContext, forward_context
 from minisgl.engine.cuda_graph import (
@@ -130,8 +130,10 @@ class StepBuffers:
         # What is behind the end of a step: tokens that are stored on the dummy page, and rows without any.
         self._padding = {"slots": self.dummy_slot, "token_slots": self.dummy_slot}
         self._padding["out_locs"] = state.dummy_page * page_size
-        self._packed = torch.zeros(sum(self._sizes.values()), dtype=torch.int32, device=state.tokens.device)
-        parts = dict(zip(self._sizes, self._packed.split(list(self._sizes.values())), strict=True))
+        ends = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes.values()]).tolist()
+        self._begins = dict(zip(self._sizes, [0, *ends], strict=False))
+        self._packed = torch.zeros(ends[-1], dtype=torch.int32, device=state.tokens.device)
+        parts = {name: self._packed[begin : begin + self._sizes[name]] for name, begin in self._begins.items()}
         self._token_slots = parts.pop("token_slots")
         input_ids = torch.zeros(tokens, dtype=torch.int32, device=state.tokens.device)
         self.inputs = DeviceBatch(input_ids=input_ids, page_table=state.page_table, padded=True, **parts)
@@ -140,12 +142,10 @@ class StepBuffers:
         """The arrays of a step, each padded, one after the other."""
         packed = np.zeros(len(self._packed), dtype=np.int32)
         arrays: Mapping[str, Int32Array] = batch_arrays(batch)
-        begin = 0
-        for name, size in self._sizes.items():
-            values, end = arrays[name], begin + len(arrays[name])
-            packed[begin:end] = values
-            packed[end : begin + size] = batch.num_tokens if name == "cu_seqlens_q" else self._padding.get(name, 0)
-            begin += size
+        for name, begin in self._begins.items():
+            middle, end = begin + len(arrays[name]), begin + self._sizes[name]
+            packed[begin:middle] = arrays[name]
+            packed[middle:end] = batch.num_tokens if name == "cu_seqlens_q" else self._padding.get(name, 0)
         return packed
 
     def load(self, packed: torch.Tensor) -> None:

@@ -122,7 +122,7 @@ def test_offline_runs_every_workload_with_the_options_it_is_given(
     options = ["--set", "device=cpu", "max_seq_len=256", "overlap=true", "prefix_cache=none"]
     record = bench(tmp_path, "offline", "--model", str(model), "--repeat", "2", *options)
     (table,) = record["tables"]
-    assert [row[1] for row in table["rows"]] == ["mixed", "bs1", "prefix"]
+    assert [row[1] for row in table["rows"]] == ["mixed", "bs1", "prefix", "refill", "refill-32", "ttft"]
     for row in table["rows"]:
         assert 0 < row[3] <= row[2] <= row[4]
     assert record["settings"]["options"]["overlap"] is True
