@@ -11,7 +11,7 @@ from typing import Any
 _NAMES = {
     "attempts": "check your_turn",
     "batches": "Lengths attention_mask batch_arrays length_strip padding score_grids token_strip",
-    "charts": "Axis LoadPoint bars chart knee latency_curve loads memory_curve",
+    "charts": "Axis bars chart loads memory_curve",
     "collectives": "BreakEven Transfer break_evens collective_costs one_shot_all_reduce partial_sums reduce_player "
     "reduce_schedule ring_all_reduce two_shot_all_reduce",
     "detokenizing": "DetokenizerStep detokenizer_steps",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minisgl.book.svg import (
@@ -17,9 +17,7 @@ from minisgl.book.svg import (
     digits,
     request_colors,
     round_step,
-    stack,
 )
-from minisgl.errors import ConfigError
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 722.0, 70.0, 300.0
 _LEGEND_LINE = 26
@@ -28,6 +26,8 @@ _NUMBER = 20.0
 _NARROWEST = 16.0
 """Width of a bar's piece that has room for its number."""
 _LOWEST = _BOTTOM - 10
+_TOLD = 24
+"""Points of a line that are told one by one; of a longer line the first, the highest and the last are."""
 _SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
 # Where the number of a line or mark may stand, from its end: the first free place is taken.
 _AT_LINE = tuple((0.0, _NUMBER * shift) for shift in _SHIFTS)
@@ -127,7 +127,8 @@ class _Plot:
         for left, top in places if self.dots else ():
             self.canvas.path(circle(left, top, 3.5), fill=colour)
         self._number(name, self._free_place(places[-1], _BESIDE_DOT if self.dots else _AT_LINE))
-        self.says.append(f"{number + 1}. {name}: " + ", ".join(f"{digits(a)} → {digits(b)}" for a, b in points) + ".")
+        told = points if len(points) <= _TOLD else [points[0], max(points, key=lambda point: point[1]), points[-1]]
+        self.says.append(f"{number + 1}. {name}: " + ", ".join(f"{digits(a)} → {digits(b)}" for a, b in told) + ".")
 
     def marks(self, marks: Mapping[str, Point]) -> None:
         """Numbers where they stand; among dots, circles there and lines from them to the numbers."""
@@ -164,131 +165,17 @@ class _Plot:
         """A number at its place, and in the legend."""
         number, x, y = len(self.names), place[0], min(max(place[1], _TOP), _LOWEST)
         self.canvas.badge(x - 11, y - 10, number)
-        _explain(self.canvas, _BOTTOM + 46 + _LEGEND_LINE * number, number, name)
+        row = _BOTTOM + 46 + _LEGEND_LINE * number
+        self.canvas.badge(MARGIN, row, number)
+        self.canvas.text(46, row + 14, name, "text", "start")
         self.names.append(name)
 
 
-def _explain(canvas: Canvas, y: float, number: int, name: str) -> None:
-    canvas.badge(MARGIN, y, number)
-    canvas.text(46, y + 14, name, "text", "start")
-
-
-def memory_curve(curves: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Picture:
-    """Memory over time: a line for each process, with its number and height at its highest point.
-
-    Args:
-        curves: name → (seconds, megabytes) in order of time, at least two points each.
-        title: what the memory is.
-    """
-    left, right, top, bottom = 76.0, 746.0, 48.0, 248.0
-    canvas = Canvas(title)
-    last = max(points[-1][0] for points in curves.values())
-    most = 1.12 * max(megabytes for points in curves.values() for _, megabytes in points)
-
-    def place(seconds: float, megabytes: float) -> Point:
-        return left + (right - left) * seconds / last, bottom - (bottom - top) * megabytes / most
-
-    for height in _ticks(most):
-        _, y = place(0, height)
-        canvas.path(f"M{left:g} {y:g}H{right:g}", "rule")
-        canvas.text(left - 8, y + 4, f"{height:,.0f} MB" if height else "0", "muted small", "end")
-    for seconds in _ticks(last):
-        x, _ = place(seconds, 0)
-        canvas.text(x, bottom + 18, f"{seconds:g} s", "muted small")
-    says = [title]
-    for number, (name, points) in enumerate(curves.items()):
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in points))
-        canvas.path(f"M{path}", "line dashed" if number % 2 else "line")
-        highest = max(points, key=lambda point: point[1])
-        x, y = place(*highest)
-        x = min(max(x, left + 12), right - 80)
-        canvas.badge(x - 11, y - 22, number)
-        canvas.text(x + 16, y - 8, f"{highest[1]:,.0f} MB", "text small strong", "start")
-        _explain(canvas, bottom + 34 + _LEGEND_LINE * number, number, name)
-        says.append(f"{number + 1}. {name}: at most {highest[1]:,.0f} MB, in {points[-1][0]:.1f} seconds.")
-    return canvas.picture(bottom + 40 + _LEGEND_LINE * len(curves), "\n".join(says))
-
-
-def _ticks(top: float) -> list[float]:
-    """At most seven round numbers from 0 to ``top``."""
-    step = round_step(top / 6)
-    return [step * number for number in range(int(top / step) + 1)]
-
-
-# -- latency and throughput ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPoint:
-    """A server under one load.
-
-    Args:
-        goodput: requests a second that finished within the limits (DistServe, Zhong et al. 2024); None without limits.
-    """
-
-    rate: float  # requests offered a second
-    throughput: float  # output tokens a second
-    ttft_p50: float  # time to first token in seconds, median and 95th percentile
-    ttft_p95: float
-    tpot_p50: float  # time per output token after the first in seconds, median and 95th percentile
-    tpot_p95: float
-    goodput: float | None = None
-
-    def __post_init__(self) -> None:
-        times = (self.ttft_p50, self.ttft_p95, self.tpot_p50, self.tpot_p95)
-        if min(times) <= 0 or self.throughput < 0:
-            raise ConfigError(f"times must be above 0 s, and the throughput at least 0: {self}")
-
-
-def latency_curve(
-    series: Mapping[str, Sequence[LoadPoint]], ttft_limit: float | None = None, tpot_limit: float | None = None
-) -> Picture:
-    """Draw TTFT and TPOT against throughput, median and 95th percentile of each series.
-
-    Marked are the load with the most goodput and, in the first chart, the `knee`.
-
-    Args:
-        series: name → points in any order, at least one.
-        ttft_limit, tpot_limit: seconds; None draws no line.
-    """
-    return stack(
-        [
-            _latency_chart(series, ttft_limit, lambda point: (point.ttft_p50, point.ttft_p95), with_knee=True),
-            _latency_chart(series, tpot_limit, lambda point: (point.tpot_p50, point.tpot_p95), with_knee=False),
-        ],
-        ["Time to the first token", "Time per output token after the first"],
-    )
-
-
-def knee(points: Sequence[LoadPoint]) -> LoadPoint:
-    """The load with the most throughput for its median TTFT; beyond it the queue only grows (Kleinrock 1979)."""
-    return max(points, key=lambda point: point.throughput / point.ttft_p50)
-
-
-def _latency_chart(
-    series: Mapping[str, Sequence[LoadPoint]],
-    limit: float | None,
-    times: Callable[[LoadPoint], tuple[float, float]],
-    with_knee: bool,
-) -> Picture:
-    """``times``: median and 95th percentile in seconds."""
-    lines: dict[str, list[Point]] = {}
-    marks: dict[str, Point] = {}
-    for name, points in series.items():
-        in_order = sorted(points, key=lambda point: point.rate)
-        for index, which in enumerate(("median", "95th percentile")):
-            lines[f"{name}, {which}"] = [(point.throughput, 1e3 * times(point)[index]) for point in in_order]
-        if with_knee:
-            bend = knee(points)
-            marks[f"knee of {name}: {bend.rate:.3g} requests/s"] = bend.throughput, 1e3 * times(bend)[0]
-        with_goodput = [(point.goodput, point) for point in points if point.goodput is not None]
-        if with_goodput:
-            goodput, best = max(with_goodput, key=lambda pair: pair[0])
-            words = f"most goodput of {name}: {goodput:.3g} of {best.rate:.3g} requests/s within the limits"
-            marks[words] = best.throughput, 1e3 * times(best)[1]
-    limits = {} if limit is None else {"limit": 1e3 * limit}
-    title = "Latency and throughput at each load"
-    return chart(lines, marks, title, Axis("output tokens a second"), Axis("ms", log=True), limits, dots=True)
+def memory_curve(curves: Mapping[str, Sequence[Point]], title: str) -> Picture:
+    """Memory over time, a line for each process: name → (seconds, megabytes) in order of time, at least two each."""
+    highest = {name: max(megabytes for _, megabytes in points) for name, points in curves.items()}
+    lines = {f"{name}: at most {highest[name]:,.0f} MB": points for name, points in curves.items()}
+    return chart(lines, {}, title, Axis("seconds"), Axis("MB"))
 
 
 # -- bars ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from minisgl.book import (
     distribution,
     head_sharing,
     layer_flow,
-    memory_curve,
     packed_rows,
     rotation_dials,
     softmax_panels,
@@ -148,25 +147,6 @@ def test_columns_of_packed_rows_stay_on_the_card_and_apart() -> None:
     assert max(x + width for x, _, width, _ in drawn) <= WIDTH
     assert max(x + width for x, _, width, _ in drawn[:6]) < min(x for x, *_ in drawn[6:])
     assert min(height for *_, height in drawn) >= 20  # a band has room for its label
-
-
-def test_memory_curve_marks_the_highest_point_of_each_line() -> None:
-    curves = {"a": [(0.0, 0.0), (0.5, 900.0), (1.0, 400.0)], "b": [(0.0, 0.0), (0.5, 100.0)]}
-    picture = memory_curve(curves, "Memory")
-    assert {"900 MB", "100 MB", "0", "400 MB", "Memory", "a", "b"} <= set(texts(picture))
-    assert "1. a: at most 900 MB, in 1.0 seconds." in picture.text
-    first = next(
-        element
-        for element in ElementTree.fromstring(picture.svg).iter(f"{SVG}path")
-        if "line" in element.get("class", "").split("viz-")
-    )
-    heights = [float(point.split()[1]) for point in first.get("d", "").removeprefix("M").split("L")]
-    assert heights[1] < heights[2] < heights[0]
-
-
-@pytest.mark.parametrize(("seconds", "label"), [(0.03, "0.02 s"), (0.7, "0.2 s"), (7.0, "2 s"), (300.0, "100 s")])
-def test_memory_curve_has_round_seconds(seconds: float, label: str) -> None:
-    assert label in texts(memory_curve({"a": [(0.0, 1.0), (seconds, 2.0)]}, "Memory"))
 
 
 # -- distribution ----------------------------------------------------------------------------------------------------
