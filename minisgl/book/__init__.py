@@ -23,7 +23,7 @@ _NAMES = {
     "overview": "architecture scoreboard you_are_here",
     "players": "Snapshots live player",
     "prefix": "hash_chain prefix_groups radix_tree",
-    "processes": "Message Notice ProcessState QueueState message_player message_sequence process_tree",
+    "processes": "Message ProcessState message_player message_sequence process_tree",
     "slices": "SlicedMatrix decoder_slices weight_slices",
     "svg": "Picture",
     "tables": "RESULTS Markdown Measured has_cuda kept measured table",
