@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from statistics import median
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from minisgl.batch import Batch, NewRequest, PendingStep, StepLauncher, StepResu
 from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.workloads import make_engine
 from minisgl.distributed.control_plane import CONTROL_PLANES
-from minisgl.distributed.messages import Endpoint, StepReport, decode_batch, encode_batch
-from minisgl.distributed.rank_process import ReportReader, send_report
+from minisgl.distributed.messages import Endpoint, decode_batch, encode_batch
 from minisgl.kvcache.radix import RadixCache
 from minisgl.llm import LLM
 from minisgl.registry import resolve
@@ -240,8 +238,8 @@ class _SlowExecutor:
 def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """Microseconds from a step decided (a `Batch` in the driver) to the last rank that holds it, received and decoded.
 
-    A process without a model or a GPU stands for each of the ``ranks``. It waits as `RankWorker` does and takes the
-    time where a rank calls `Engine.launch`. Of each kind in `STEPS`, so many ``steps`` are sent.
+    A process without a model or a GPU stands for each of the ``ranks``: `listen` waits as `RankWorker` does and tells
+    the time where a rank calls `Engine.launch`. Of each kind in `STEPS`, so many ``steps`` are sent.
     """
     columns = ("control plane", "step", "bytes", "ranks", "median", "95 %")
     table = Table("from a step decided to the last rank that can launch it, µs", columns)
@@ -258,48 +256,33 @@ def _plane_micros(plane: str, size: int, batch: Batch, steps: int) -> list[float
     with ExitStack() as stack:
         driver = resolve("control_plane", plane, CONTROL_PLANES)(size, lambda: None)
         stack.callback(driver.close)
-        readers = [_start_listener(plane, driver.endpoint(rank), stack) for rank in range(size)]
+        listeners = [_start_listener(plane, driver.endpoint(rank), stack) for rank in range(size)]
         driver.connect(_TIMEOUT)
-        for reader in readers:
-            reader.read(_TIMEOUT)
         taken = []
         for _ in range(_WARM_UP_MESSAGES + steps):
             time.sleep(_PAUSE)
             decided = time.monotonic_ns()
             driver.send(encode_batch(batch), _TIMEOUT)
-            heard = [reader.read(_TIMEOUT) for reader in readers]
-            taken.append((max(each.digest for each in heard if isinstance(each, StepReport)) - decided) / 1e3)
+            taken.append((max(int(each.readline()) for each in listeners) - decided) / 1e3)
     return taken[_WARM_UP_MESSAGES:]
 
 
-def _start_listener(plane: str, endpoint: Endpoint, stack: ExitStack) -> ReportReader:
-    """Start a process that runs `listen`, and ends with the stack."""
-    reports, writer = os.pipe()
-    code = f"from minisgl.bench.host import Endpoint, listen; listen({plane!r}, {endpoint!r}, {writer})"
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(writer, *endpoint.fds))
-    stack.callback(process.wait)
+def _start_listener(plane: str, endpoint: Endpoint, stack: ExitStack) -> IO[bytes]:
+    """Start a process that runs `listen`, and ends with the stack. Returns what it prints."""
+    code = f"from minisgl.bench.host import Endpoint, listen; listen({plane!r}, {endpoint!r})"
+    command = [sys.executable, "-c", code]
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=endpoint.fds))
     stack.callback(process.kill)
-    os.close(writer)
-
-    def check() -> None:
-        if process.poll() is not None:
-            raise RuntimeError(f"a listener has ended with exit code {process.returncode}")
-
-    reader = ReportReader(reports, reports, check)
-    stack.callback(reader.close)
-    return reader
+    assert process.stdout is not None
+    return process.stdout
 
 
-def listen(plane: str, endpoint: Endpoint, reports: int) -> None:
-    """Be a rank without a model: report at what time each step could have been launched."""
+def listen(plane: str, endpoint: Endpoint) -> None:
+    """Be a rank without a model: print at what time each step could have been launched, in nanoseconds."""
     steps = resolve("control_plane", plane, CONTROL_PLANES).receiver(endpoint)
-    send_report(reports, StepReport(-1, b"", None, 0))
-    for number in itertools.count():
-        message = steps.receive()
-        if message is None:
-            return
+    while (message := steps.receive()) is not None:
         decode_batch(message)
-        send_report(reports, StepReport(number, b"", None, time.monotonic_ns()))
+        print(time.monotonic_ns(), flush=True)
 
 
 def decode_batch_of(rows: int) -> Batch:
