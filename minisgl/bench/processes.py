@@ -14,15 +14,15 @@ core for each process, a step pays what that process takes more than the engine 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from minisgl.bench.server import ProcessTree, RunningServer, ServedModel, Server
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 
-_TIMEOUT = 600.0  # seconds for one wave, and for the engine alone
+_TIMEOUT = 600.0  # seconds for one wave
 _LIMIT_MS = 1.0
 _LIMIT_STREAMS = 256  # the goal is a millisecond a token batch of this many streams
 _ELAPSED, _ENGINE, _SCHEDULER = "elapsed", "engine alone", "scheduler"
@@ -52,17 +52,17 @@ _TOLD = (Outcome.FINISHED, Outcome.REFUSED, Outcome.FAILED)
 class Waves(NamedTuple):
     """What is sent, on both sides."""
 
-    streams: Sequence[int]  # numbers of requests at a time; all of a wave begin together
+    streams: int  # requests of a wave, which all begin together
     output_len: int  # tokens of each in a long wave; a short one has a quarter
     repeat: int  # pairs of waves; the median counts
-    input_len: int = 16  # tokens of each prompt
 
-    def milliseconds(self, streams: int, wave: Callable[[range, int, int], dict[str, float]]) -> dict[str, float]:
+    def milliseconds(self, wave: Callable[[range, int, int], dict[str, float]]) -> dict[str, float]:
         """Median times of a token batch, by name, from the seconds that `wave` says for indices, length and seed."""
         lengths = (max(1, self.output_len // 4), self.output_len)
         times: defaultdict[str, list[float]] = defaultdict(list)
         for seed in range(self.repeat + 1):  # the first warms up
-            short, long = (wave(range(i * streams, (i + 1) * streams), lengths[i], seed) for i in range(2))
+            indices = range(self.streams), range(self.streams, 2 * self.streams)
+            short, long = map(wave, indices, lengths, (seed, seed))
             for name in long if seed > 0 else ():
                 times[name].append(1e3 * (long[name] - short[name]) / (lengths[1] - lengths[0]))
         return {name: statistics.median(each) for name, each in times.items()}
@@ -77,8 +77,7 @@ def run_overhead(
     repeat: int = 3,
 ) -> Report:
     """Both times and their difference for each number of streams, and where the processor time went."""
-    waves = Waves(streams, output_len, repeat)
-    report = Report("api", waves._asdict())
+    report = Report("api", {"input_len": _INPUT_LEN})
     batch = report.table("a token batch, ms", "streams", _ENGINE, "served", "outside the engine")
     processes = report.table("processor time of a token batch", "streams", "process", "ms", "µs a token")
     added: dict[int, float] = {}
@@ -87,11 +86,13 @@ def run_overhead(
         root = Path(name)
         served = served_model(model, root)
         for count in streams:
-            pages = count * (-(-(waves.input_len + output_len) // 16) + 1)
+            waves = Waves(count, output_len, repeat)
+            pages = count * (-(-(_INPUT_LEN + output_len) // 16) + 1)
             room = {**served.options, "max_running_requests": count, "num_pages": pages, **options}
-            times = _engine_alone(served, room, count, waves)
+            with ProcessPoolExecutor(1, get_context("spawn")) as new_process:
+                times = new_process.submit(_engine_alone, served, room, waves).result()
             alone = times.pop(_ELAPSED)
-            times |= _served(served, room, count, waves, root, start_timeout)
+            times |= _served(served, room, waves, root, start_timeout)
             over_http = times.pop(_ELAPSED)
             added[count] = over_http - alone
             batch.add(count, alone, over_http, added[count])
@@ -103,57 +104,44 @@ def run_overhead(
     return report
 
 
-def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> list[Target]:
+def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> Iterator[Target]:
     """Goals for milliseconds by number of streams, elapsed and in the scheduler's process."""
-    targets: list[Target] = []
     for where, times in (("outside the engine", added), ("messages, in the scheduler's process", messages)):
         if _LIMIT_STREAMS not in times:
             continue
         few = times[_LIMIT_STREAMS]
-        targets.append(Target(f"{where}, {_LIMIT_STREAMS} streams, ms", few, _LIMIT_MS, at_least=False))
+        yield Target(f"{where}, {_LIMIT_STREAMS} streams, ms", few, _LIMIT_MS, at_least=False)
         for streams, many in times.items():
             if streams > _LIMIT_STREAMS and few > 0.0:
                 title = f"{where}, growth from {_LIMIT_STREAMS} to {streams} streams, ×"
-                targets.append(Target(title, many / few, streams / _LIMIT_STREAMS, at_least=False))
-    return targets
+                yield Target(title, many / few, streams / _LIMIT_STREAMS, at_least=False)
 
 
-def _engine_alone(model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves) -> dict[str, float]:
-    """Milliseconds of a token batch without a server, elapsed and of processor time, in a process of its own."""
-    call = f"run_engine_alone({model!r}, {dict(options)!r}, {streams}, {waves!r})"
-    code = f"from minisgl.bench.processes import ServedModel, Waves, run_engine_alone; {call}"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT)
-    except subprocess.TimeoutExpired as error:
-        raise ServerFailed(f"the engine alone took more than {_TIMEOUT:g} s; ask for fewer tokens") from error
-    if done.returncode != 0:
-        raise ServerFailed(f"the engine alone ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return times
+def _engine_alone(model: ServedModel, options: dict[str, Any], waves: Waves) -> dict[str, float]:
+    """Milliseconds of a token batch without a server, from the first request to the last token and of processor time.
 
-
-def run_engine_alone(model: ServedModel, options: dict[str, Any], streams: int, waves: Waves) -> None:
-    """Print milliseconds of a token batch, from the first request to the last token and of processor time, in JSON."""
+    The latter is that of the whole process, so it must be a new one.
+    """
     llm = LLM(model.path, **options)
 
     def wave(indices: range, output_len: int, seed: int) -> dict[str, float]:
-        prompts = [prompt_tokens(index, waves.input_len, None, model.vocab_size, seed) for index in indices]
+        prompts = [prompt_tokens(index, _INPUT_LEN, None, model.vocab_size, seed) for index in indices]
         begin, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True))
         return {_ELAPSED: time.perf_counter() - begin, _ENGINE: time.process_time() - cpu}
 
-    print(json.dumps(waves.milliseconds(streams, wave)))
+    return waves.milliseconds(wave)
 
 
 def _served(
-    model: ServedModel, options: Mapping[str, Any], streams: int, waves: Waves, root: Path, start_timeout: float
+    model: ServedModel, options: Mapping[str, Any], waves: Waves, root: Path, start_timeout: float
 ) -> dict[str, float]:
     """Milliseconds of a token batch over HTTP, and of processor time by kind of process."""
     with server(model, options, root, start_timeout) as running:
         tree = ProcessTree(running.process.pid)
 
         def wave(indices: range, output_len: int, seed: int) -> dict[str, float]:
-            plan = [PlannedRequest(index, waves.input_len, output_len) for index in indices]
+            plan = [PlannedRequest(index, _INPUT_LEN, output_len) for index in indices]
             before = tree.cpu_seconds()
             records = asyncio.run(closed_loop(Client(running.address, seed, _TIMEOUT), plan, len(plan)))
             after = tree.cpu_seconds()
@@ -163,7 +151,7 @@ def _served(
             seconds = max(record.ended for record in records) - min(record.sent for record in records)
             return {_ELAPSED: seconds, **{kind: after[kind] - before.get(kind, 0.0) for kind in after}}
 
-        return waves.milliseconds(streams, wave)
+        return waves.milliseconds(wave)
 
 
 class KillResult(NamedTuple):
@@ -222,7 +210,7 @@ def run_faults(
     restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
     results = [*others, first, *restarted]
     tables = [request_table(results), server_table(results)]
-    return Report("faults", {"input_len": _INPUT_LEN}, tables, fault_targets(results))
+    return Report("faults", {"input_len": _INPUT_LEN}, tables, list(fault_targets(results)))
 
 
 def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
@@ -301,15 +289,13 @@ def server_table(results: Sequence[KillResult]) -> Table:
     return table
 
 
-def fault_targets(results: Sequence[KillResult]) -> list[Target]:
+def fault_targets(results: Sequence[KillResult]) -> Iterator[Target]:
     """All clients must hear the reason, but for those of a process that is gone itself and can tell them nothing."""
-    targets: list[Target] = []
     for each in results:
         told = sum(record.outcome in _TOLD for record in each.records) / len(each.records)
         if each.kind != each.kinds[0]:
-            targets.append(Target(f"{each.name}: requests with an answer, share", told, 1.0, at_least=True))
+            yield Target(f"{each.name}: requests with an answer, share", told, 1.0, at_least=True)
         if each.told is not None:
-            targets.append(Target(f"{each.name}: until the last one knew, s", each.told, 1.0, at_least=False))
+            yield Target(f"{each.name}: until the last one knew, s", each.told, 1.0, at_least=False)
         title = f"{each.name}: ended with an error or serves again, and left nothing"
-        targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
-    return targets
+        yield Target(title, float(each.noticed and not each.left), 1.0, at_least=True)

@@ -189,11 +189,11 @@ def test_a_client_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> 
 
 
 def test_a_millisecond_at_256_streams_and_growth_no_faster_than_theirs() -> None:
-    targets = overhead_targets({256: 2.0, 1024: 7.0}, {256: 0.5, 512: 1.5})
+    targets = list(overhead_targets({256: 2.0, 1024: 7.0}, {256: 0.5, 512: 1.5}))
     assert [(target.value, target.limit, target.met) for target in targets] == [
         (2.0, 1.0, False),
         (3.5, 4.0, True),
         (0.5, 1.0, True),
         (3.0, 2.0, False),
     ]
-    assert overhead_targets({512: 2.0}, {512: 1.0}) == []
+    assert list(overhead_targets({512: 2.0}, {512: 1.0})) == []
