@@ -18,10 +18,10 @@ import psutil
 import torch
 from rich.console import Console
 
-from minisgl.bench.load import LoadError
 from minisgl.bench.report import Report
-from minisgl.bench.server import ServerFailed
+from minisgl.bench.report import Report
 from minisgl.bench.workloads import WORKLOADS
+from minisgl.errors import MiniSGLError
 
 COMMANDS = {
     "cpu": ("workloads:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given["options"] = dict(given["options"])
     try:
         report = benchmark_function(benchmark)(**given)
-    except (LoadError, ServerFailed) as error:
+    except MiniSGLError as error:
         parser.error(f"{benchmark}: {error}")
     console = Console()
     report.show(console)

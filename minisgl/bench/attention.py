@@ -232,7 +232,7 @@ class TextScores(NamedTuple):
 
     logprobs: torch.Tensor  # float32[tokens] of each next token of the text
     argmax: torch.Tensor  # [tokens] the token that the model would have chosen in its place
-    largest: tuple[float, float]  # absolute value among the keys, and among the values
+    largest: torch.Tensor  # float32[1, 2] absolute value among the keys, and among the values
 
 
 def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048, window: int = 1024) -> Report:
@@ -247,9 +247,7 @@ def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048
         llm = LLM(model, enforce_eager=True, max_running_requests=1, **sizes, **options)
         ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
         parts = [score_text(llm.engine, ids[start : start + window]) for start in range(0, len(ids) - 1, window)]
-        logprobs, argmax = torch.cat([part.logprobs for part in parts]), torch.cat([part.argmax for part in parts])
-        largest = max(part.largest[0] for part in parts), max(part.largest[1] for part in parts)
-        scores[name] = TextScores(logprobs, argmax, largest)
+        scores[name] = TextScores(*map(torch.cat, zip(*parts, strict=True)))
         del llm
         free_memory()
     reference = next(iter(scores.values()))
@@ -261,7 +259,7 @@ def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048
         difference = (each.logprobs - reference.logprobs).abs()
         same = float((each.argmax == reference.argmax).float().mean())
         errors = (float((-each.logprobs.mean()).exp()), float(difference.mean()), float(difference.max()))
-        table.add(name, *errors, f"{same:.1%}", *each.largest)
+        table.add(name, *errors, f"{same:.1%}", *each.largest.amax(0).tolist())
     return report
 
 
@@ -281,8 +279,8 @@ def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
     logits = runner.forward(inputs).float()
     logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None].long()).squeeze(1)
     written = [memory[:, : pages.size].flatten(1, 2)[:, :count] for memory in (runner.kv_cache.k, runner.kv_cache.v)]
-    largest_k, largest_v = (float(memory.float().abs().max()) for memory in written)
-    return TextScores(logprobs, logits.argmax(-1), (largest_k, largest_v))
+    largest = torch.stack([memory.float().abs().max() for memory in written])
+    return TextScores(logprobs, logits.argmax(-1), largest[None])
 
 
 def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:

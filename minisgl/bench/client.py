@@ -94,8 +94,7 @@ class _Exchange:
     def __init__(self) -> None:
         self.status = 0  # of HTTP; 0 until the response has begun
         self.body = bytearray()  # without the framing
-        self.times: list[float] = []  # when each piece of the body came, by `time.perf_counter`
-        self.lengths: list[int] = []  # of the body then, in bytes
+        self.pieces: list[tuple[int, float]] = []  # bytes of the body after each piece, and when it came
 
     async def read(self, reader: asyncio.StreamReader, leave_after: int | None) -> Outcome:
         """Read to the end, or to the piece after which the client leaves: finished, left, closed or unreadable."""
@@ -104,9 +103,8 @@ class _Exchange:
         try:
             async for piece in self._pieces(reader):
                 self.body += piece
-                self.times.append(time.perf_counter())
-                self.lengths.append(len(self.body))
-                if len(self.times) == leave_after:
+                self.pieces.append((len(self.body), time.perf_counter()))
+                if len(self.pieces) == leave_after:
                     return Outcome.LEFT
         except (asyncio.IncompleteReadError, ConnectionError):
             return Outcome.CLOSED
@@ -198,19 +196,17 @@ def _events(exchange: _Exchange) -> Iterator[tuple[bytes, float]]:
     for line in exchange.body.splitlines(keepends=True):
         start += len(line)
         if line.startswith(b"data:") and line.endswith((b"\n", b"\r")):
-            yield bytes(line[5:].strip()), exchange.times[bisect_left(exchange.lengths, start)]
+            _, arrived = exchange.pieces[bisect_left(exchange.pieces, (start, 0.0))]
+            yield bytes(line[5:].strip()), arrived
 
 
 def address_of(url: str) -> tuple[str, int]:
     """Host and port of ``http://host:port``; raises `LoadError` for anything else."""
     parts = urlsplit(url)
-    try:
-        port = parts.port or 80
-    except ValueError as error:
-        raise LoadError(f"url: {error}, got {url!r}") from error
-    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-        raise LoadError(f"url: must be http://HOST:PORT, got {url!r}")
-    return parts.hostname, port
+    with contextlib.suppress(ValueError):  # of a port that is none
+        if parts.scheme == "http" and parts.hostname and parts.path in ("", "/"):
+            return parts.hostname, parts.port or 80
+    raise LoadError(f"url: must be http://HOST:PORT, got {url!r}")
 
 
 class Client:
@@ -227,7 +223,7 @@ class Client:
     @property
     def streaming(self) -> int:
         """Requests in flight whose answer has begun."""
-        return sum(bool(exchange.times) for exchange in self._unfinished)
+        return sum(bool(exchange.pieces) for exchange in self._unfinished)
 
     async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
         """Send a request now, or late if it was ``due`` before, and wait for its end. No error is raised."""
@@ -259,7 +255,7 @@ class Client:
             record.ended, record.status = time.perf_counter(), exchange.status
             self.in_flight -= 1
             self._unfinished.discard(exchange)
-            self.pieces += len(exchange.times)
+            self.pieces += len(exchange.pieces)
         if end in (Outcome.TIMEOUT, Outcome.UNREACHABLE):
             record.outcome = end
         else:
@@ -271,12 +267,11 @@ async def open_loop(client: Client, requests: Sequence[PlannedRequest]) -> list[
     """Send each request when it is due, and wait for the end of all. If the server falls behind, requests pile up."""
     begin = time.perf_counter()
     asked: list[asyncio.Task[RequestRecord]] = []
-    async with asyncio.TaskGroup() as group:
-        for planned in requests:
-            due = begin + planned.due
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            asked.append(group.create_task(client.ask(planned, due)))
-    return [task.result() for task in asked]
+    for planned in requests:
+        due = begin + planned.due
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        asked.append(asyncio.create_task(client.ask(planned, due)))
+    return await asyncio.gather(*asked)
 
 
 async def closed_loop(client: Client, requests: Sequence[PlannedRequest], users: int) -> list[RequestRecord]:
@@ -288,9 +283,7 @@ async def closed_loop(client: Client, requests: Sequence[PlannedRequest], users:
         for planned in remaining:
             records.append(await client.ask(planned))
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(users, len(requests))):
-            group.create_task(user())
+    await asyncio.gather(*(user() for _ in range(users)))
     return records
 
 

@@ -24,20 +24,14 @@ from numpy.typing import NDArray
 
 from minisgl.errors import MiniSGLError
 
-MOONCAKE_BLOCK = 512
-QWEN_BLOCK = 16
-"""Tokens a block."""
-_OWN_TOKENS = 2**62
-"""Block ids from here on belong to single requests; those of traces are smaller."""
+_OWN_TOKENS = 2**62  # block ids from here on belong to single requests; those of traces are smaller
 
 _encode = msgspec.json.encode
 _Count = Annotated[int, Meta(ge=1)]
 _Id = Annotated[int, Meta(ge=0, lt=_OWN_TOKENS)]
 Body = Mapping[str, Any]
-Times = NDArray[np.float64]
-"""Seconds since the beginning, never decreasing."""
-Range = tuple[int, int]
-"""The least and the most."""
+Times = NDArray[np.float64]  # seconds since the beginning, never decreasing
+Range = tuple[int, int]  # the least and the most
 
 MALFORMED: dict[str, Callable[[Body], bytes]] = {
     "cut off": lambda body: _encode(body)[:-7],
@@ -137,7 +131,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def _as_request(line: _Mooncake) -> TraceRequest:
-    seconds, size = (line.timestamp, QWEN_BLOCK) if isinstance(line, _Qwen) else (line.timestamp / 1e3, MOONCAKE_BLOCK)
+    seconds, size = (line.timestamp, 16) if isinstance(line, _Qwen) else (line.timestamp / 1e3, 512)
     whole, rest = divmod(line.input_length, size)
     if len(line.hash_ids) not in (whole, whole + (rest > 0)):  # some traces leave out a block that is not full
         wanted = f"{line.input_length} tokens of input_length are {whole + (rest > 0)} blocks of {size}"

@@ -17,7 +17,7 @@ from minisgl.bench.report import Cell, Report
 from minisgl.bench.workloads import FOR_ONE_GPU, WORKLOADS, free_memory, make_engine
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.llm import LLM
-from minisgl.request import FinishReason, Request
+from minisgl.request import FinishReason
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
@@ -82,18 +82,15 @@ def _compete(
     memory, policies = KVMemory(llm.engine.num_pages, table, cache), Policies.named(admission_policy=admission)
     llm.scheduler = Scheduler(table, memory, policies, llm.config.max_prefill_tokens)
     llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
-    wanted = [each.max_tokens or 0 for _, each in work]
-    most = max(wanted)
-    found: list[Request] = []
-    for prompt, params in work:
-        asked = params if knows else replace(params, max_tokens=most)
-        found.append(llm.prepare(prompt, asked, streaming=True)[0].request)
-    targets = {request.uid: length for request, length in zip(found, wanted, strict=True)}
-    times: dict[int, list[float]] = {request.uid: [] for request in found}
+    most = max(params.max_tokens or 0 for _, params in work)
+    asked = [(prompt, params if knows else replace(params, max_tokens=most)) for prompt, params in work]
+    requests = [llm.prepare(*each, streaming=True)[0].request for each in asked]
+    wanted = {request.uid: params.max_tokens or 0 for request, (_, params) in zip(requests, work, strict=True)}
+    times: dict[int, list[float]] = {uid: [] for uid in wanted}
     decoded: list[int] = []
     scheduler, fed = llm.scheduler, 0
     start = time.perf_counter()
-    for request in found:
+    for request in requests:
         scheduler.add(request)
     while scheduler.has_work:
         output = llm.loop.step()
@@ -101,18 +98,18 @@ def _compete(
         for event in output.events:
             uid = event.request.uid
             times[uid].append(now)
-            if len(times[uid]) == targets[uid]:  # the answer is complete, as if a stop string had come
+            if len(times[uid]) == wanted[uid]:  # the answer is complete, as if a stop string had come
                 scheduler.finish(uid, FinishReason.STOP)
         fed += output.prefill_tokens
         decoded += [output.decode_tokens] * (output.decode_tokens > 0)
     seconds = time.perf_counter() - start
-    if [len(times[request.uid]) for request in found] != wanted:
+    if {uid: len(stamps) for uid, stamps in times.items()} != wanted:
         raise AssertionError("a request did not get as many tokens as it wanted")
     return [
-        sum(wanted) / seconds,
+        sum(wanted.values()) / seconds,
         statistics.mean(decoded),
-        sum(request.preemptions for request in found),
-        fed - sum(request.prompt_len for request in found),
+        sum(request.preemptions for request in requests),
+        fed - sum(request.prompt_len for request in requests),
         statistics.median(stamps[0] - start for stamps in times.values()),
         float(max(np.diff(stamps, prepend=stamps[0]).max() for stamps in times.values())),
     ]

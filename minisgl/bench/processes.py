@@ -180,7 +180,8 @@ def run_faults(
     output_len: int = 1000,
 ) -> Report:
     """Start two servers for each kind of process that they have, load them, and kill one such process with SIGKILL."""
-    plan = plan_of(users, output_len)
+    # Every fourth is answered in one piece.
+    plan = [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
 
     def kill(kind: str | None, restart: bool) -> KillResult:
         """One server, one kill: of its first process of that kind, or of the process that was started first."""
@@ -197,7 +198,7 @@ def run_faults(
                 state, noticed = _wait_for_the_end(running)
                 seconds = time.perf_counter() - begin
                 if running.process.poll() is None:
-                    tree.add_new()
+                    tree.kinds |= ProcessTree(running.process.pid).kinds  # with those that it has started anew
                 left = _left_files(tree, before)
             left += _left_processes(tree) + [f"/dev/shm/{entry}" for entry in sorted(_entries(_SHARED_MEMORY) - shared)]
             left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
@@ -211,11 +212,6 @@ def run_faults(
     results = [*others, first, *restarted]
     tables = [request_table(results), server_table(results)]
     return Report("faults", {"input_len": _INPUT_LEN}, tables, list(fault_targets(results)))
-
-
-def plan_of(users: int, output_len: int) -> list[PlannedRequest]:
-    """The requests: every fourth is answered in one piece."""
-    return [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
 
 
 async def _load_and_kill(

@@ -77,10 +77,8 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Print the tables, and the targets as the last of them."""
-        targets = Table("targets", ["", "measured", "target", ""])
-        for target in self.targets:
-            targets.add(target.name, target.value, target.aim, target.verdict)
-        for table in [*self.tables, targets]:
+        rows: list[list[Cell]] = [[each.name, each.value, each.aim, each.verdict] for each in self.targets]
+        for table in [*self.tables, Table("targets", ["", "measured", "target", ""], rows)]:
             drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
             for index, column in enumerate(table.columns):
                 drawn.add_column(column, justify="left" if index == 0 else "right")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from minisgl.bench.report import Cell, Report, Table
-from minisgl.bench.workloads import free_memory, make_engine
+from minisgl.bench.report import Report
+from minisgl.bench.workloads import ALL_OFF, Prompts, free_memory, make_engine
 from minisgl.book import toy
 from minisgl.sampling_params import SamplingParams
 
@@ -27,10 +27,7 @@ STAGES: tuple[tuple[int, str, dict[str, Any]], ...] = (
 )
 """Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops, on a CPU."""
 _ON_CUDA_ALONE = (10, 11, 12)
-_OFF: dict[str, Any] = {
-    **{"prefill_attention": "torch", "decode_attention": "torch", "enforce_eager": True, "fusions": ()},
-    **{"sampler": "default", "overlap": False},
-}
+_OFF: dict[str, Any] = {**ALL_OFF, "prefill_attention": "torch", "decode_attention": "torch"}
 _SYSTEM = (
     "You are the assistant of a small library. Answer in one short paragraph, in plain words, and name a book that the "
     "reader could borrow next. If you do not know an answer, say so and name the desk that does. Be kind, be brief, "
@@ -44,18 +41,16 @@ CHATS = [
 _COUNT = 32
 _LOOP_CHATS = 1  # a loop takes one chat after the other, so of one it makes as many tokens a second as of all
 
-Generate = Callable[[list[list[int]]], int]
-"""Generates for prompts; returns how many tokens."""
-
 
 def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Report:
     """Output tokens a second of 16 chats with one system prompt, 32 tokens each, with one chapter after another."""
     on_cuda = torch.cuda.is_available()
-    tables, samples = [], {}
     _, tokenizer = toy.load_default()
     prompts = [tokenizer.encode_chat(chat) for chat in CHATS]
+    settings = {"chats": len(CHATS), "output_len": _COUNT, "input_len": sum(map(len, prompts)) / len(prompts)}
+    report = Report("scoreboard", settings)
     for model in models:
-        rows: list[list[Cell]] = []
+        table = report.table(f"{model}, output tokens/s", "chapter", "", "median", "least", "most")
         options = dict(_OFF)
         for place, (chapter, label, added) in enumerate(STAGES):
             options |= added
@@ -63,27 +58,25 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
                 continue
             speeds = _engine(model, options, prompts, repeat) if added else _loop(place, prompts, repeat)
             free_memory()
-            samples[f"{model}: {label}"] = speeds
-            rows.append([chapter, label, statistics.median(speeds), min(speeds), max(speeds)])
-        tables.append(Table(f"{model}, output tokens/s", ["chapter", "", "median", "least", "most"], rows))
-    settings = {"chats": len(CHATS), "output_len": _COUNT, "input_len": sum(map(len, prompts)) / len(prompts)}
-    return Report("scoreboard", settings, tables, [], samples)
+            report.samples[f"{model}: {label}"] = speeds
+            table.add(chapter, label, statistics.median(speeds), min(speeds), max(speeds))
+    return report
 
 
-def _loop(place: int, prompts: list[list[int]], repeat: int) -> list[float]:
+def _loop(place: int, prompts: Prompts, repeat: int) -> list[float]:
     model, _ = toy.load_default()
     generate = (toy.generate_naively, toy.generate)[place]
     return _speeds(lambda some: sum(len(generate(model, each, _COUNT)) for each in some), prompts[:_LOOP_CHATS], repeat)
 
 
-def _engine(model: str, options: dict[str, Any], prompts: list[list[int]], repeat: int) -> list[float]:
+def _engine(model: str, options: dict[str, Any], prompts: Prompts, repeat: int) -> list[float]:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_COUNT)
     with make_engine(model, {**options, "max_seq_len": 2048}) as llm:
         return _speeds(lambda some: sum(len(each.token_ids) for each in llm.generate(some, params)), prompts, repeat)
 
 
-def _speeds(generate: Generate, prompts: list[list[int]], repeat: int) -> list[float]:
-    """Tokens a second of each run; a prefix cache keeps nothing from run to run, as the prompts begin differently."""
+def _speeds(generate: Callable[[Prompts], int], prompts: Prompts, repeat: int) -> list[float]:
+    """Tokens a second of each run. A prefix cache keeps nothing from one to the next: the prompts begin differently."""
     speeds = []
     for run in range(repeat):
         some = [[prompt[0], 1000 + run, *prompt[1:]] for prompt in prompts]

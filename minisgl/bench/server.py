@@ -219,10 +219,6 @@ class ProcessTree:
         found = {process: kind_of(process) for process in (root, *root.children(recursive=True))}
         self.kinds = {process: kind for process, kind in found.items() if kind is not None}
 
-    def add_new(self) -> None:
-        """Add what the first process has started since."""
-        self.kinds |= ProcessTree(next(iter(self.kinds)).pid).kinds
-
     def alive(self) -> list[psutil.Process]:
         """Those that still run; a zombie does not."""
         running: list[psutil.Process] = []
@@ -275,15 +271,6 @@ class Gauges(NamedTuple):
         return self.running == self.waiting == self.used_pages == 0
 
 
-def read_gauges(host: str, port: int) -> Gauges | None:
-    """The gauges at ``/metrics`` now; None if the server has none, or other ones."""
-    try:
-        answer = _get(host, port, "/metrics")
-    except httpx.HTTPError:
-        return None
-    return parse_gauges(answer.text) if answer.status_code == 200 else None
-
-
 def parse_gauges(text: str) -> Gauges | None:
     """The gauges out of Prometheus' text format, None if one is missing."""
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
@@ -299,8 +286,7 @@ class ServerMonitor:
     before: dict[str, int] = field(default_factory=dict)  # open files by kind of process, before the load
     after: dict[str, int] = field(default_factory=dict)  # and when it had settled afterwards
     gauges: Gauges | None = None  # at the end; None if the server shows none
-    times: list[float] = field(default_factory=list)  # of the samples, in seconds since the beginning
-    resident: list[dict[str, int]] = field(default_factory=list)  # bytes of memory by kind of process, for each sample
+    resident: list[dict[str, int]] = field(default_factory=list)  # bytes by kind of process, at equal distances in time
 
     @property
     def total(self) -> list[int]:
@@ -314,23 +300,20 @@ class ServerMonitor:
 
     def growth(self, values: Sequence[int]) -> float | None:
         """Bytes by which memory grew over the second half of the load, by a straight line; None for too few samples."""
-        half = self.times[-1] / 2 if self.times else 0.0
-        late = [index for index, now in enumerate(self.times) if now >= half]
+        late = values[len(values) // 2 :]
         if len(late) < _TREND_SAMPLES:
             return None
-        slope, _ = np.polyfit([self.times[index] for index in late], [values[index] for index in late], deg=1)
-        return float(slope) * half
+        slope, _ = np.polyfit(range(len(late)), late, deg=1)
+        return float(slope) * (len(late) - 1)
 
 
 @contextlib.asynccontextmanager
 async def monitor_server(tree: ProcessTree, address: ServerAddress) -> AsyncIterator[ServerMonitor]:
     """Watch the server inside the block, and let it settle at its end."""
     monitor = ServerMonitor(tree, before=tree.descriptors())
-    begin = time.perf_counter()
 
     async def sample() -> None:
         while True:
-            monitor.times.append(time.perf_counter() - begin)
             monitor.resident.append(tree.resident())
             await asyncio.sleep(_SAMPLE_PERIOD)
 
@@ -341,8 +324,10 @@ async def monitor_server(tree: ProcessTree, address: ServerAddress) -> AsyncIter
         sampling.cancel()
 
     def settled() -> bool:
-        monitor.gauges, monitor.after = read_gauges(address.host, address.port), tree.descriptors()
+        monitor.after = tree.descriptors()
         closed = sum(monitor.after.values()) <= sum(monitor.before.values())
+        with contextlib.suppress(httpx.HTTPError):
+            monitor.gauges = parse_gauges(_get(address.host, address.port, "/metrics").raise_for_status().text)
         return closed and (monitor.gauges is None or monitor.gauges.idle)
 
     await asyncio.to_thread(poll, settled, _SETTLE_TIMEOUT)

@@ -6,9 +6,9 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,16 +124,11 @@ def percentiles(values: Sequence[float], *percents: float) -> list[float] | None
 
 
 class LoadLevel(NamedTuple):
-    """Requests a second of an open loop, or users of a closed one; with neither, the times of a trace."""
+    """In words; requests a second of an open loop, or users of a closed one. With neither, the times of a trace."""
 
+    label: str
     rate: float | None = None
     users: int | None = None
-
-    @property
-    def label(self) -> str:
-        if self.users is not None:
-            return f"{self.users} users"
-        return "as recorded" if self.rate is None else f"{self.rate:g}/s"
 
 
 class LoadRun(NamedTuple):
@@ -176,10 +171,13 @@ def run_serve(
         shares = (disconnects, malformed)
         raise LoadError(f"disconnects, malformed: must be shares that add up to 1 at most, got {shares}")
     lengths = _range("input_len", input_len), _range("output_len", output_len)
-    trace = Path(files[0]) if files else None
-    traffic = Traffic(requests, *lengths, kind, trace, disconnects, malformed, seed)
-    loads = [LoadLevel(rate=each) for each in rate or ()] + [LoadLevel(users=each) for each in concurrency or ()]
-    loads = loads or [LoadLevel() if trace else LoadLevel(users=_USERS)]
+    traffic = Traffic(requests, *lengths, kind, Path(*files) if files else None, disconnects, malformed, seed)
+    if rate:
+        loads = [LoadLevel(f"{each:g}/s", rate=each) for each in rate]
+    elif files and not concurrency:
+        loads = [LoadLevel("as recorded")]
+    else:
+        loads = [LoadLevel(f"{each} users", users=each) for each in concurrency or (_USERS,)]
     slo = SLO(ttft_limit, tpot_limit)
     plans = [traffic.plan(load.rate, number) for number, load in enumerate(loads)]
     with running_server(url, model, options, vocab_size, start_timeout) as (address, tree):
@@ -190,11 +188,10 @@ def run_serve(
         for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
             client = Client(address, seed + number, timeout)  # other prompts: those of the run before are cached
             runs.append(asyncio.run(_run(client, tree, load, plan, slo)))
-    settings: dict[str, Any] = {"model": address.model if url else model, **asdict(traffic), "trace": str(trace or "")}
-    settings |= {"loads": [load._asdict() for load in loads], "limits_seconds": slo._asdict()}
-    settings |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    settings = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    settings["model"] = address.model if url else model
     memory = {f"{run.summary.load}: memory, MiB": run.server.curve for run in runs if run.server is not None}
-    return Report("serve", settings, all_tables(runs), all_targets(runs), memory)
+    return Report("serve", settings, all_tables(runs), list(all_targets(runs)), memory)
 
 
 def _range(name: str, values: Sequence[int]) -> Range:
@@ -212,90 +209,71 @@ async def _run(
     return LoadRun(LoadSummary(load.label, records, slo), monitor, client.pieces, watched)
 
 
-def all_targets(runs: Sequence[LoadRun]) -> list[Target]:
+def all_targets(runs: Sequence[LoadRun]) -> Iterator[Target]:
     """Goals that hold under any load, and conditions under which the numbers mean something."""
-    targets: list[Target] = []
     for run in runs:
         load, busy = run.summary.load, run.client.cpu / run.client.seconds
-        targets.append(Target(f"{load}: requests answered, share", run.summary.answered, 1.0, at_least=True))
-        targets.append(Target(f"{load}: client's share of a core", busy, _BUSY, at_least=False))
+        yield Target(f"{load}: requests answered, share", run.summary.answered, 1.0, at_least=True)
+        yield Target(f"{load}: client's share of a core", busy, _BUSY, at_least=False)
         server = run.server
         if server is None:
             continue
         files = sum(server.after.values()) / sum(server.before.values())
-        targets.append(Target(f"{load}: open files, after / before", files, 1.0, at_least=False))
+        yield Target(f"{load}: open files, after / before", files, 1.0, at_least=False)
         growth = server.growth(server.total)
         if growth is not None:
             factor = 1.0 + growth / (server.total[-1] - growth)
-            targets.append(Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False))
+            yield Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False)
         if server.gauges is not None:
             back = 1.0 - server.gauges.used_pages / server.gauges.pages
-            targets.append(Target(f"{load}: pages given back, share", back, 1.0, at_least=True))
-    return targets
+            yield Target(f"{load}: pages given back, share", back, 1.0, at_least=True)
 
 
 def all_tables(runs: Sequence[LoadRun]) -> list[Table]:
     """A row for each load in every table, then a table of each server's processes."""
-    seen = [outcome for outcome in Outcome if any(run.summary.outcomes[outcome] for run in runs)]
-    tables = {title: Table(title, ["load", *cells]) for title, cells in _cells(runs[0], seen).items()}
-    for run in runs:
-        for title, cells in _cells(run, seen).items():
-            tables[title].add(run.summary.load, *cells.values())
-    servers = [_server_table(run.summary.load, run.server) for run in runs if run.server is not None]
-    return [*tables.values(), *servers]
-
-
-def _cells(run: LoadRun, seen: Sequence[Outcome]) -> dict[str, dict[str, Cell]]:
-    """The row of a load in each table, by titles and columns."""
-    of, client = run.summary, run.client
-    good = f"good is a first token in {of.slo.ttft:g} s and then {1e3 * of.slo.tpot:g} ms a token"
+    slo, seen = runs[0].summary.slo, [each for each in Outcome if any(run.summary.outcomes[each] for run in runs)]
+    good = f"good is a first token in {slo.ttft:g} s and then {1e3 * slo.tpot:g} ms a token"
+    throughput = Table(f"throughput; {good}", ["load", "requests/s", "output tokens/s", "good requests/s", "good"])
     from_due = "time to first token (TTFT), and to the end (E2E), from when the request was due"
+    columns = ["load", "TTFT p50", "TTFT p90", "TTFT p99", "E2E p50", "E2E p90", "E2E p99"]
+    latency = Table(f"percentiles, ms: {from_due}", columns)
     between = "time per output token after the first (TPOT), between two pieces of an answer (ITL)"
+    columns = ["load", "TPOT p50", "TPOT p90", "TPOT p99", "ITL p50", "ITL p99", "ITL p99.9"]
+    pace = Table(f"percentiles, ms: {between}", columns)
+    ends = Table("what became of the requests", ["load", "sent", "of them malformed", *seen])
     lateness = "ms that its clock and its sending were late; in flight, counted and by Little's law"
-    share = of.goodput / of.throughput if of.finished else 0.0
-    wrong = sum(record.planned.malformed is not None for record in of.records)
-    piece: Cell = 1e6 * client.cpu / run.pieces if run.pieces else _NONE
-    throughput: dict[str, Cell] = {"requests/s": of.throughput, "output tokens/s": of.output_throughput}
-    itself = {
-        "share of a core": client.cpu / client.seconds,
-        "µs a piece": piece,
-        **_millis("delay", client.delays, 99),
-    }
-    itself["delay max"] = 1e3 * max(client.delays) if client.delays else _NONE
-    in_flight = {"in flight": client.in_flight / client.seconds, "Little": of.little}
-    return {
-        f"throughput; {good}": {**throughput, "good requests/s": of.goodput, "good": f"{share:.0%}"},
-        f"percentiles, ms: {from_due}": _millis("TTFT", of.ttft, 50, 90, 99) | _millis("E2E", of.latency, 50, 90, 99),
-        f"percentiles, ms: {between}": _millis("TPOT", of.tpot, 50, 90, 99) | _millis("ITL", of.itl, 50, 99, 99.9),
-        "what became of the requests": {
-            **{"sent": len(of.records), "of them malformed": wrong},
-            **{outcome: of.outcomes[outcome] for outcome in seen},
-        },
-        f"the client itself: CPU; {lateness}": {**itself, **_millis("late", of.lateness, 99), **in_flight},
-    }
+    columns = ["load", "share of a core", "µs a piece", "delay p99", "delay max", "late p99", "in flight", "Little"]
+    itself = Table(f"the client itself: CPU; {lateness}", columns)
+    for run in runs:
+        of, client = run.summary, run.client
+        share = of.goodput / of.throughput if of.finished else 0.0
+        throughput.add(of.load, of.throughput, of.output_throughput, of.goodput, f"{share:.0%}")
+        latency.add(of.load, *_millis(of.ttft, 50, 90, 99), *_millis(of.latency, 50, 90, 99))
+        pace.add(of.load, *_millis(of.tpot, 50, 90, 99), *_millis(of.itl, 50, 99, 99.9))
+        wrong = sum(record.planned.malformed is not None for record in of.records)
+        ends.add(of.load, len(of.records), wrong, *(of.outcomes[outcome] for outcome in seen))
+        piece = 1e6 * client.cpu / run.pieces if run.pieces else _NONE
+        delays = (*_millis(client.delays, 99, 100), *_millis(of.lateness, 99))
+        itself.add(of.load, client.cpu / client.seconds, piece, *delays, client.in_flight / client.seconds, of.little)
+    servers = [_server_table(run.summary.load, run.server) for run in runs if run.server is not None]
+    return [throughput, latency, pace, ends, itself, *servers]
 
 
 def _server_table(load: str, server: ServerMonitor) -> Table:
-    kinds = {kind: [sample.get(kind, 0) for sample in server.resident] for kind in server.tree.kinds.values()}
+    memory = {kind: [sample.get(kind, 0) for sample in server.resident] for kind in server.tree.kinds.values()}
+    files = [{**each, "all": sum(each.values())} for each in (server.before, server.after)]
     gauges = server.gauges
     left = f"{gauges.running + gauges.waiting} requests, {gauges.used_pages} pages" if gauges else "not told by it"
     columns = ["process", "MiB before", "at half", "at the end", "growth in 2nd half", "files before", "after"]
     table = Table(f"server's processes, {load}; in use at the end: {left}", columns)
-    for kind, memory in kinds.items():
-        table.add(kind, *_memory(server, memory), server.before.get(kind, 0), server.after.get(kind, 0))
-    table.add("all", *_memory(server, server.total), sum(server.before.values()), sum(server.after.values()))
+    for kind, values in {**memory, "all": server.total}.items():
+        sizes = [value / _MIB for value in (values[0], values[len(values) // 2], values[-1])]
+        growth = server.growth(values)
+        grown = _NONE if growth is None else growth / _MIB
+        table.add(kind, *sizes, grown, *(each.get(kind, 0) for each in files))
     return table
 
 
-def _memory(server: ServerMonitor, values: Sequence[int]) -> list[Cell]:
-    if not values:
-        return [_NONE] * 4
-    growth = server.growth(values)
-    half = next(value for value, now in zip(values, server.times, strict=True) if now >= server.times[-1] / 2)
-    return [values[0] / _MIB, half / _MIB, values[-1] / _MIB, _NONE if growth is None else growth / _MIB]
-
-
-def _millis(name: str, values: Sequence[float], *percents: float) -> dict[str, Cell]:
+def _millis(values: Sequence[float], *percents: float) -> list[Cell]:
     found = percentiles(values, *percents)
-    times: Sequence[Cell] = [_NONE] * len(percents) if found is None else [1e3 * value for value in found]
-    return {f"{name} p{percent:g}": time for percent, time in zip(percents, times, strict=True)}
+    return [_NONE] * len(percents) if found is None else [1e3 * value for value in found]

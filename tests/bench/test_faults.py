@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minisgl.bench.client import Outcome
-from minisgl.bench.processes import KillResult, fault_targets, plan_of, request_table, server_table
+from minisgl.bench.processes import KillResult, fault_targets, request_table, server_table
 from tests.bench.scripted import record
 
 KINDS = ("serve", "scheduler")
@@ -19,10 +19,6 @@ def killed(
 
 def verdicts(what: KillResult) -> list[bool]:
     return [target.met for target in fault_targets([what])]
-
-
-def test_every_fourth_request_waits_for_a_whole_answer() -> None:
-    assert [each.stream for each in plan_of(8, 1000)] == [True, True, True, False] * 2
 
 
 def test_the_tables_count_outcomes_and_name_what_is_left() -> None:

@@ -87,7 +87,7 @@ def test_a_trace_is_played_with_its_own_lengths(tmp_path: Path, running: Running
 def test_a_server_is_started_watched_and_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--requests", "6", "--output-len", "4", "--set", "num_pages=99", "max_seq_len=500"]
     record = bench(tmp_path, "serve", "--concurrency", "3", *arguments)
-    assert record["settings"]["loads"] == [{"rate": None, "users": 3}]
+    assert record["settings"]["concurrency"] == [3]
     assert record["settings"]["options"] == {"num_pages": 99, "max_seq_len": 500}
     processes = record["tables"][-1]
     assert processes["rows"][0][0] == "serve"
