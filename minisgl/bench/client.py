@@ -157,8 +157,8 @@ _decode = msgspec.json.Decoder(_Message).decode
 def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
     """The outcome and its message. Fills in the tokens of ``record`` from the bytes of the response."""
     streamed, wanted = record.status == 200 and record.planned.stream, record.planned.output_len
-    if end is Outcome.LEFT:
-        return end, ""
+    if end in (Outcome.LEFT, Outcome.UNREACHABLE, Outcome.TIMEOUT):
+        return end, record.message
     if end is Outcome.UNREADABLE:
         return end, "the response is no HTTP"
     if end is Outcome.CLOSED and not streamed:
@@ -256,10 +256,7 @@ class Client:
             self.in_flight -= 1
             self._unfinished.discard(exchange)
             self.pieces += len(exchange.pieces)
-        if end in (Outcome.TIMEOUT, Outcome.UNREACHABLE):
-            record.outcome = end
-        else:
-            record.outcome, record.message = _read_answer(record, exchange, end)
+        record.outcome, record.message = _read_answer(record, exchange, end)
         return record
 
 

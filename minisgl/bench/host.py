@@ -300,10 +300,9 @@ def prefill_batch_of(rows: int, length: int) -> Batch:
     return _batch(rows, length, 0, new_requests=new_requests, page_index=pages, page_value=pages)
 
 
-def _batch(rows: int, fed: int, cached: int, **changes: object) -> Batch:
+def _batch(rows: int, fed: int, cached: int, **changes: Any) -> Batch:
     slots = np.arange(rows, dtype=np.int32)
-    build: Callable[..., Batch] = build_batch
     q_lens, kv_lens = (np.full(rows, length, dtype=np.int32) for length in (fed, cached))
     table = np.zeros((rows, (fed + cached) // 16 + 1), dtype=np.int32)
     num_decode = rows if cached else 0
-    return build(slots, q_lens, kv_lens, table, 16, slots, slots, num_decode=num_decode, **changes)
+    return build_batch(slots, q_lens, kv_lens, table, 16, slots, slots, num_decode=num_decode, **changes)

@@ -115,7 +115,7 @@ def _compete(
     ]
 
 
-def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
+def _copying(llm: LLM, length: int) -> list[float]:
     """Milliseconds to copy the pages of so many tokens: in by pieces, in at once, out at once.
 
     A page is not contiguous: it has a place in the keys and one in the values of every layer. *At once* goes through a
@@ -145,5 +145,4 @@ def _copying(llm: LLM, length: int) -> tuple[float, float, float]:
         torch.index_select(cache.v, 1, places, out=buffer[1])
         host.copy_(buffer, non_blocking=True)
 
-    in_pieces, at_once, out = (milliseconds([f] * (_REPEATS + 1), device) for f in (pieces, copy_in, copy_out))
-    return in_pieces, at_once, out
+    return [milliseconds([copy] * (_REPEATS + 1), device) for copy in (pieces, copy_in, copy_out)]

@@ -30,7 +30,7 @@ import psutil
 
 from minisgl.bench.client import Client, Outcome, RequestRecord, closed_loop
 from minisgl.bench.load import PlannedRequest, prompt_tokens
-from minisgl.bench.report import Report, Table, Target
+from minisgl.bench.report import Report, Target
 from minisgl.bench.server import ProcessTree, RunningServer, ServedModel, ServerFailed, poll, served_model, server
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
@@ -209,9 +209,7 @@ def run_faults(
     first = kill(None, restart=False)
     others = [kill(kind, restart=False) for kind in first.kinds[1:]]
     restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
-    results = [*others, first, *restarted]
-    tables = [request_table(results), server_table(results)]
-    return Report("faults", {"input_len": _INPUT_LEN}, tables, list(fault_targets(results)))
+    return fault_report([*others, first, *restarted])
 
 
 async def _load_and_kill(
@@ -265,33 +263,27 @@ def _entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
-def request_table(results: Sequence[KillResult]) -> Table:
-    """How the requests in flight ended, for each kill."""
+def fault_report(results: Sequence[KillResult]) -> Report:
+    """How the requests in flight ended, and how the server ended or went on, for each kill.
+
+    All clients must hear the reason, but for those of a process that is gone itself and can tell them nothing.
+    """
+    report = Report("faults", {"input_len": _INPUT_LEN})
     counts = [Counter(record.outcome for record in each.records) for each in results]
     seen = [outcome for outcome in Outcome if any(count[outcome] for count in counts)]
-    columns = ["killed", "in flight", *seen, "until the last one knew, s"]
-    table = Table("what happened to the requests in flight", columns)
+    columns = ("killed", "in flight", *seen, "until the last one knew, s")
+    requests = report.table("what happened to the requests in flight", *columns)
+    servers = report.table("what happened to the server", "killed", "server", "that took, s", "left behind")
     for each, count in zip(results, counts, strict=True):
-        told = "–" if each.told is None else each.told
-        table.add(each.name, len(each.records), *(count[outcome] for outcome in seen), told)
-    return table
-
-
-def server_table(results: Sequence[KillResult]) -> Table:
-    """How the server ended or went on, for each kill."""
-    table = Table("what happened to the server", ["killed", "server", "that took, s", "left behind"])
-    for each in results:
-        table.add(each.name, each.server, each.seconds, ", ".join(each.left) or "nothing")
-    return table
-
-
-def fault_targets(results: Sequence[KillResult]) -> Iterator[Target]:
-    """All clients must hear the reason, but for those of a process that is gone itself and can tell them nothing."""
-    for each in results:
-        told = sum(record.outcome in _TOLD for record in each.records) / len(each.records)
+        sent, told = len(each.records), sum(count[outcome] for outcome in _TOLD)
+        requests.add(each.name, sent, *(count[outcome] for outcome in seen), "–" if each.told is None else each.told)
+        servers.add(each.name, each.server, each.seconds, ", ".join(each.left) or "nothing")
         if each.kind != each.kinds[0]:
-            yield Target(f"{each.name}: requests with an answer, share", told, 1.0, at_least=True)
+            title = f"{each.name}: requests with an answer, share"
+            report.targets.append(Target(title, told / sent, 1.0, at_least=True))
         if each.told is not None:
-            yield Target(f"{each.name}: until the last one knew, s", each.told, 1.0, at_least=False)
+            title = f"{each.name}: until the last one knew, s"
+            report.targets.append(Target(title, each.told, 1.0, at_least=False))
         title = f"{each.name}: ended with an error or serves again, and left nothing"
-        yield Target(title, float(each.noticed and not each.left), 1.0, at_least=True)
+        report.targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
+    return report

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from minisgl.bench.gpu import Call, microseconds
+from minisgl.bench.gpu import microseconds
 from minisgl.bench.host import STEPS, measure_planes
 from minisgl.bench.report import Cell, Report, Target
 from minisgl.bench.workloads import NAMES, WORKLOADS, measure_workloads
@@ -160,6 +160,11 @@ def _rank_times(device: torch.device) -> Times:
     symmetric.zero_()
     name, torch_ops = world.group_name, torch.ops.symm_mem
 
+    def start_together() -> None:
+        """Wait on the device until the host has launched everything, and then for the other ranks."""
+        torch.cuda._sleep(_HEAD_START)
+        forced.one_shot(x[:1])
+
     def nccl_and_norm(rows: torch.Tensor) -> None:
         dist.all_reduce(rows)
         add_and_norm(rows, rows, weight, _EPS)
@@ -181,19 +186,10 @@ def _rank_times(device: torch.device) -> Times:
         for count in ROWS:
             rows = memory[:count]
             if rows.nbytes <= most_bytes:
-                mine = _collective_micros(partial(run, rows), partial(forced.one_shot, x[:1]))
+                mine = microseconds([partial(run, rows)], before=start_together)
                 slowest = torch.tensor([mine], device=device)
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
                 times[way][str(count)] = round(slowest.item(), 2)
     forced.check()
     chosen.check()
     return times
-
-
-def _collective_micros(call: Call, barrier: Call) -> float:
-    """Median time of one of the calls that are replayed one after the other from a graph.
-
-    Ranks start together: each waits on the device until its host has launched everything, and then in ``barrier`` for
-    the others. So only the device is timed.
-    """
-    return microseconds([call], before=lambda: (torch.cuda._sleep(_HEAD_START), barrier()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minisgl.bench.client import Outcome
-from minisgl.bench.processes import KillResult, fault_targets, request_table, server_table
+from minisgl.bench.processes import KillResult, fault_report
 from tests.bench.scripted import record
 
 KINDS = ("serve", "scheduler")
@@ -18,7 +18,7 @@ def killed(
 
 
 def verdicts(what: KillResult) -> list[bool]:
-    return [target.met for target in fault_targets([what])]
+    return [target.met for target in fault_report([what]).targets]
 
 
 def test_the_tables_count_outcomes_and_name_what_is_left() -> None:
@@ -26,15 +26,15 @@ def test_the_tables_count_outcomes_and_name_what_is_left() -> None:
         killed("scheduler", Outcome.REFUSED, Outcome.FAILED, Outcome.FAILED),
         killed("serve", Outcome.CLOSED, Outcome.CLOSED, Outcome.FAILED, left=("process scheduler", "/dev/shm/x")),
     ]
-    requests = request_table(results)
+    requests, servers = fault_report(results).tables
     assert list(requests.columns[2:-1]) == ["error body", "error event", "connection closed"]
     assert [list(row) for row in requests.rows] == [["scheduler", 3, 1, 2, 0, 0.4], ["serve", 3, 0, 1, 2, 0.4]]
-    assert [row[-1] for row in server_table(results).rows] == ["nothing", "process scheduler, /dev/shm/x"]
+    assert [row[-1] for row in servers.rows] == ["nothing", "process scheduler, /dev/shm/x"]
 
 
 def test_a_kill_that_costs_nobody_anything_has_nobody_to_tell() -> None:
     harmless = killed("scheduler", Outcome.FINISHED, Outcome.FINISHED, restart=True)
-    assert [list(row) for row in request_table([harmless]).rows] == [["scheduler, --restart", 2, 2, "–"]]
+    assert fault_report([harmless]).tables[0].rows == [["scheduler, --restart", 2, 2, "–"]]
     assert verdicts(harmless) == [True, True]
 
 
