@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import UnionType
@@ -22,6 +21,7 @@ from minisgl.bench.report import Report
 from minisgl.bench.report import Report
 from minisgl.bench.workloads import WORKLOADS
 from minisgl.errors import MiniSGLError
+from minisgl.registry import import_path
 
 COMMANDS = {
     "cpu": ("workloads:run_cpu", "this engine against transformers' generate, both in float32 on this machine's CPU"),
@@ -48,15 +48,13 @@ COMMANDS = {
 HELP = {
     "added": "ms added to the host's work",
     "arrivals": "poisson, constant, or trace FILE (Mooncake's or Qwen's format)",
-    "backends": "names; all that can run here if there are none",
+    "backend": "names; all that can run here if there are none",
     "concurrency": "closed loop: users, a run for each number; by default 16",
     "disconnects": "share of clients that leave before the end",
     "input_len": "tokens in: one number, or for a server the least and the most",
     "lengths": "of sequences, in tokens",
     "malformed": "share of requests with a body that is wrong",
     "model": "a shape (with random weights), a directory, a hub id, or default; for a server also tiny",
-    "models": "shapes (with random weights), directories, or hub ids",
-    "options": "options of minisgl.llm.LLM, with values in JSON",
     "output_len": "tokens out: one number, or for a server the least and the most",
     "page_size": "tokens a page",
     "pool_tokens": "tokens that the KV cache holds",
@@ -68,6 +66,7 @@ HELP = {
     "rows": "numbers of running requests",
     "running": "numbers of running requests",
     "seed": "of lengths, arrivals, faults and prompts",
+    "set": "options of minisgl.llm.LLM, with values in JSON",
     "start": "also measure the time to the first token",
     "start_timeout": "seconds that a server has to start",
     "steps": "steps that are timed",
@@ -82,8 +81,7 @@ HELP = {
     "users": "requests in flight when a process is killed",
     "vocab_size": "of the model at --url, at most",
     "window": "tokens that are read in one go",
-    "work": "workload",
-    "workloads": "workloads",
+    "work": "workload, or workloads",
 }
 
 
@@ -120,8 +118,7 @@ def _parsing(hint: Any) -> dict[str, Any]:
 
 def benchmark_function(command: str) -> Callable[..., Report]:
     """Import the function behind a command."""
-    module, _, name = COMMANDS[command][0].partition(":")
-    function: Callable[..., Report] = getattr(import_module(f"minisgl.bench.{module}"), name)
+    function: Callable[..., Report] = import_path("command", f"minisgl.bench.{COMMANDS[command][0]}")
     return function
 
 
@@ -142,10 +139,9 @@ def build_parser(chosen: str) -> argparse.ArgumentParser:
         either = added.add_mutually_exclusive_group() if "concurrency" in parameters else added
         for name, parameter in parameters.items():
             more = {**_parsing(hints[name]), **_PARSING.get(name, {}), "default": parameter.default}
-            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
-            (either if name in ("rate", "concurrency") else added).add_argument(
-                flag, dest=name, help=HELP[name], **more
-            )
+            flag = _FLAGS.get(name, name)
+            group = either if name in ("rate", "concurrency") else added
+            group.add_argument("--" + flag.replace("_", "-"), dest=name, help=HELP[flag], **more)
     return parser
 
 

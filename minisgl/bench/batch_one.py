@@ -145,8 +145,7 @@ def _kernels(version: str, launches: Sequence[Launch]) -> Table:
     for launch in launches:
         times[launch.name].append(launch.end - launch.start)
     total = sum(map(sum, times.values()))
-    columns = ["kernel", "launches", "µs each", "µs in all", "% of all"]
-    table = Table(f"kernels of a step: {version}", columns)
+    table = Table(f"kernels of a step: {version}", ["kernel", "launches", "µs each", "µs in all", "% of all"])
     for name, each in sorted(times.items(), key=lambda item: -sum(item[1])):
         table.add(name, len(each), sum(each) / len(each), sum(each), 100 * sum(each) / total)
     return table

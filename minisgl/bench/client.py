@@ -22,9 +22,7 @@ from msgspec import Struct
 
 from minisgl.bench.load import LoadError, PlannedRequest, completion_body, prompt_tokens
 
-_DONE = b"[DONE]"
 _CLOSED = "the connection closed before the end of the response"
-_READ_SIZE = 2**16
 _TICK = 0.01  # seconds between two looks at the clock
 
 
@@ -125,7 +123,7 @@ class _Exchange:
         elif b"content-length" in headers:
             yield await reader.readexactly(int(headers[b"content-length"]))
         else:
-            while piece := await reader.read(_READ_SIZE):
+            while piece := await reader.read(2**16):
                 yield piece
 
 
@@ -167,7 +165,7 @@ def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tu
     events = _events(exchange) if streamed else [(bytes(exchange.body), record.ended)]
     try:
         for data, arrived in events:
-            if data == _DONE:
+            if data == b"[DONE]":
                 complete = True
                 break
             message = _decode(data)

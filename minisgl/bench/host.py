@@ -85,12 +85,17 @@ def run_host(
     running: Sequence[int] = (256, 512, 1024, 2048), steps: int = 300, prefix_len: int = 2048, page_size: int = 16
 ) -> Report:
     """Host time of decode steps by running requests, watched (each token is reported) or not, and of prefill."""
-    report = Report("host")
+    report, output_len = Report("host"), _FILLING_STEPS + _WARM_UP_STEPS + steps
     decode = report.table("host time of a decode step", "requests", "running", "median, µs", "95th percentile, µs")
     for kind in ("unwatched", "watched"):
         medians = []
         for count in running:
-            micros = _decode_micros(count, steps, page_size, kind == "watched")
+            loop = _loop(count, _PROMPT_LENS[1] + output_len, page_size)
+            rng = np.random.default_rng(0)
+            for uid, length in enumerate(rng.integers(*_PROMPT_LENS, size=count).tolist()):
+                prompt = rng.integers(_VOCAB, size=length, dtype=np.int32)
+                loop.scheduler.add(_request(uid, prompt, output_len, kind == "watched"))
+            micros = [1e6 * seconds for seconds in _decode_seconds(loop, count, steps, nullcontext())]
             medians.append(median(micros))
             decode.add(kind, count, medians[-1], float(np.percentile(micros, 95)))
         few, many, growth = running[0], running[-1], medians[-1] / medians[0]
@@ -102,18 +107,6 @@ def run_host(
     for count in (1, 64):
         prefill.add(count, _prefill_micros(count, prefix_len, page_size))
     return report
-
-
-def _decode_micros(running: int, steps: int, page_size: int, watched: bool) -> list[float]:
-    """Microseconds of each timed step: schedule, launch nothing, account for the tokens, collect what became known."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(*_PROMPT_LENS, size=running)
-    output_len = _FILLING_STEPS + _WARM_UP_STEPS + steps
-    loop = _loop(running, _PROMPT_LENS[1] + output_len, page_size)
-    for uid, length in enumerate(lengths.tolist()):
-        prompt = rng.integers(_VOCAB, size=length, dtype=np.int32)
-        loop.scheduler.add(_request(uid, prompt, output_len, watched))
-    return [seconds * 1e6 for seconds in _decode_seconds(loop, running, steps, nullcontext())]
 
 
 def _decode_seconds(loop: EngineLoop, rows: int, steps: int, watched: AbstractContextManager[object]) -> list[float]:
@@ -304,5 +297,4 @@ def _batch(rows: int, fed: int, cached: int, **changes: Any) -> Batch:
     slots = np.arange(rows, dtype=np.int32)
     q_lens, kv_lens = (np.full(rows, length, dtype=np.int32) for length in (fed, cached))
     table = np.zeros((rows, (fed + cached) // 16 + 1), dtype=np.int32)
-    num_decode = rows if cached else 0
-    return build_batch(slots, q_lens, kv_lens, table, 16, slots, slots, num_decode=num_decode, **changes)
+    return build_batch(slots, q_lens, kv_lens, table, 16, slots, slots, num_decode=rows if cached else 0, **changes)

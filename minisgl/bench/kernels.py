@@ -58,9 +58,7 @@ _LAYERS = 4
 _FUSIONS = tuple(name for name in LAYER_FUSIONS if name != "experts")  # these layers have none
 
 Plain = Callable[..., object]
-Calls = tuple[gpu.Call, Plain, tuple[object, ...]]
-"""The fused call on fresh random inputs, and the plain function with its arguments."""
-
+Calls = tuple[gpu.Call, Plain, tuple[object, ...]]  # fused on fresh random inputs; the plain function, its arguments
 
 KernelCase = tuple[str, str, int, Callable[[], Calls]]
 """One kernel on one shape: both in words, the elements that must be read or written, and what makes the calls."""
@@ -179,12 +177,7 @@ def _activation(tokens: int, intermediate_size: int) -> Calls:
 
 
 def _sampling(rows: int, temperature: float, top_k: int | None) -> Calls:
-    """With a ``top_k``, also top-p 0.9 of what it leaves, in every row.
-
-    Logits are read twice then: for the maxima of the chunks, and for the draw. In between one program a row searches,
-    with top-k 50 in about ten passes over 50 chunks of 128 tokens: predicted for an H200, 40 µs for one row and 130 for
-    256. Without top-k, six passes over the whole row, as logits as flat as these are the worst case: 350 µs and 750.
-    """
+    """With a ``top_k``, also top-p 0.9 of what it leaves, in every row: logits as flat as these are the worst case."""
     logits, out = _random(rows, _VOCAB), torch.empty(rows, dtype=torch.int32, device=_DEVICE)
     if temperature == 0.0:
         return lambda: sample_tokens(logits, None, out), lambda logits: logits.argmax(-1), (logits,)
@@ -226,10 +219,8 @@ def _experts_table(tokens: Sequence[int], bandwidth: float, repeat: int) -> Tabl
         inputs = [_expert_inputs(count) for _ in range(gpu.buffers_needed(weights))]
         touched = int(inputs[0][1].unique().numel()) * one_expert
         limit = max(touched / bandwidth, count * _TOP_K * 2 * _EXPERT_WEIGHTS / flops_per_second) * 1e6
-        fused_calls: list[gpu.Call] = [partial(fused, *each) for each in inputs]
-        plain_calls: list[gpu.Call] = [partial(plain, *each) for each in inputs]
-        fused_time = min(gpu.microseconds(fused_calls) for _ in range(repeat))
-        plain_time = min(gpu.eager_microseconds(plain_calls) for _ in range(repeat))
+        fused_time = min(gpu.microseconds([partial(fused, *each) for each in inputs]) for _ in range(repeat))
+        plain_time = min(gpu.eager_microseconds([partial(plain, *each) for each in inputs]) for _ in range(repeat))
         table.add(count, touched / 1e6, limit, fused_time, plain_time)
     return table
 

@@ -28,7 +28,6 @@ _OWN_TOKENS = 2**62  # block ids from here on belong to single requests; those o
 
 _encode = msgspec.json.encode
 _Count = Annotated[int, Meta(ge=1)]
-_Id = Annotated[int, Meta(ge=0, lt=_OWN_TOKENS)]
 Body = Mapping[str, Any]
 Times = NDArray[np.float64]  # seconds since the beginning, never decreasing
 Range = tuple[int, int]  # the least and the most
@@ -95,7 +94,7 @@ class _Mooncake(Struct, forbid_unknown_fields=True):
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: _Count
     output_length: _Count
-    hash_ids: tuple[_Id, ...]
+    hash_ids: tuple[Annotated[int, Meta(ge=0, lt=_OWN_TOKENS)], ...]
 
 
 class _Qwen(_Mooncake, forbid_unknown_fields=True, kw_only=True):

@@ -26,7 +26,6 @@ from minisgl.table import RunningTable
 
 _REPEATS = 5
 
-
 CASES = {
     "reserve": ("reserve", "radix", False),
     "reserve, every length known": ("reserve", "radix", True),

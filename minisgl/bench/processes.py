@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -35,15 +34,12 @@ from minisgl.bench.server import ProcessTree, RunningServer, ServedModel, Server
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 
-_TIMEOUT = 600.0  # seconds for one wave
+_WAVE_TIMEOUT = 600.0  # seconds
 _LIMIT_MS = 1.0
 _LIMIT_STREAMS = 256  # the goal is a millisecond a token batch of this many streams
 _ELAPSED, _ENGINE, _SCHEDULER = "elapsed", "engine alone", "scheduler"
-_LOADED_TIMEOUT = 60.0  # seconds that all streams have to begin
-_ANSWER_TIMEOUT = 60.0  # seconds that a request has to end
-_END_TIMEOUT = 60.0  # seconds that the server has to end, or to serve again
-_PROBE_TIMEOUT = 5.0  # seconds of the request that asks whether it does
-_SWEEP_TIMEOUT = 5.0  # seconds that its other processes have to follow it, and its sockets to close
+_TIMEOUT = 60.0  # seconds that all streams have to begin, a request to end, and the server to end or to serve again
+_SHORT_TIMEOUT = 5.0  # of the request that asks whether it serves, and for processes and sockets that end with others
 _INPUT_LEN = 16
 _SHARED_MEMORY = Path("/dev/shm")
 _TOLD = (Outcome.FINISHED, Outcome.REFUSED, Outcome.FAILED)
@@ -118,10 +114,7 @@ def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) 
 
 
 def _engine_alone(model: ServedModel, options: dict[str, Any], waves: Waves) -> dict[str, float]:
-    """Milliseconds of a token batch without a server, from the first request to the last token and of processor time.
-
-    The latter is that of the whole process, so it must be a new one.
-    """
+    """Milliseconds of a token batch without a server, elapsed, and of the processor time of this whole process."""
     llm = LLM(model.path, **options)
 
     def wave(indices: range, output_len: int, seed: int) -> dict[str, float]:
@@ -143,7 +136,7 @@ def _served(
         def wave(indices: range, output_len: int, seed: int) -> dict[str, float]:
             plan = [PlannedRequest(index, _INPUT_LEN, output_len) for index in indices]
             before = tree.cpu_seconds()
-            records = asyncio.run(closed_loop(Client(running.address, seed, _TIMEOUT), plan, len(plan)))
+            records = asyncio.run(closed_loop(Client(running.address, seed, _WAVE_TIMEOUT), plan, len(plan)))
             after = tree.cpu_seconds()
             failed = [record for record in records if not record.token_times]
             if failed:
@@ -215,9 +208,9 @@ def run_faults(
 async def _load_and_kill(
     running: RunningServer, plan: Sequence[PlannedRequest], victim: psutil.Process
 ) -> tuple[list[RequestRecord], float]:
-    client = Client(running.address, seed=0, timeout=_ANSWER_TIMEOUT)
+    client = Client(running.address, seed=0, timeout=_TIMEOUT)
     asking = asyncio.create_task(closed_loop(client, plan, len(plan)))
-    deadline = time.monotonic() + _LOADED_TIMEOUT
+    deadline = time.monotonic() + _TIMEOUT
     while client.streaming < sum(each.stream for each in plan):
         if asking.done() or time.monotonic() > deadline:
             asking.cancel()
@@ -230,29 +223,28 @@ async def _load_and_kill(
 
 def _wait_for_the_end(running: RunningServer) -> tuple[str, bool]:
     """What became of the server, in words, and whether its operator can notice that."""
-    deadline = time.monotonic() + _END_TIMEOUT
-    while time.monotonic() < deadline:
-        try:
-            code = running.process.wait(0.1)
-        except subprocess.TimeoutExpired:
-            probe = Client(running.address, seed=1, timeout=_PROBE_TIMEOUT)
-            if asyncio.run(probe.ask(PlannedRequest(0, 8, 1))).outcome is Outcome.FINISHED:
-                return "serves again", True
-        else:
-            return (f"killed by {signal.Signals(-code).name}", True) if code < 0 else (f"exit code {code}", code != 0)
-    return "runs and does not answer", False
+    probe = Client(running.address, seed=1, timeout=_SHORT_TIMEOUT)
+
+    def serves() -> bool:
+        return asyncio.run(probe.ask(PlannedRequest(0, 8, 1))).outcome is Outcome.FINISHED
+
+    known = poll(lambda: running.process.poll() is not None or serves(), _TIMEOUT)
+    code = running.process.poll()
+    if code is None:
+        return ("serves again", True) if known else ("runs and does not answer", False)
+    return (f"killed by {signal.Signals(-code).name}", True) if code < 0 else (f"exit code {code}", code != 0)
 
 
 def _left_files(tree: ProcessTree, before: Mapping[str, int]) -> list[str]:
     """Kinds of processes that have more files open than before the load, once they had time to close them."""
-    poll(lambda: all(count <= before[kind] for kind, count in tree.descriptors().items()), _SWEEP_TIMEOUT)
+    poll(lambda: all(count <= before[kind] for kind, count in tree.descriptors().items()), _SHORT_TIMEOUT)
     more = {kind: count - before[kind] for kind, count in tree.descriptors().items()}
     return [f"{count} open files of {kind}" for kind, count in more.items() if count > 0]
 
 
 def _left_processes(tree: ProcessTree) -> list[str]:
     """Kinds of the processes that have not ended in time. They are killed."""
-    poll(lambda: not tree.alive(), _SWEEP_TIMEOUT)
+    poll(lambda: not tree.alive(), _SHORT_TIMEOUT)
     left = tree.alive()
     for process in left:
         process.kill()

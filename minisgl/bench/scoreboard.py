@@ -27,7 +27,6 @@ STAGES: tuple[tuple[int, str, dict[str, Any]], ...] = (
 )
 """Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops, on a CPU."""
 _ON_CUDA_ALONE = (10, 11, 12)
-_OFF: dict[str, Any] = {**ALL_OFF, "prefill_attention": "torch", "decode_attention": "torch"}
 _SYSTEM = (
     "You are the assistant of a small library. Answer in one short paragraph, in plain words, and name a book that the "
     "reader could borrow next. If you do not know an answer, say so and name the desk that does. Be kind, be brief, "
@@ -51,7 +50,7 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
     report = Report("scoreboard", settings)
     for model in models:
         table = report.table(f"{model}, output tokens/s", "chapter", "", "median", "least", "most")
-        options = dict(_OFF)
+        options = {**ALL_OFF, "prefill_attention": "torch", "decode_attention": "torch"}
         for place, (chapter, label, added) in enumerate(STAGES):
             options |= added
             if (not added and (on_cuda or model != "default")) or (chapter in _ON_CUDA_ALONE and not on_cuda):

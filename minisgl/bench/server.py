@@ -34,19 +34,12 @@ HOST = "127.0.0.1"
 VOCAB_SIZE = 10_000  # of prompts, for a model whose vocabulary is not known here; every one in use has more
 _TINY_OPTIONS = {"num_pages": 4096, "max_seq_len": 4096}  # a pool that a long run fills, and rows that are not too long
 _STOP_TIMEOUT = 60.0
-_LAST_LINES = 20
 _POLL = 0.1
 _PACKAGE = "minisgl."
 _SAMPLE_PERIOD = 0.5  # seconds between two samples of memory
 _SETTLE_TIMEOUT = 5.0  # seconds that a server has to forget the clients that left last
 _TREND_SAMPLES = 20  # of the second half, for a trend to mean anything
-_GAUGES = (
-    ("minisgl_requests_running", None),
-    ("minisgl_requests_waiting", None),
-    ("minisgl_kv_pages", "used"),
-    ("minisgl_kv_page_pool_size", None),
-)
-"""Names, and values of the label ``state``, of the fields of `Gauges`."""
+_GAUGES = ("requests_running", "requests_waiting", "kv_pages", "kv_page_pool_size")  # names of the fields of `Gauges`
 
 
 class ServerFailed(MiniSGLError):
@@ -102,7 +95,8 @@ def server(model: ServedModel, options: Mapping[str, Any], root: Path, timeout: 
     with socket.create_server((HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
     given = {"model": model.path, "host": HOST, "port": port, **model.options, **options}
-    flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", _as_word(value))]
+    words = {name: ",".join(map(str, value if isinstance(value, list) else [value])) for name, value in given.items()}
+    flags = [word for name, value in words.items() for word in (f"--{name.replace('_', '-')}", value)]
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor"}  # else below its TMPDIR
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -120,7 +114,7 @@ def server(model: ServedModel, options: Mapping[str, Any], root: Path, timeout: 
         )
 
     def failed(problem: str) -> ServerFailed:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         return ServerFailed("\n".join([f"the server {problem}:", *lines]))
 
     def healthy() -> bool:
@@ -165,8 +159,8 @@ def model_of(host: str, port: int) -> str:
     try:
         name: str = _get(host, port, "/v1/models").json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        where = f"http://{host}:{port}/v1/models"
-        raise ServerFailed(f"{where} does not name a model ({error!r}); is it OpenAI-compatible?") from error
+        problem = f"http://{host}:{port}/v1/models does not name a model ({error!r}); is it OpenAI-compatible?"
+        raise ServerFailed(problem) from error
     return name
 
 
@@ -190,13 +184,6 @@ def poll(condition: Callable[[], bool], timeout: float) -> bool:
             return True
         time.sleep(_POLL)
     return False
-
-
-def _as_word(value: object) -> str:
-    """A value as a flag takes it: JSON's booleans in lower case, lists with commas."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def kind_of(process: psutil.Process) -> str | None:
@@ -274,8 +261,10 @@ class Gauges(NamedTuple):
 def parse_gauges(text: str) -> Gauges | None:
     """The gauges out of Prometheus' text format, None if one is missing."""
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    values = {(sample.name, sample.labels.get("state")): sample.value for sample in samples}
-    return Gauges(*(int(values[name]) for name in _GAUGES)) if values.keys() >= set(_GAUGES) else None
+    values = {sample.name: sample.value for sample in samples if sample.labels.get("state", "used") == "used"}
+    with contextlib.suppress(KeyError):
+        return Gauges(*(int(values[f"minisgl_{name}"]) for name in _GAUGES))
+    return None
 
 
 @dataclass(slots=True)

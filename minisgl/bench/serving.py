@@ -123,14 +123,6 @@ def percentiles(values: Sequence[float], *percents: float) -> list[float] | None
     return found
 
 
-class LoadLevel(NamedTuple):
-    """In words; requests a second of an open loop, or users of a closed one. With neither, the times of a trace."""
-
-    label: str
-    rate: float | None = None
-    users: int | None = None
-
-
 class LoadRun(NamedTuple):
     """One load: its answers, the client, the pieces of answers that it read, and the server if it can be watched."""
 
@@ -172,26 +164,27 @@ def run_serve(
         raise LoadError(f"disconnects, malformed: must be shares that add up to 1 at most, got {shares}")
     lengths = _range("input_len", input_len), _range("output_len", output_len)
     traffic = Traffic(requests, *lengths, kind, Path(*files) if files else None, disconnects, malformed, seed)
+    loads: list[tuple[str, int | None, list[PlannedRequest]]]  # in words, the users of a closed loop, what is sent
     if rate:
-        loads = [LoadLevel(f"{each:g}/s", rate=each) for each in rate]
+        loads = [(f"{each:g}/s", None, traffic.plan(each, run)) for run, each in enumerate(rate)]
     elif files and not concurrency:
-        loads = [LoadLevel("as recorded")]
+        loads = [("as recorded", None, traffic.plan(None, 0))]
     else:
-        loads = [LoadLevel(f"{each} users", users=each) for each in concurrency or (_USERS,)]
-    slo = SLO(ttft_limit, tpot_limit)
-    plans = [traffic.plan(load.rate, number) for number, load in enumerate(loads)]
+        loads = [(f"{each} users", each, traffic.plan(None, run)) for run, each in enumerate(concurrency or [_USERS])]
     with running_server(url, model, options, vocab_size, start_timeout) as (address, tree):
         warm_up = [PlannedRequest(index, 16, 8) for index in range(_WARM_UP)]
         asyncio.run(closed_loop(Client(address, seed, timeout), warm_up, _WARM_UP))
         time.sleep(_PAUSE)
         runs: list[LoadRun] = []
-        for number, (load, plan) in enumerate(zip(loads, plans, strict=True), start=1):
+        for number, (load, users, plan) in enumerate(loads, start=1):
             client = Client(address, seed + number, timeout)  # other prompts: those of the run before are cached
-            runs.append(asyncio.run(_run(client, tree, load, plan, slo)))
-    settings = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    settings["model"] = address.model if url else model
-    memory = {f"{run.summary.load}: memory, MiB": run.server.curve for run in runs if run.server is not None}
-    return Report("serve", settings, all_tables(runs), list(all_targets(runs)), memory)
+            records, monitor, watched = asyncio.run(_run(client, tree, users, plan))
+            summary = LoadSummary(load, records, SLO(ttft_limit, tpot_limit))
+            runs.append(LoadRun(summary, monitor, client.pieces, watched))
+    report = load_report(runs)
+    report.settings = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    report.settings["model"] = address.model if url else model
+    return report
 
 
 def _range(name: str, values: Sequence[int]) -> Range:
@@ -201,49 +194,49 @@ def _range(name: str, values: Sequence[int]) -> Range:
 
 
 async def _run(
-    client: Client, tree: ProcessTree | None, load: LoadLevel, plan: list[PlannedRequest], slo: SLO
-) -> LoadRun:
+    client: Client, tree: ProcessTree | None, users: int | None, plan: list[PlannedRequest]
+) -> tuple[list[RequestRecord], ClientMonitor, ServerMonitor | None]:
     watching = nullcontext() if tree is None else monitor_server(tree, client.address)
     async with watching as watched, monitor_client(client) as monitor:
-        records = await (open_loop(client, plan) if load.users is None else closed_loop(client, plan, load.users))
-    return LoadRun(LoadSummary(load.label, records, slo), monitor, client.pieces, watched)
+        records = await (open_loop(client, plan) if users is None else closed_loop(client, plan, users))
+    return records, monitor, watched
 
 
-def all_targets(runs: Sequence[LoadRun]) -> Iterator[Target]:
+def _targets(run: LoadRun) -> Iterator[Target]:
     """Goals that hold under any load, and conditions under which the numbers mean something."""
-    for run in runs:
-        load, busy = run.summary.load, run.client.cpu / run.client.seconds
-        yield Target(f"{load}: requests answered, share", run.summary.answered, 1.0, at_least=True)
-        yield Target(f"{load}: client's share of a core", busy, _BUSY, at_least=False)
-        server = run.server
-        if server is None:
-            continue
-        files = sum(server.after.values()) / sum(server.before.values())
-        yield Target(f"{load}: open files, after / before", files, 1.0, at_least=False)
-        growth = server.growth(server.total)
-        if growth is not None:
-            factor = 1.0 + growth / (server.total[-1] - growth)
-            yield Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False)
-        if server.gauges is not None:
-            back = 1.0 - server.gauges.used_pages / server.gauges.pages
-            yield Target(f"{load}: pages given back, share", back, 1.0, at_least=True)
+    load, busy = run.summary.load, run.client.cpu / run.client.seconds
+    yield Target(f"{load}: requests answered, share", run.summary.answered, 1.0, at_least=True)
+    yield Target(f"{load}: client's share of a core", busy, _BUSY, at_least=False)
+    server = run.server
+    if server is None:
+        return
+    files = sum(server.after.values()) / sum(server.before.values())
+    yield Target(f"{load}: open files, after / before", files, 1.0, at_least=False)
+    growth = server.growth(server.total)
+    if growth is not None:
+        factor = 1.0 + growth / (server.total[-1] - growth)
+        yield Target(f"{load}: memory, end / half-time", factor, _FLAT, at_least=False)
+    if server.gauges is not None:
+        back = 1.0 - server.gauges.used_pages / server.gauges.pages
+        yield Target(f"{load}: pages given back, share", back, 1.0, at_least=True)
 
 
-def all_tables(runs: Sequence[LoadRun]) -> list[Table]:
-    """A row for each load in every table, then a table of each server's processes."""
+def load_report(runs: Sequence[LoadRun]) -> Report:
+    """A row for each load in every table, then a table of each server's processes; goals, and memory over time."""
+    report = Report("serve")
     slo, seen = runs[0].summary.slo, [each for each in Outcome if any(run.summary.outcomes[each] for run in runs)]
     good = f"good is a first token in {slo.ttft:g} s and then {1e3 * slo.tpot:g} ms a token"
-    throughput = Table(f"throughput; {good}", ["load", "requests/s", "output tokens/s", "good requests/s", "good"])
+    throughput = report.table(f"throughput; {good}", "load", "requests/s", "output tokens/s", "good requests/s", "good")
     from_due = "time to first token (TTFT), and to the end (E2E), from when the request was due"
     columns = ["load", "TTFT p50", "TTFT p90", "TTFT p99", "E2E p50", "E2E p90", "E2E p99"]
-    latency = Table(f"percentiles, ms: {from_due}", columns)
+    latency = report.table(f"percentiles, ms: {from_due}", *columns)
     between = "time per output token after the first (TPOT), between two pieces of an answer (ITL)"
     columns = ["load", "TPOT p50", "TPOT p90", "TPOT p99", "ITL p50", "ITL p99", "ITL p99.9"]
-    pace = Table(f"percentiles, ms: {between}", columns)
-    ends = Table("what became of the requests", ["load", "sent", "of them malformed", *seen])
+    pace = report.table(f"percentiles, ms: {between}", *columns)
+    ends = report.table("what became of the requests", "load", "sent", "of them malformed", *seen)
     lateness = "ms that its clock and its sending were late; in flight, counted and by Little's law"
     columns = ["load", "share of a core", "µs a piece", "delay p99", "delay max", "late p99", "in flight", "Little"]
-    itself = Table(f"the client itself: CPU; {lateness}", columns)
+    itself = report.table(f"the client itself: CPU; {lateness}", *columns)
     for run in runs:
         of, client = run.summary, run.client
         share = of.goodput / of.throughput if of.finished else 0.0
@@ -255,8 +248,11 @@ def all_tables(runs: Sequence[LoadRun]) -> list[Table]:
         piece = 1e6 * client.cpu / run.pieces if run.pieces else _NONE
         delays = (*_millis(client.delays, 99, 100), *_millis(of.lateness, 99))
         itself.add(of.load, client.cpu / client.seconds, piece, *delays, client.in_flight / client.seconds, of.little)
-    servers = [_server_table(run.summary.load, run.server) for run in runs if run.server is not None]
-    return [throughput, latency, pace, ends, itself, *servers]
+        report.targets += _targets(run)
+        if run.server is not None:
+            report.tables.append(_server_table(of.load, run.server))
+            report.samples[f"{of.load}: memory, MiB"] = run.server.curve
+    return report
 
 
 def _server_table(load: str, server: ServerMonitor) -> Table:

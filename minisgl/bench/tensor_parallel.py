@@ -39,8 +39,7 @@ _ONE_ROW_MICROS = 6.0
 _EPS = 1e-6
 _HEAD_START = 500_000  # clock cycles in which the host launches all that is timed, and in which late ranks catch up
 
-Times = Mapping[str, Mapping[str, float]]
-"""Microseconds by the way that was taken and the number of rows."""
+Times = Mapping[str, Mapping[str, float]]  # microseconds by the way that was taken and the number of rows
 
 
 def run_tp(

@@ -89,12 +89,10 @@ LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
 _REFERENCE = Path("benchmarks", "reference", "h200.json")
 _KERNEL_ROWS = 25
 _NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
-
 _SUFFIX_LEN = 24  # tokens of a question that follows the cached prefix
 
 Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], list[list[int]]]
-"""Prompts of one length and the number of tokens to generate; returns these."""
+Generate = Callable[[Prompts, int], list[list[int]]]  # from prompts of one length and the number of tokens to generate
 Requests = tuple[Prompts, list[SamplingParams]]
 Tokens = Callable[[int], list[int]]
 
@@ -316,20 +314,16 @@ def run_profile(
 
 def _add_steps(table: Table, trace: Trace) -> None:
     """Kinds of steps: how many there were, and how long the device and the host took for one."""
-    device: dict[int, tuple[str, float]] = {}
+    spans = [event for event in trace.events if "step" in event.args]
+    device = {event.args["step"]: event for event in spans if event.track == DEVICE}
     host: defaultdict[int, float] = defaultdict(float)
-    for event in trace.events:
-        step = event.args.get("step")
-        if step is None or event.duration is None:
-            continue
-        if event.track == DEVICE:
-            device[step] = event.name, event.duration
-        elif event.track == HOST and event.name != "wait":
-            host[step] += event.duration
-    for kind in sorted({kind for kind, _ in device.values()}):
-        steps = [step for step, (name, _) in device.items() if name == kind]
-        on_device = [device[step][1] * 1e3 for step in steps]
-        on_host = [host[step] * 1e3 for step in steps]
+    for event in spans:
+        if event.track == HOST and event.name != "wait":
+            host[event.args["step"]] += event.end - event.start
+    for kind in sorted({event.name for event in device.values()}):
+        steps = [step for step, event in device.items() if event.name == kind]
+        on_device = [1e3 * (device[step].end - device[step].start) for step in steps]
+        on_host = [1e3 * host[step] for step in steps]
         table.add(kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host))
 
 
@@ -437,8 +431,7 @@ def _time_to_first_token(
 ) -> tuple[list[float], list[float]]:
     """Seconds to the first token of a new prompt, and of one whose prefix is cached."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    uncached: list[float] = []
-    cached: list[float] = []
+    uncached, cached = list[float](), list[float]()
     for _ in range(repeat):
         [prefix] = make_prompts(1, prefix_len)
         for seconds, least_cached in ((uncached, 0), (cached, prefix_len - llm.config.page_size)):

@@ -12,7 +12,7 @@ import pytest
 
 from minisgl.bench.client import ClientMonitor, Outcome
 from minisgl.bench.server import Gauges, ProcessTree, ServerMonitor, kind_of, parse_gauges
-from minisgl.bench.serving import SLO, LoadRun, LoadSummary, all_tables, all_targets, percentiles
+from minisgl.bench.serving import SLO, LoadRun, LoadSummary, load_report, percentiles
 from tests.bench.scripted import planned, record
 
 OBJECTIVE = SLO(ttft=1.0, tpot=0.1)
@@ -124,7 +124,7 @@ def watch(growth: float, **fields: object) -> ServerMonitor:
 def verdicts(seen: ServerMonitor) -> dict[str, bool]:
     monitor = ClientMonitor([0.001], in_flight=1.0, seconds=1.0, cpu=0.1)
     run = LoadRun(LoadSummary("load", [record(0.0, 1.0)], SLO(1.0, 1.0)), monitor, 1, seen)
-    return {target.name.partition(": ")[2].partition(",")[0]: target.met for target in all_targets([run])}
+    return {target.name.partition(": ")[2].partition(",")[0]: target.met for target in load_report([run]).targets}
 
 
 def test_gauges_are_read_by_name_and_label() -> None:
@@ -157,13 +157,13 @@ def test_tables_have_a_cell_for_each_column_whatever_happened() -> None:
         LoadRun(LoadSummary("1/s", [record(0.0, 1.0, 1.5)], SLO(1.0, 1.0)), monitor, 2, watch(0.0)),
         LoadRun(LoadSummary("2/s", [refused, wrong], SLO(1.0, 1.0)), monitor, 0, None),
     ]
-    tables = all_tables(runs)
+    tables = load_report(runs).tables
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
     throughput, first_token, _, answers, _, server = tables
     assert throughput.rows[0][1:] == [1 / 1.5, 2 / 1.5, 1 / 1.5, "100%"]
     assert first_token.rows[0][1] == 1000.0
     assert first_token.rows[1][1] == "–"
-    assert answers.columns[3:] == ["finished", "error body"]
+    assert list(answers.columns[3:]) == ["finished", "error body"]
     assert [list(row) for row in answers.rows] == [["1/s", 1, 0, 1, 0], ["2/s", 2, 1, 0, 2]]
     assert [row[0] for row in server.rows] == ["serve", "all"]
 
