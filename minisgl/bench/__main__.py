@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import UnionType
@@ -17,7 +16,6 @@ import psutil
 import torch
 from rich.console import Console
 
-from minisgl.bench.report import Report
 from minisgl.bench.report import Report
 from minisgl.bench.workloads import WORKLOADS
 from minisgl.errors import MiniSGLError
@@ -163,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     report.show(console)
     path = output or Path("benchmarks", "results", f"{benchmark}.json")
-    report = replace(report, settings={**given, **report.settings})
+    report.settings = {**given, **report.settings}
     report.write(path, f"python -m minisgl.bench {shlex.join(arguments)}", load_average)
     console.print(f"written to {path}", soft_wrap=True)
 

@@ -240,8 +240,7 @@ def measure_planes(ranks: Sequence[int], steps: int) -> Table:
         for plane in CONTROL_PLANES:
             for kind, batch in (("decode", decode_batch_of(256)), ("prefill", prefill_batch_of(8, 1024))):
                 taken = sorted(_plane_micros(plane, size, batch, steps))
-                times = (median(taken), taken[int(0.95 * len(taken))])
-                table.add(plane, kind, len(encode_batch(batch)), size, *times)
+                table.add(plane, kind, len(encode_batch(batch)), size, median(taken), taken[int(0.95 * len(taken))])
     return table
 
 

@@ -28,11 +28,10 @@ _OWN_TOKENS = 2**62  # block ids from here on belong to single requests; those o
 
 _encode = msgspec.json.encode
 _Count = Annotated[int, Meta(ge=1)]
-Body = Mapping[str, Any]
 Times = NDArray[np.float64]  # seconds since the beginning, never decreasing
 Range = tuple[int, int]  # the least and the most
 
-MALFORMED: dict[str, Callable[[Body], bytes]] = {
+MALFORMED: dict[str, Callable[[Mapping[str, Any]], bytes]] = {
     "cut off": lambda body: _encode(body)[:-7],
     "no JSON": lambda body: b"prompt=hello&max_tokens=5",
     "no UTF-8": lambda body: _encode({**body, "prompt": "x"}).replace(b'"x"', b'"\xff\xfe"'),

@@ -76,8 +76,7 @@ def run_overhead(
     report = Report("api", {"input_len": _INPUT_LEN})
     batch = report.table("a token batch, ms", "streams", _ENGINE, "served", "outside the engine")
     processes = report.table("processor time of a token batch", "streams", "process", "ms", "µs a token")
-    added: dict[int, float] = {}
-    messages: dict[int, float] = {}
+    added, messages = dict[int, float](), dict[int, float]()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         served = served_model(model, root)
@@ -103,9 +102,8 @@ def run_overhead(
 def overhead_targets(added: Mapping[int, float], messages: Mapping[int, float]) -> Iterator[Target]:
     """Goals for milliseconds by number of streams, elapsed and in the scheduler's process."""
     for where, times in (("outside the engine", added), ("messages, in the scheduler's process", messages)):
-        if _LIMIT_STREAMS not in times:
+        if (few := times.get(_LIMIT_STREAMS)) is None:
             continue
-        few = times[_LIMIT_STREAMS]
         yield Target(f"{where}, {_LIMIT_STREAMS} streams, ms", few, _LIMIT_MS, at_least=False)
         for streams, many in times.items():
             if streams > _LIMIT_STREAMS and few > 0.0:

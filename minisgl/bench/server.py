@@ -130,11 +130,10 @@ def server(model: ServedModel, options: Mapping[str, Any], root: Path, timeout: 
         yield RunningServer(process, ServerAddress(HOST, port, model_of(HOST, port), model.vocab_size), directory)
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()  # nothing, if it has ended
+        process.wait()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -203,8 +202,8 @@ class ProcessTree:
 
     def __init__(self, pid: int) -> None:
         root = psutil.Process(pid)
-        found = {process: kind_of(process) for process in (root, *root.children(recursive=True))}
-        self.kinds = {process: kind for process, kind in found.items() if kind is not None}
+        found = (root, *root.children(recursive=True))
+        self.kinds = {process: kind for process in found if (kind := kind_of(process)) is not None}
 
     def alive(self) -> list[psutil.Process]:
         """Those that still run; a zombie does not."""

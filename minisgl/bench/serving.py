@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minisgl.bench.client import Client, ClientMonitor, Outcome, RequestRecord, closed_loop, monitor_client, open_loop
-from minisgl.bench.load import LoadError, PlannedRequest, Range, Traffic
+from minisgl.bench.load import LoadError, PlannedRequest, Traffic
 from minisgl.bench.report import Cell, Report, Table, Target
 from minisgl.bench.server import VOCAB_SIZE, ProcessTree, ServerMonitor, monitor_server, running_server
 
@@ -105,11 +105,6 @@ class LoadSummary:
         return [record.latency for record in self.finished]
 
     @property
-    def lateness(self) -> list[float]:
-        """Time between when each request was due and when the client got to send it."""
-        return [record.sent - record.due for record in self.records]
-
-    @property
     def little(self) -> float:
         """Requests in flight by Little's law: arrivals a second, times the mean time in the system."""
         return sum(record.ended - record.sent for record in self.records) / self.seconds
@@ -160,9 +155,11 @@ def run_serve(
     if kind not in ("poisson", "constant", "trace") or len(files) != (kind == "trace"):
         raise LoadError(f"arrivals: must be poisson, constant, or trace FILE, got {' '.join(arrivals)}")
     if min(disconnects, malformed) < 0.0 or disconnects + malformed > 1.0:
-        shares = (disconnects, malformed)
-        raise LoadError(f"disconnects, malformed: must be shares that add up to 1 at most, got {shares}")
-    lengths = _range("input_len", input_len), _range("output_len", output_len)
+        raise LoadError(f"disconnects, malformed: shares that add up to 1 at most, got {disconnects}, {malformed}")
+    for name, values in (("input_len", input_len), ("output_len", output_len)):
+        if len(values) not in (1, 2) or not 1 <= values[0] <= values[-1]:
+            raise LoadError(f"{name}: must be one length or the least and the most, at least 1, got {values}")
+    lengths = (input_len[0], input_len[-1]), (output_len[0], output_len[-1])
     traffic = Traffic(requests, *lengths, kind, Path(*files) if files else None, disconnects, malformed, seed)
     loads: list[tuple[str, int | None, list[PlannedRequest]]]  # in words, the users of a closed loop, what is sent
     if rate:
@@ -185,12 +182,6 @@ def run_serve(
     report.settings = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     report.settings["model"] = address.model if url else model
     return report
-
-
-def _range(name: str, values: Sequence[int]) -> Range:
-    if len(values) not in (1, 2) or not 1 <= values[0] <= values[-1]:
-        raise LoadError(f"{name}: must be one length or the least and the most, at least 1, got {values}")
-    return values[0], values[-1]
 
 
 async def _run(
@@ -246,7 +237,8 @@ def load_report(runs: Sequence[LoadRun]) -> Report:
         wrong = sum(record.planned.malformed is not None for record in of.records)
         ends.add(of.load, len(of.records), wrong, *(of.outcomes[outcome] for outcome in seen))
         piece = 1e6 * client.cpu / run.pieces if run.pieces else _NONE
-        delays = (*_millis(client.delays, 99, 100), *_millis(of.lateness, 99))
+        late = [record.sent - record.due for record in of.records]
+        delays = (*_millis(client.delays, 99, 100), *_millis(late, 99))
         itself.add(of.load, client.cpu / client.seconds, piece, *delays, client.in_flight / client.seconds, of.little)
         report.targets += _targets(run)
         if run.server is not None:

@@ -95,6 +95,7 @@ Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]  # from prompts of one length and the number of tokens to generate
 Requests = tuple[Prompts, list[SamplingParams]]
 Tokens = Callable[[int], list[int]]
+Make = Callable[[Tokens, random.Random], Requests]  # from a source of random tokens and one of random lengths
 
 
 class Workload(NamedTuple):
@@ -103,7 +104,7 @@ class Workload(NamedTuple):
     summary: str  # what it is, in a line
     unit: str  # of `Run.value`
     more_is_better: bool  # about that value
-    make: Callable[[Tokens, random.Random], Requests]  # from a source of random tokens and one of random lengths
+    make: Make
     options: Mapping[str, Any] = {}  # of the engine that it needs
 
     def requests(self, seed: int, vocab_size: int) -> Requests:
@@ -121,11 +122,8 @@ class Run(NamedTuple):
 
     def value(self, workload: Workload) -> float:
         """The number that counts for this workload, in its unit."""
-        by_unit = {
-            "output tokens/s": self.output_tokens / self.seconds,
-            "ms/token": 1e3 * self.seconds / self.steps,
-            "ms": 1e3 * self.seconds,
-        }
+        ms = 1e3 * self.seconds
+        by_unit = {_SPEED: self.output_tokens / self.seconds, "ms/token": ms / self.steps, "ms": ms}
         return by_unit.get(workload.unit, self.seconds)
 
 
@@ -133,13 +131,16 @@ def _params(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=max_tokens)
 
 
-def _mixed(tokens: Tokens, rng: random.Random, requests: int = 256) -> Requests:
-    prompts = [tokens(rng.randint(100, 1024)) for _ in range(requests)]
-    return prompts, [_params(0.6, rng.randint(100, 1024)) for _ in range(requests)]
+def _mixed(requests: int) -> Make:
+    def make(tokens: Tokens, rng: random.Random) -> Requests:
+        prompts = [tokens(rng.randint(100, 1024)) for _ in range(requests)]
+        return prompts, [_params(0.6, rng.randint(100, 1024)) for _ in range(requests)]
+
+    return make
 
 
-def _bs1(tokens: Tokens, rng: random.Random) -> Requests:
-    return [tokens(128)], [_params(0.0, 512)]
+def _alone(input_len: int, output_len: int) -> Make:
+    return lambda tokens, rng: ([tokens(input_len)], [_params(0.0, output_len)])
 
 
 def _prefix(tokens: Tokens, rng: random.Random) -> Requests:
@@ -147,29 +148,17 @@ def _prefix(tokens: Tokens, rng: random.Random) -> Requests:
     return [head + tokens(32) for _ in range(256)], [_params(0.0, 64)] * 256
 
 
-def _first_token(tokens: Tokens, rng: random.Random) -> Requests:
-    return [tokens(512)], [_params(0.0, 1)]
-
-
+_SPEED = "output tokens/s"
+_FEW = {"max_running_requests": 32}
 WORKLOADS = {
-    "mixed": Workload("256 requests, 100 to 1,024 tokens in and out, temperature 0.6", "output tokens/s", True, _mixed),
-    "bs1": Workload("one request, 128 tokens in and 512 out, greedy", "ms/token", False, _bs1),
+    "mixed": Workload("256 requests, 100 to 1,024 tokens in and out, temperature 0.6", _SPEED, True, _mixed(256)),
+    "bs1": Workload("one request, 128 tokens in and 512 out, greedy", "ms/token", False, _alone(128, 512)),
     "prefix": Workload("256 requests, 2,048 shared tokens and 32 own in, 64 out, greedy", "s", False, _prefix),
+    "refill": Workload("512 requests as in mixed, at most 256 running", _SPEED, True, _mixed(512)),
+    "refill-32": Workload("96 requests as in mixed, at most 32 running", _SPEED, True, _mixed(96), _FEW),
+    "ttft": Workload("one request, 512 tokens in and 1 out, greedy", "ms", False, _alone(512, 1)),
 }
-NAMES = tuple(WORKLOADS)  # of those that start all at once and need no option
-WORKLOADS |= {
-    "refill": Workload(
-        "512 requests as in mixed, at most 256 running", "output tokens/s", True, partial(_mixed, requests=512)
-    ),
-    "refill-32": Workload(
-        "96 requests as in mixed, at most 32 running",
-        "output tokens/s",
-        True,
-        partial(_mixed, requests=96),
-        {"max_running_requests": 32},
-    ),
-    "ttft": Workload("one request, 512 tokens in and 1 out, greedy", "ms", False, _first_token),
-}
+NAMES = ("mixed", "bs1", "prefix")  # of those that start all at once and need no option
 
 
 def _tokens(vocab_size: int, rng: random.Random) -> Tokens:
