@@ -40,6 +40,16 @@ INSTEAD = {
 }
 
 
+# Those of them that would change the answer: refused by every server, where other unknown fields may be ignored.
+UNSUPPORTED = INSTEAD.keys() - {
+    *_LEAVE_OUT,
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+}
+
+
 class ApiError(HTTPException):
     """An error with its HTTP status, OpenAI's ``param`` (the field at fault) and ``code`` (for programs)."""
 
