@@ -34,6 +34,7 @@ INSTEAD = {
     "guided_choice": "use response_format with type regex",
     "guided_json": "use response_format with type json_schema",
     "guided_regex": "use response_format with type regex",
+    "image_data": "prompts are texts only; leave it out",
     "metadata": "nothing is stored; leave it out",
     "safety_identifier": "use user",
     "structured_outputs": "use response_format",

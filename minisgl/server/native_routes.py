@@ -86,6 +86,7 @@ class GenerateRequest(ApiObject):
     ] = None
     sampling_params: GenerateParams = GenerateParams()
     stream: StrictBool = False
+    return_logprob: Annotated[bool, only_default(False)] = False
 
     @property
     def _given(self) -> Any:
