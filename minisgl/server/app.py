@@ -52,6 +52,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
 
     # FastAPI's own documentation pages load scripts from other hosts; /openapi.json itself is enough.
     app = FastAPI(title="minisgl", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.strict = config.strict
+    engine.model = config.served_model_name or engine.model
     for kind in (MiniSGLError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -90,23 +92,24 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._expected = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows_key(scope):
             await self._app(scope, receive, send)
         else:
             message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", headers=_CHALLENGE)
+            await _refuse(ApiError(401, message, code="invalid_api_key", headers=_CHALLENGE), scope, receive, send)
 
     def _knows_key(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)  # takes the same time however much of a guess is right
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        same = hmac.compare_digest(key, self._expected)  # takes the same time however much of a guess is right
+        return same and scheme.lower() == b"bearer"
 
 
 def is_open(path: str) -> bool:
     """Whether a path needs no key, because it shows nothing about requests."""
-    return path in ("/health", "/ui") or (path.startswith("/ui/") and path != "/ui/events")
+    return path in ("/health", "/ping", "/ui") or (path.startswith("/ui/") and path != "/ui/events")
 
 
 class BodyLimit:
@@ -122,7 +125,8 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if int(announced) > self._limit:
-            raise self._error()
+            await _refuse(self._error(), scope, receive, send)
+            return
         size = 0
 
         async def limited() -> Message:
@@ -138,6 +142,12 @@ class BodyLimit:
     def _error(self) -> ApiError:
         message = f"the body is larger than {self._limit} bytes; send less, or raise --max-body-size"
         return ApiError(413, message, code="body_too_large")
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer from within the middleware: an error raised there would miss the headers that browsers ask for."""
+    record_of(Request(scope)).code = error.code
+    await error.response()(scope, receive, send)
 
 
 class RequestLog:

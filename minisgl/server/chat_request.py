@@ -22,6 +22,7 @@ def _as_parts(value: Any) -> Any:
 class TextPart(ApiObject):
     """A part of a message's content; only texts are supported."""
 
+    place = "messages[].content[]"
     type: Literal["text"]
     text: StrictStr
 
@@ -29,6 +30,7 @@ class TextPart(ApiObject):
 class CalledFunction(ApiObject):
     """A function that was called; ``arguments`` is JSON text."""
 
+    place = "messages[].tool_calls[].function"
     name: StrictStr
     arguments: StrictStr
 
@@ -36,6 +38,7 @@ class CalledFunction(ApiObject):
 class PastCall(ApiObject):
     """A tool call of an earlier answer."""
 
+    place = "messages[].tool_calls[]"
     id: StrictStr
     type: Literal["function"]
     function: CalledFunction
@@ -44,9 +47,11 @@ class PastCall(ApiObject):
 class ChatMessage(ApiObject):
     """A message of a conversation. Content, a text or parts, is required unless there are tool calls.
 
-    ``tool_calls`` belong to the role assistant, ``tool_call_id`` and ``name`` to the role tool.
+    ``tool_calls`` belong to the role assistant, ``tool_call_id`` to the role tool; of other roles the ``name`` is left
+    out, since chat templates have no place for it.
     """
 
+    place = "messages[]"
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[TextPart] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart] | None)
@@ -60,13 +65,14 @@ class ChatMessage(ApiObject):
 
         Raises `InvalidRequest` for a key that the role does not have, or arguments that are no JSON object.
         """
-        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) is not None and self.role != role:
                 raise InvalidRequest(f"{field}.{name}", f"is only allowed with role {role}, not with {self.role}")
         if self.content is None and not self.tool_calls:
             raise InvalidRequest(f"{field}.content", "this field is required")
         message: dict[str, Any] = {"role": self.role, "content": "".join(part.text for part in self.content or ())}
-        message |= self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
+        if self.role == "tool":
+            message |= self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
         if self.tool_calls:
             calls = enumerate(self.tool_calls)
             message["tool_calls"] = [_call(f"{field}.tool_calls[{index}]", call) for index, call in calls]
@@ -91,7 +97,7 @@ class ChatRequest(OpenAIRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: StrictBool = False
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Tool], documented(minItems=1)] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
     modalities: list[Literal["text"]] | None = None
@@ -121,8 +127,6 @@ class ChatRequest(OpenAIRequest):
             return forced_call(self._offered)
         if not self.parallel_tool_calls:
             raise InvalidRequest("parallel_tool_calls", "false is only allowed where tool_choice demands a call")
-        if any(tool.function.strict for tool in self._offered):
-            raise InvalidRequest("tools", "strict is only allowed where tool_choice demands a call")
         return {}
 
     def reader_maker(self, syntax: ToolSyntax | None) -> Callable[[], CallReader] | None:

@@ -28,6 +28,8 @@ class ServerConfig:
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
         health_timeout: seconds that ``/health/generate`` waits for its token.
         live_page: serve ``/ui``, which shows every client of the server the requests of all others; ``false``: don't.
+        served_model_name: what clients call the model; None is its path or name.
+        strict: refuse requests with fields that are not known, instead of ignoring these.
         tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
@@ -49,6 +51,8 @@ class ServerConfig:
     max_body_size: int = 8 * 2**20
     health_timeout: float = 10.0
     live_page: bool = True
+    served_model_name: str | None = None
+    strict: bool = False
     tool_parser: str = "auto"
     log_format: str = "text"
     trace: str | None = None

@@ -34,9 +34,20 @@ INSTEAD = {
     "guided_choice": "use response_format with type regex",
     "guided_json": "use response_format with type json_schema",
     "guided_regex": "use response_format with type regex",
+    "image_data": "prompts are texts only; leave it out",
     "metadata": "nothing is stored; leave it out",
     "safety_identifier": "use user",
     "structured_outputs": "use response_format",
+}
+
+
+# Those of them that would change the answer: refused by every server, where other unknown fields may be ignored.
+UNSUPPORTED = INSTEAD.keys() - {
+    *_LEAVE_OUT,
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
 }
 
 

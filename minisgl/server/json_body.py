@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from typing import Any, NoReturn
@@ -11,22 +13,51 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from minisgl.server.errors import ApiError, field_name
+from minisgl.server.requests import IGNORED_FIELDS
 
+logger = logging.getLogger(__name__)
+
+_UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")  # what a header must not hold
+_LONGEST_NAME, _MOST_NAMES, _MOST_LOGGED = 80, 20, 200
+_LOGGED: set[str] = set()  # each name is logged once
 MAX_NESTING = 64  # levels of objects and lists: enough for any tool's schema, safe for recursive readers
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it takes one, is read by `read_json`."""
+    """A route whose body, if it takes one, is read by `read_json`.
+
+    Unless the app's state says ``strict``, fields that are not known are ignored and named in ``x-ignored-fields``.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler, takes_body = super().get_route_handler(), self.body_field is not None
 
         async def strict(request: Request) -> Response:
-            if takes_body:
-                _check_content_type(request.headers.get("content-type", ""))
-            return await handler(_JsonRequest(request.scope, request.receive))
+            if not takes_body:
+                return await handler(request)
+            _check_content_type(request.headers.get("content-type", ""))
+            ignored: set[str] = set()
+            before = IGNORED_FIELDS.set(None if request.app.state.strict else ignored)
+            try:
+                response = await handler(_JsonRequest(request.scope, request.receive))
+            finally:
+                IGNORED_FIELDS.reset(before)
+            if ignored:
+                names = sorted(_UNPRINTABLE.sub("?", name[:_LONGEST_NAME]) for name in ignored)[:_MOST_NAMES]
+                response.headers["x-ignored-fields"] = ", ".join(names)
+                _log_once(names)
+            return response
 
         return strict
+
+
+def _log_once(names: list[str]) -> None:
+    for name in names:
+        if name not in _LOGGED and len(_LOGGED) < _MOST_LOGGED:
+            _LOGGED.add(name)
+            logger.warning(
+                "the field %s of a request is not known and was ignored; --strict refuses such requests", name
+            )
 
 
 class _JsonRequest(Request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import version as package_version
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,7 +20,7 @@ from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.errors import ApiError
 from minisgl.server.formats import Usage
 from minisgl.server.messages import Update
-from minisgl.server.openapi import ASKS, READS, HealthReply, error_responses
+from minisgl.server.openapi import ASKS, READS, HealthReply, VersionReply, error_responses
 
 _KEY = "minisgl.record"
 
@@ -158,9 +159,15 @@ _PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": 
 
 
 def monitoring_routes(engine: AsyncEngine, metrics: ServerMetrics, health_timeout: float) -> APIRouter:
-    """``/health``, ``/health/generate`` (which may take ``health_timeout`` seconds) and ``/metrics``."""
+    """``/health``, ``/ping``, ``/health/generate`` (up to ``health_timeout`` s), ``/version`` and ``/metrics``."""
     router = APIRouter()
 
+    @router.get("/version", response_model=VersionReply, responses=error_responses(*READS))
+    async def version() -> Any:
+        """Version of this server."""
+        return {"version": package_version("minisgl")}
+
+    @router.get("/ping", response_model=HealthReply, responses=error_responses(503))
     @router.get("/health", response_model=HealthReply, responses=error_responses(503))
     async def health() -> Any:
         """Whether requests are taken."""

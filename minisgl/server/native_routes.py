@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr, field_validator
+from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr
 
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
@@ -46,9 +46,9 @@ _CLIENT_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
 
 
 class GenerateParams(SamplingFields):
-    """``sampling_params`` of ``POST /generate``, by SGLang's names; a ``top_k`` of −1 keeps all tokens."""
+    """``sampling_params`` of ``POST /generate``, by SGLang's names."""
 
-    top_k: Annotated[StrictInt, documented(minimum=-1, maximum=2**31 - 1)] | None = None
+    place = "sampling_params"
     max_new_tokens: MaxTokens = 128
     min_new_tokens: MinTokens = 0
     sampling_seed: Seed | None = None
@@ -56,11 +56,6 @@ class GenerateParams(SamplingFields):
     regex: StrictStr | None = None
     skip_special_tokens: Annotated[bool, only_default(True)] = True
     spaces_between_special_tokens: Annotated[bool, only_default(True)] = True
-
-    @field_validator("top_k")
-    @classmethod
-    def _all_tokens(cls, top_k: int | None) -> int | None:
-        return 0 if top_k == -1 else top_k
 
     def to_engine_params(self) -> SamplingParams:
         """The same by the engine's names. Raises `InvalidRequest`."""
@@ -91,6 +86,7 @@ class GenerateRequest(ApiObject):
     ] = None
     sampling_params: GenerateParams = GenerateParams()
     stream: StrictBool = False
+    return_logprob: Annotated[bool, only_default(False)] = False
 
     @property
     def _given(self) -> Any:

@@ -253,6 +253,12 @@ class DetokenizeReply(ApiReply):
     text: str
 
 
+class VersionReply(ApiReply):
+    """The version of the server's package."""
+
+    version: str
+
+
 class HealthReply(ApiReply):
     """Answer of ``/health``."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,6 +28,7 @@ from pydantic import (
 
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
+from minisgl.server.errors import UNSUPPORTED
 from minisgl.server.messages import JobPrompt
 
 # Sampling parameters with the same name and meaning in the API
@@ -33,9 +36,13 @@ _SAME_NAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "
 _MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0  # seconds
 
 
+# Names of unknown fields of the body that is being read; None where they are refused. See `JsonRoute`.
+IGNORED_FIELDS: ContextVar[set[str] | None] = ContextVar("minisgl_ignored_fields", default=None)
+
+
 def _document_nulls(schema: dict[str, Any]) -> None:
-    """State in a JSON schema that null is accepted for every optional field, and for unknown ones."""
-    schema["additionalProperties"] = {"type": "null"}
+    """State in a JSON schema that null is accepted for every optional field."""
+    schema["additionalProperties"] = True
     for name, field in schema.get("properties", {}).items():
         if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
             about = {key: field.pop(key) for key in ("title", "default") if key in field}
@@ -43,16 +50,27 @@ def _document_nulls(schema: dict[str, Any]) -> None:
 
 
 class ApiObject(BaseModel):
-    """A JSON object of the API: known fields only, and null, which clients often send, is the same as no field."""
+    """A JSON object of the API. Null, which clients often send, is the same as no field.
+
+    Fields that are not known are noted in `IGNORED_FIELDS` and left out, or refused where that is None.
+    """
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_document_nulls)
+    place: ClassVar[str] = ""
+    """Where such an object is in a body, such as ``messages[]``; empty for the body itself."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if value is not None}
+        given = {key: value for key, value in data.items() if value is not None}
+        ignored = IGNORED_FIELDS.get()
+        if ignored is None:
+            return given
+        unknown = given.keys() - {field.alias or name for name, field in cls.model_fields.items()} - UNSUPPORTED
+        ignored |= {f"{cls.place}.{name}".removeprefix(".") for name in unknown}
+        return {key: value for key, value in given.items() if key not in unknown}
 
 
 def as_list(value: Any) -> Any:
@@ -78,7 +96,9 @@ def documented(**limits: Any) -> Any:
 
 MaxTokens = Annotated[StrictInt, documented(minimum=1, maximum=2**31 - 1)]
 MinTokens = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
-Seed = Annotated[StrictInt, documented(minimum=0, maximum=2**63 - 1)]
+Seed = Annotated[
+    StrictInt, documented(minimum=-1, maximum=2**63 - 1), AfterValidator(lambda seed: None if seed == -1 else seed)
+]
 NumLogprobs = Annotated[StrictInt, documented(minimum=0, maximum=20)]
 _TopP = Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=1)]
 _Penalty = Annotated[StrictFloat, documented(minimum=-2, maximum=2)]
@@ -90,16 +110,23 @@ _TokenId = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 class StreamOptions(ApiObject):
     """Options of a stream."""
 
+    place = "stream_options"
     include_usage: StrictBool = False
 
 
 class SamplingFields(ApiObject):
-    """Fields of every generating endpoint, with the names and meanings of `SamplingParams`."""
+    """Fields of every generating endpoint, with the names and meanings of `SamplingParams`.
+
+    As in other servers, a ``top_k`` of −1 keeps all tokens, and a seed of −1 is none.
+    """
 
     temperature: Annotated[StrictFloat, documented(minimum=0, maximum=100)] | None = None
     top_p: _TopP | None = None
     min_p: Annotated[StrictFloat, documented(minimum=0, maximum=1)] | None = None
-    top_k: Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)] | None = None
+    top_k: (
+        Annotated[StrictInt, documented(minimum=-1, maximum=2**31 - 1), AfterValidator(lambda k: 0 if k == -1 else k)]
+        | None
+    ) = None
     n: Annotated[StrictInt, documented(minimum=1, maximum=128)] = 1
     stop: Annotated[list[_Text] | None, BeforeValidator(as_list, json_schema_input_type=_Text | list[_Text])] = None
     stop_token_ids: list[_TokenId] | None = None
@@ -119,6 +146,7 @@ _ANY_OBJECT = {"type": "object"}
 class JsonSchema(ApiObject):
     """A schema and its name. It is always strict; ``strict``, name and description change nothing."""
 
+    place = "response_format.json_schema"
     name: StrictStr
     description: StrictStr | None = None
     json_schema: dict[str, Any] = Field(_ANY_OBJECT, alias="schema")
@@ -128,6 +156,7 @@ class JsonSchema(ApiObject):
 class ResponseFormat(ApiObject):
     """``text``, ``json_object``, ``json_schema``, or the extension ``regex``."""
 
+    place = "response_format"
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
     regex: StrictStr | None = None
@@ -170,7 +199,7 @@ class GenerationBody(Protocol):
 class OpenAIRequest(SamplingFields, ABC):
     """The fields that OpenAI's two endpoints share. Meaning, limits and defaults are those of `SamplingParams`.
 
-    ``timeout`` is an extension; ``store`` and ``service_tier`` are accepted at their defaults only.
+    ``timeout`` is an extension; ``store`` and ``service_tier`` change nothing.
     """
 
     model: StrictStr
@@ -182,8 +211,8 @@ class OpenAIRequest(SamplingFields, ABC):
     user: StrictStr | None = None
     response_format: ResponseFormat | None = None
     timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
-    store: Annotated[bool, only_default(False)] = False
-    service_tier: Literal["auto", "default"] = "auto"
+    store: StrictBool = False
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
 
     @property
     @abstractmethod

@@ -17,8 +17,12 @@ FunctionName = Annotated[StrictStr, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{
 
 
 class Function(ApiObject):
-    """A function's description for the model. ``parameters`` is a JSON schema; none means no parameters."""
+    """A function's description for the model. ``parameters`` is a JSON schema; none means no parameters.
 
+    ``strict`` changes nothing: a call that is demanded keeps to the schema, any other need not.
+    """
+
+    place = "tools[].function"
     name: FunctionName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
@@ -28,6 +32,7 @@ class Function(ApiObject):
 class Tool(ApiObject):
     """A function that the client can call."""
 
+    place = "tools[]"
     type: Literal["function"]
     function: Function
 
@@ -40,12 +45,14 @@ class Tool(ApiObject):
 class FunctionChoice(ApiObject):
     """The name of a function."""
 
+    place = "tool_choice.function"
     name: FunctionName
 
 
 class NamedChoice(ApiObject):
     """The function that must be called."""
 
+    place = "tool_choice"
     type: Literal["function"]
     function: FunctionChoice
 
@@ -68,13 +75,11 @@ ToolChoice = Annotated[
 
 def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[Tool]:
     """The functions that the model may call. Raises `InvalidRequest` for a wrong choice or repeated names."""
-    if tools is None:
+    if not tools:
         if choice not in (None, "none"):
             raise InvalidRequest("tool_choice", "is only allowed with tools")
         return []
     names = [tool.function.name for tool in tools]
-    if not names:
-        raise InvalidRequest("tools", "must hold at least one function")
     if len(set(names)) < len(names):
         raise InvalidRequest("tools", "names a function twice")
     if not isinstance(choice, NamedChoice):

@@ -1,0 +1,150 @@
+"""Fields that clients send beside those we know: ignored and named, or refused by a strict server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from minisgl.server import json_body
+from minisgl.server.config import ServerConfig
+from tests.server.harness import MESSAGES, RunningServer, chat_checkpoint
+from tests.server.templates import QWEN
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    path = chat_checkpoint(tmp_path_factory.mktemp("strict"))
+    with RunningServer(path, ServerConfig(strict=True, served_model_name="tiny")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose model was told about tools."""
+    with RunningServer(chat_checkpoint(tmp_path_factory.mktemp("tools"), QWEN), num_pages=512) as running:
+        yield running
+
+
+def chat(server: RunningServer, **fields: Any) -> httpx.Response:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 2, "temperature": 0.0, **fields}
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+def test_unknown_fields_are_ignored_and_named(server: RunningServer) -> None:
+    plain = chat(server)
+    assert "x-ignored-fields" not in plain.headers
+    messages = [{**MESSAGES[0], "cache_control": {"type": "ephemeral"}, "refusal": "", "annotations": []}]
+    reply = chat(server, messages=messages, stream_options=None, temprature=1, priority=3)
+    assert reply.status_code == 200
+    names = "messages[].annotations, messages[].cache_control, messages[].refusal, priority, temprature"
+    assert reply.headers["x-ignored-fields"] == names
+    assert reply.json()["choices"] == plain.json()["choices"]
+
+
+def test_streams_and_other_endpoints_name_them_too(server: RunningServer) -> None:
+    reply = chat(server, stream=True, stream_options={"include_usage": True, "chunks": 1})
+    assert (reply.status_code, reply.headers["x-ignored-fields"]) == (200, "stream_options.chunks")
+    body = {"text": "the fox", "rid": "7", "sampling_params": {"max_new_tokens": 1, "no_stop_trim": False}}
+    reply = server.http.post("/generate", json=body)
+    assert (reply.status_code, reply.headers["x-ignored-fields"]) == (200, "rid, sampling_params.no_stop_trim")
+
+
+def test_a_name_cannot_break_the_header(server: RunningServer) -> None:
+    reply = chat(server, **{"x\r\nset-cookie: a\u20ac": 1, "y" * 200: 1, **{f"z{index:03}": 1 for index in range(100)}})
+    assert reply.status_code == 200
+    names = reply.headers["x-ignored-fields"].split(", ")
+    assert (names[0], names[1], len(names)) == ("x??set-cookie??a?", "y" * 80, 20)
+
+
+def test_each_name_is_logged_once(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_body, "_LOGGED", set())
+    with caplog.at_level(logging.WARNING, logger=json_body.__name__):
+        for _ in range(3):
+            chat(server, temprature=1)
+    assert [record.getMessage() for record in caplog.records if "temprature" in record.getMessage()] == [
+        "the field temprature of a request is not known and was ignored; --strict refuses such requests"
+    ]
+
+
+@pytest.mark.parametrize("field", ["functions", "guided_json", "audio", "chat_template", "structured_outputs"])
+def test_what_would_change_the_answer_is_refused(server: RunningServer, field: str) -> None:
+    reply = chat(server, **{field: {}})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_parameter")
+    assert field in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [({"temprature": 1}, "temprature"), ({"metadata": {}}, "metadata")])
+def test_a_strict_server_refuses_them_by_name(strict: RunningServer, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, **fields}
+    reply = strict.http.post("/v1/chat/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert strict.http.post("/v1/chat/completions", json=body | dict.fromkeys(fields)).status_code == 200
+
+
+def test_the_model_has_the_name_that_it_is_served_by(strict: RunningServer) -> None:
+    assert [each["id"] for each in strict.http.get("/v1/models").json()["data"]] == ["tiny"]
+    reply = strict.http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 1})
+    assert reply.json()["model"] == "tiny"
+
+
+CLIENTS: dict[str, dict[str, Any]] = {
+    "vllm-router": {
+        "no_stop_trim": False,
+        "continue_final_message": False,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "return_hidden_states": False,
+        "include_reasoning": True,
+    },
+    "guidellm": {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "openai": {
+        "metadata": {"a": "b"},
+        "reasoning_effort": "low",
+        "prompt_cache_key": "k",
+        "store": True,
+        "verbosity": "low",
+    },
+    "no seed and all tokens": {"seed": -1, "top_k": -1},
+    "no tools": {"tools": []},
+    "strict tools that the model may call": {"tools": [TOOL], "tool_choice": "auto"},
+    "a user with a name": {"messages": [{**MESSAGES[0], "name": "ada"}]},
+    "an answer of before": {
+        "messages": [
+            *MESSAGES,
+            {"role": "assistant", "content": "well", "reasoning_content": "hm", "refusal": None, "annotations": []},
+            *MESSAGES,
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("fields", CLIENTS.values(), ids=CLIENTS)
+def test_what_common_clients_send_is_answered(caller: RunningServer, fields: dict[str, Any]) -> None:
+    reply = chat(caller, **fields)
+    assert reply.status_code == 200, reply.text
+
+
+def test_the_version_and_the_ping_of_load_balancers(server: RunningServer) -> None:
+    assert server.http.get("/version").json()["version"].count(".") >= 1
+    assert server.http.get("/ping").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(("headers", "size", "status"), [({}, 10, 401), ({"authorization": "bearer k"}, 9000, 413)])
+def test_refusals_of_the_middleware_can_be_read_by_pages(
+    tmp_path: Path, headers: dict[str, str], size: int, status: int
+) -> None:
+    config = ServerConfig(api_key="k", max_body_size=4000, cors_origin=("https://page.example",))
+    with RunningServer(chat_checkpoint(tmp_path), config) as running:
+        all_headers = {**headers, "origin": "https://page.example", "content-type": "application/json"}
+        reply = running.http.post("/v1/completions", content=b" " * size, headers=all_headers)
+        assert reply.status_code == status
+        assert reply.headers["access-control-allow-origin"] == "https://page.example"
