@@ -45,7 +45,7 @@ MALFORMED: dict[str, Callable[[Mapping[str, Any]], bytes]] = {
     "max_tokens in words": lambda body: _encode({**body, "max_tokens": "many"}),
     "endless max_tokens": lambda body: _encode({**body, "max_tokens": 10**12}),
     "temperature below zero": lambda body: _encode({**body, "temperature": -1.0}),
-    "unknown field": lambda body: _encode({**body, "max_tokns": 5}),
+    "unsupported field": lambda body: _encode({**body, "guided_json": {}}),
     "unknown model": lambda body: _encode({**body, "model": "no such model"}),
 }
 """Bodies that a server must refuse, by what is wrong with them."""
