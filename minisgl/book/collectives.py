@@ -107,8 +107,6 @@ def _in_words(turn: Sequence[Transfer]) -> str:
     )
 
 
-# -- turn by turn ----------------------------------------------------------------------------------------------------
-
 _TOP = 64.0
 _CENTRE, _RADIUS = 152.0, 104.0
 _NODE, _CELL = 26.0, 28.0
@@ -207,8 +205,6 @@ def _between(start: Point, end: Point) -> tuple[Point, Point]:
         (end[0] - gap * along[0] + aside[0], end[1] - gap * along[1] + aside[1]),
     )
 
-
-# -- schedules below each other --------------------------------------------------------------------------------------
 
 _LEFT, _LANE = MARGIN + 64, 34
 
