@@ -149,7 +149,8 @@ def test_moe_accepts_a_single_token_and_one_expert() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_row_parallel_ranks_add_up_to_the_whole_layer(size: int) -> None:
     """Each has its columns of the weight and its part of the input. The bias is added once."""
-    x, weight, bias = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((3, 12), (5, 12), 5))
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((3, 12), (5, 12), 5))
 
     def job(ranks: Communicator) -> torch.Tensor:
         shard = divide("width", 12, ranks)
