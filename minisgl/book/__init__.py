@@ -12,8 +12,8 @@ _NAMES = {
     "attempts": "check your_turn",
     "batches": "Lengths attention_mask batch_arrays length_strip padding score_grids token_strip",
     "charts": "Axis bars chart loads memory_curve",
-    "collectives": "BreakEven Transfer break_evens collective_costs one_shot_all_reduce partial_sums reduce_player "
-    "reduce_schedule ring_all_reduce two_shot_all_reduce",
+    "collectives": "Transfer one_shot_all_reduce partial_sums reduce_player reduce_schedule ring_all_reduce "
+    "two_shot_all_reduce",
     "detokenizing": "DetokenizerStep detokenizer_steps",
     "launches": "Call Launches Tape bytes_moved launch_graph tensors",
     "listings": "chapter_map show",

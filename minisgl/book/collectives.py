@@ -1,4 +1,4 @@
-"""All-reduce schedules: which rank sends what to which, what each rank has by then, and what a collective costs."""
+"""Schedules of collectives: which rank sends what to which, and what each rank has by then."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise, permutations
+from itertools import groupby, permutations
 from typing import Literal
 
-from minisgl.book.charts import Axis, chart
 from minisgl.book.players import Player, player
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, Point, byte_size, counted, request_colors
 from minisgl.errors import ConfigError
@@ -20,11 +19,7 @@ Sums = list[list[Counter[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message of a collective.
-
-    Args:
-        kind: ``"add"``: the destination adds it to what it has; ``"take"``: it replaces what it has.
-    """
+    """One message of a collective, which the destination adds to what it has, or takes in its place."""
 
     when: float  # number of the turn, or a time in any unit; transfers with the same take place at once
     source: int
@@ -46,10 +41,9 @@ def ring_all_reduce(ranks: int, nbytes: int) -> list[Transfer]:
     chunks = _chunk_sizes(ranks, nbytes)
     transfers: list[Transfer] = []
     for turn in range(2 * (ranks - 1)):
-        adding = turn < ranks - 1
         for rank in range(ranks):
-            chunk = (rank - turn) % ranks if adding else (rank + ranks - turn) % ranks
-            kind: Literal["add", "take"] = "add" if adding else "take"
+            chunk = (rank - turn) % ranks  # in the second lap `ranks - 1` turns later: the next chunk
+            kind: Literal["add", "take"] = "add" if turn < ranks - 1 else "take"
             transfers.append(Transfer(turn, rank, (rank + 1) % ranks, chunk, chunks[chunk], kind))
     return transfers
 
@@ -82,10 +76,7 @@ def turns(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
 
 
 def partial_sums(transfers: Sequence[Transfer]) -> Iterator[Sums]:
-    """What every rank has of every chunk before the first turn, and after each. In a turn, all send, then receive.
-
-    Raises `ConfigError` if a chunk arrives to be taken while another one of it arrives at the same rank.
-    """
+    """What every rank has of every chunk before the first turn, and after each. In a turn, all send, then receive."""
     chunks = 1 + max((transfer.chunk or 0 for transfer in transfers), default=0)
     sums: Sums = [[Counter([rank]) for _ in range(chunks)] for rank in range(_num_ranks(transfers))]
     yield sums
@@ -96,22 +87,10 @@ def partial_sums(transfers: Sequence[Transfer]) -> Iterator[Sums]:
 
 def _after(before: Sums, turn: Sequence[Transfer]) -> Sums:
     sums = [list(row) for row in before]
-    taken: set[tuple[int, int]] = set()
-    arrived: set[tuple[int, int]] = set()
     for transfer in turn:
         for chunk in range(len(before[0])) if transfer.chunk is None else [transfer.chunk]:
-            place, sent = (transfer.destination, chunk), before[transfer.source][chunk]
-            if place in taken or (place in arrived and transfer.kind == "take"):
-                raise ConfigError(
-                    f"rank {transfer.destination} takes chunk {chunk} while it gets it from another rank, too; "
-                    "give these transfers different times"
-                )
-            arrived.add(place)
-            if transfer.kind == "take":
-                taken.add(place)
-                sums[transfer.destination][chunk] = sent
-            else:
-                sums[transfer.destination][chunk] = sums[transfer.destination][chunk] + sent
+            sent, row = before[transfer.source][chunk], sums[transfer.destination]
+            row[chunk] = sent if transfer.kind == "take" else row[chunk] + sent
     return sums
 
 
@@ -128,8 +107,6 @@ def _in_words(turn: Sequence[Transfer]) -> str:
     )
 
 
-# -- turn by turn ----------------------------------------------------------------------------------------------------
-
 _TOP = 64.0
 _CENTRE, _RADIUS = 152.0, 104.0
 _NODE, _CELL = 26.0, 28.0
@@ -139,7 +116,7 @@ def reduce_player(transfers: Sequence[Transfer], name: str = "all-reduce") -> Pl
     """Step through a schedule: the ranks in a circle with their messages, and beside it what each has in memory.
 
     Args:
-        transfers: such as `ring_all_reduce` makes; errors as of `partial_sums`.
+        transfers: such as `ring_all_reduce` makes.
     """
     in_turns, sums = turns(transfers), list(partial_sums(transfers))
     frames, captions, sent = [], [], Counter[int]()
@@ -171,9 +148,7 @@ def _frame(title: str, turn: Sequence[Transfer], sums: Sums, sent: Counter[int])
     says = [f"{title}.", *([f"Messages: {_in_words(turn)}."] if turn else [])]
     for rank, row in enumerate(sums):
         y = _TOP + 26 + rank * line
-        fill, ink = request_colors(rank)
-        canvas.box(left - 36, y, 28, _CELL, fill=fill)
-        canvas.text(left - 22, y + 19, rank, "strong", fill=ink)
+        _draw_rank(canvas, left - 22, y + _CELL / 2, rank, 28, _CELL, rank)
         for chunk, parts in enumerate(row):
             _draw_sum(canvas, left + chunk * width, y, width - 6, parts, ranks)
         canvas.text(WIDTH - MARGIN, y + 19, byte_size(sent[rank]), "text small", "end")
@@ -207,16 +182,10 @@ def _draw_circle(canvas: Canvas, turn: Sequence[Transfer], ranks: int) -> None:
     for transfer, (start, end) in zip(turn, arrows, strict=True):
         canvas.arrow(start, end, fill=request_colors(transfer.source)[0], thickness=2.0)
     for transfer, (start, end) in zip(turn, arrows, strict=True) if len(turn) <= 16 else ():
-        if transfer.chunk is not None:
-            x, y = (a + 0.4 * (b - a) for a, b in zip(start, end, strict=True))
-            half = 7 if transfer.chunk < 10 else 10
-            canvas.box(x - half, y - 8, 2 * half, 16, "card")
-            canvas.text(x, y + 4, transfer.chunk, "text small strong")
+        x, y = (a + 0.4 * (b - a) for a, b in zip(start, end, strict=True))
+        _write_chunk(canvas, x, y, transfer.chunk)
     for rank in range(ranks):
-        x, y = _place(rank, ranks)
-        fill, ink = request_colors(rank)
-        canvas.box(x - _NODE / 2, y - _NODE / 2, _NODE, _NODE, fill=fill)
-        canvas.text(x, y + 5, rank, "strong", fill=ink)
+        _draw_rank(canvas, *_place(rank, ranks), rank, _NODE, _NODE, rank)
 
 
 def _place(rank: int, ranks: int) -> Point:
@@ -236,8 +205,6 @@ def _between(start: Point, end: Point) -> tuple[Point, Point]:
         (end[0] - gap * along[0] + aside[0], end[1] - gap * along[1] + aside[1]),
     )
 
-
-# -- schedules below each other --------------------------------------------------------------------------------------
 
 _LEFT, _LANE = MARGIN + 64, 34
 
@@ -268,9 +235,7 @@ def _draw_schedule(canvas: Canvas, y: float, width: float, transfers: Sequence[T
     in_turns = turns(transfers)
     lanes = [y + 30 + rank * _LANE for rank in range(_num_ranks(transfers))]
     for rank, lane in enumerate(lanes):
-        fill, ink = request_colors(rank)
-        canvas.box(MARGIN, lane - 10, 56, 20, fill=fill)
-        canvas.text(MARGIN + 28, lane + 4, f"rank {rank}", "small strong", fill=ink)
+        _draw_rank(canvas, MARGIN + 28, lane, rank, 56, 20, f"rank {rank}")
         canvas.path(f"M{_LEFT - 8} {lane:g}H{_LEFT + len(in_turns) * width:g}", "rule")
     for number, turn in enumerate(in_turns):
         x = _LEFT + number * width
@@ -280,124 +245,22 @@ def _draw_schedule(canvas: Canvas, y: float, width: float, transfers: Sequence[T
         for transfer in turn:
             start, tip = (x + 3, lanes[transfer.source]), (x + width - 3, lanes[transfer.destination])
             canvas.arrow(start, tip, fill=request_colors(transfer.source)[0], thickness=2.0)
-        if len({transfer.source for transfer in turn}) == len(turn):
-            _number_chunks(canvas, turn, x, width, lanes)
+        for transfer in turn if len({each.source for each in turn}) == len(turn) else ():
+            down = lanes[transfer.destination] - lanes[transfer.source]
+            share = 11.0 / abs(down)  # so near that numbers of different senders stay apart
+            _write_chunk(canvas, x + share * width + 4, lanes[transfer.source] + share * down, transfer.chunk)
     return lanes[-1] + 24
 
 
-def _number_chunks(canvas: Canvas, turn: Sequence[Transfer], x: float, width: float, lanes: Sequence[float]) -> None:
-    """The chunk of each message on its arrow, near the sender; on the card's colour, so that no line crosses it."""
-    for transfer in turn:
-        if transfer.chunk is not None:
-            down = lanes[transfer.destination] - lanes[transfer.source]
-            share = 11.0 / abs(down)  # so near that numbers of different senders stay apart
-            left, middle = x + share * width + 4, lanes[transfer.source] + share * down
-            half = 6 if transfer.chunk < 10 else 9
-            canvas.box(left - half, middle - 7, 2 * half, 14, "card")
-            canvas.text(left, middle + 4, transfer.chunk, "text small strong")
+def _write_chunk(canvas: Canvas, x: float, y: float, chunk: int | None) -> None:
+    """The number of a chunk on an arrow, on the card's colour, so that no line crosses it."""
+    if chunk is not None:
+        half = 7 if chunk < 10 else 10
+        canvas.box(x - half, y - 8, 2 * half, 16, "card")
+        canvas.text(x, y + 4, chunk, "text small strong")
 
 
-# -- costs -----------------------------------------------------------------------------------------------------------
-
-Cost = tuple[str, int, float]
-"""(method, bytes of the message, microseconds)."""
-Segment = tuple[float, float]
-"""A straight line: its heights at both ends."""
-Crossing = tuple[str, str, float, float]
-"""(the lower one before, the lower one after, share of the way from left to right, height)."""
-
-
-@dataclass(frozen=True, slots=True)
-class BreakEven:
-    """Where two methods take the same time."""
-
-    below: str  # the fastest for smaller messages
-    above: str  # the fastest for larger ones
-    nbytes: float
-    microseconds: float  # that both take
-
-
-def collective_costs(costs: Sequence[Cost], title: str) -> Picture:
-    """Draw a line for each method on logarithmic axes, and a mark where another method becomes the fastest.
-
-    Args:
-        costs: in any order, at least one.
-        title: which collective, between which devices.
-
-    Raises `ConfigError` if a size or a time is not positive, or there are two times for one method and size; names it.
-    """
-    lines = {
-        method: [(nbytes / 1024, microseconds) for nbytes, microseconds in sorted(times.items())]
-        for method, times in _by_method(costs).items()
-    }
-    marks = {
-        f"from {byte_size(round(each.nbytes))} on: {each.above}, no longer {each.below}": (
-            each.nbytes / 1024,
-            each.microseconds,
-        )
-        for each in break_evens(costs)
-    }
-    return chart(lines, marks, title, Axis("KiB of the message", log=True), Axis("µs", log=True), dots=True)
-
-
-def break_evens(costs: Sequence[Cost]) -> list[BreakEven]:
-    """Where the fastest method changes, in order of size; errors as of `collective_costs`.
-
-    Between two measured sizes a method is taken to be a straight line on logarithmic axes. Where one of two methods was
-    not measured on both sides, nothing is claimed.
-    """
-    methods = _by_method(costs)
-    sizes = sorted({nbytes for times in methods.values() for nbytes in times})
-    found: list[BreakEven] = []
-    fastest = ""
-    for left, right in pairwise(sizes):
-        pieces = {
-            method: (_logarithm(times, left), _logarithm(times, right))
-            for method, times in methods.items()
-            if min(times) <= left and right <= max(times)
-        }
-        if pieces:
-            crossings, fastest = _envelope(pieces, fastest)
-            for below, above, share, height in crossings:
-                nbytes = math.exp(math.log(left) + share * math.log(right / left))
-                found.append(BreakEven(below, above, nbytes, math.exp(height)))
-    return found
-
-
-def _by_method(costs: Sequence[Cost]) -> dict[str, dict[int, float]]:
-    """Method → bytes → microseconds."""
-    methods: dict[str, dict[int, float]] = {}
-    for method, nbytes, microseconds in costs:
-        times = methods.setdefault(method, {})
-        if nbytes <= 0 or microseconds <= 0 or nbytes in times:
-            raise ConfigError(
-                f"costs of {method!r}: {nbytes} bytes in {microseconds} µs; both must be above 0, each size there once"
-            )
-        times[nbytes] = microseconds
-    return methods
-
-
-def _logarithm(times: Mapping[int, float], nbytes: int) -> float:
-    """Of the time for a size between two measured ones, on the straight line between them on logarithmic axes."""
-    below = max(size for size in times if size <= nbytes)
-    above = min(size for size in times if size >= nbytes)
-    low, high = math.log(times[below]), math.log(times[above])
-    return low if below == above else low + (high - low) * math.log(nbytes / below) / math.log(above / below)
-
-
-def _envelope(pieces: Mapping[str, Segment], before: str) -> tuple[list[Crossing], str]:
-    """Which line is the lowest from left to right: the crossings, and the lowest at the right end.
-
-    ``before``, the lowest so far, stays where it is as low as any other.
-    """
-    now = min(pieces, key=lambda name: (pieces[name][0], name != before))
-    found: list[Crossing] = []
-    while True:
-        left, right = pieces[now]
-        lower = {name: piece for name, piece in pieces.items() if piece[1] < right}
-        if not lower:
-            return found, now
-        shares = {name: (piece[0] - left) / ((right - left) - (piece[1] - piece[0])) for name, piece in lower.items()}
-        following = min(shares, key=lambda name: (shares[name], lower[name][1]))
-        found.append((now, following, shares[following], left + shares[following] * (right - left)))
-        now = following
+def _draw_rank(canvas: Canvas, x: float, y: float, rank: int, width: float, height: float, label: object) -> None:
+    fill, ink = request_colors(rank)
+    canvas.box(x - width / 2, y - height / 2, width, height, fill=fill)
+    canvas.text(x, y + 4.5, label, "small strong", fill=ink)

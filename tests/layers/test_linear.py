@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.linear import Linear, MergedColumnParallelLinear, linear, prepack_weight
+from minisgl.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear, linear, prepack_weight
 from minisgl.layers.mlp import Experts, GatedMLP, MoE, silu_and_mul
-from minisgl.layers.sharding import empty_parameter
+from minisgl.layers.sharding import Communicator, divide, empty_parameter
+from tests.distributed.ranks import Position, on_ranks
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64])
@@ -140,3 +141,30 @@ def test_moe_accepts_a_single_token_and_one_expert() -> None:
     moe = MoE(hidden_size=4, intermediate_size=3, num_experts=1, experts_per_token=1, normalize=True)
     randomize(moe)
     assert moe(torch.randn(1, 4)).shape == (1, 4)
+
+
+# -- divided over ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_row_parallel_ranks_add_up_to_the_whole_layer(size: int) -> None:
+    """Each has its columns of the weight and its part of the input. The bias is added once."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((3, 12), (5, 12), 5))
+
+    def job(ranks: Communicator) -> torch.Tensor:
+        shard = divide("width", 12, ranks)
+        layer = RowParallelLinear(shard, 5, bias=True, communicator=ranks)
+        layer.weight.copy_(weight[:, shard.start : shard.stop])
+        assert layer.bias is not None
+        layer.bias.copy_(bias)
+        out: torch.Tensor = layer(x[:, shard.start : shard.stop])
+        return out
+
+    for out in on_ranks(size, job):
+        torch.testing.assert_close(out, x @ weight.T + bias)
+
+
+def test_a_row_parallel_rank_reads_its_columns_of_the_checkpoint() -> None:
+    layer = RowParallelLinear(divide("width", 12, Position(1, 3)), 5)
+    assert layer.shard_specs()["weight"].index == (slice(None), slice(4, 8))
