@@ -230,6 +230,12 @@ def test_text_that_is_no_call_is_never_lost(syntax: ToolSyntax, pieces: list[str
         assert "".join(map(str, whole)) == "".join(pieces)
 
 
+def test_a_text_begins_a_call_or_none_or_it_is_too_early_to_say() -> None:
+    assert [Q.begins(text) for text in ('<tool_call>\n{"name"', "\n<tool_", "<tools>")] == [True, None, False]
+    assert [L.begins(text) for text in ('{ "name" : 3', '{"na', "{}")] == [True, None, False]
+    assert [L.begins(text) for text in ('; <|python_tag|>{"type": "function"', "<|py", "<py")] == [True, None, False]
+
+
 def test_only_what_may_begin_a_call_is_held_back() -> None:
     reader = CallReader(Q, {"f"})
     assert reader.feed("one < two") == ["one < two"]
