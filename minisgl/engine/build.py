@@ -11,7 +11,14 @@ import torch
 
 from minisgl.attention.select import attention_choice, select_backend
 from minisgl.config import EngineConfig
-from minisgl.engine.cuda_graph import CudaGraphCapture, build_runner, measure_graph_memory, sizes_to_capture
+from minisgl.engine.cuda_graph import (
+    CpuGraph,
+    CudaGraphCapture,
+    GraphCapture,
+    build_runner,
+    measure_graph_memory,
+    sizes_to_capture,
+)
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
 from minisgl.engine.memory import (
     all_gather_int,
@@ -133,11 +140,10 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     check_num_pages(num_pages, config.page_size, bytes_per_page, device)
 
     eager = make_runner(num_pages)
-    runner: ModelRunner = eager
+    capture: GraphCapture = CudaGraphCapture(device) if device.type == "cuda" else CpuGraph
+    runner = build_prefill_runner(config, eager, capture)  # first: these graphs need the most memory
+    runner = build_runner(config, runner, fusions, capture)
     if device.type == "cuda":
-        capture = CudaGraphCapture(device)
-        runner = build_prefill_runner(config, runner, capture)  # first: they need the most memory
-        runner = build_runner(config, runner, fusions, capture)
         warm_up_kernels(eager, config.max_prefill_tokens)
     choice = attention_choice(config, eager.kv_cache)
     return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator)
