@@ -47,8 +47,6 @@ def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:
     return canvas.picture(46 + -(-batch.num_tokens // columns) * line)
 
 
-# -- the arrays ------------------------------------------------------------------------------------------------------
-
 Column = tuple[int, int | None]
 """(row, flat token), or None for tokens of the row that are left out."""
 
@@ -125,9 +123,6 @@ def _draw_row(canvas: Canvas, y: float, batch: Batch, row: int) -> None:
     )
 
 
-# -- who sees what ---------------------------------------------------------------------------------------------------
-
-
 def attention_mask(batch: Batch) -> Picture:
     """Draw a block for each of the first 16 rows: a line for each fed token, a column for each position it could see.
 
@@ -177,9 +172,6 @@ def _draw_mask(canvas: Canvas, y: float, row: int, seq_len: int, positions: list
     return top + height + 8
 
 
-# -- the lengths of a request ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Lengths of a running request at one moment, in tokens, as in `RunningTable`; ``label`` names the moment."""
@@ -225,9 +217,6 @@ def length_strip(moments: Sequence[Lengths]) -> Picture:
     states = "kv: keys and values computed, or being computed  ·  id: known, not fed yet  ·  ?: being sampled"
     canvas.note(y + 18, f"{states}  ·  outline: room")
     return canvas.picture(y + 30)
-
-
-# -- one step or two, without a cache --------------------------------------------------------------------------------
 
 
 def score_grids(texts: Sequence[str]) -> Picture:

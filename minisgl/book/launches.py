@@ -102,9 +102,6 @@ def bytes_moved(calls: Sequence[Call]) -> int:
     return total
 
 
-# -- what each call needs ----------------------------------------------------------------------------------------------
-
-
 def needs(calls: Sequence[Call]) -> list[set[int]]:
     """For each call the earlier ones whose results it reads or writes over, without those that they need themselves."""
     writer: dict[int, int] = {}

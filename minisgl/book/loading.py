@@ -21,8 +21,6 @@ _STRIP = 44.0
 _SMALLEST_NAME = 7.5
 """Pixels that one character of a name takes."""
 
-# -- the bytes of a file -----------------------------------------------------------------------------------------------
-
 
 def file_map(path: Path, group: str) -> Picture:
     """Draw a safetensors file three times: whole, the tensors whose names begin with ``group``, and its first bytes.
@@ -99,9 +97,6 @@ class _Strip:
         left, width = self.x(begin), self.x(end) - self.x(begin)
         words = [(name, "text small")] * (len(name) * _SMALLEST_NAME < width)
         self.canvas.cell(left, self.y, max(width, 0.5), _STRIP, *words, color=color, kind="shared")
-
-
-# -- the memory of a process -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

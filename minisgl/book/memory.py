@@ -116,8 +116,6 @@ def array_map(moments: Mapping[str, Sequence[Array]], capacity: int, title: str)
     return canvas.picture(y - 22)
 
 
-# -- the pool from step to step --------------------------------------------------------------------------------------
-
 _LEFT, _RIGHT = 64.0, WIDTH - 14.0
 _TOP, _BOTTOM = 92.0, 232.0
 _ROWS_TOP, _ROWS_BOTTOM = 252.0, 292.0
@@ -188,8 +186,6 @@ def pool_use(moments: Sequence[PoolUse], num_pages: int, title: str, span: int =
         _ROWS_BOTTOM + 28, f"{title}, at most {counted(most, 'request')} running.\nPages read: {read}."
     )
 
-
-# -- the budget of a device ------------------------------------------------------------------------------------------
 
 _BAR_TOP, _BAR = 64, 40
 _NUMBER_WIDTH = 20

@@ -107,8 +107,6 @@ def head_sharing(layouts: Mapping[str, AttentionSpec]) -> Picture:
     return canvas.picture(y - 8)
 
 
-# -- rotary positions ------------------------------------------------------------------------------------------------
-
 _RADIUS = 56.0
 _DIAL_TOP, _DIAL = 48, 2 * (_RADIUS + 24)
 
@@ -150,9 +148,6 @@ def _draw_dial(canvas: Canvas, x: float, points: Sequence[Sequence[float]], posi
         if all(math.dist(label, other) >= 16 for other in placed):  # neither label covers the other
             placed.append(label)
             canvas.text(label[0], label[1] + 4, positions[index], "text small")
-
-
-# -- a layer ---------------------------------------------------------------------------------------------------------
 
 
 def layer_flow(layer: DecoderLayer) -> Picture:
@@ -215,9 +210,6 @@ def _draw_block(canvas: Canvas, y: float, title: str, steps: Sequence[tuple[str,
     canvas.text((left + norm + end) / 2, stream - 7, f"the sum, T × {width}, to the next norm", "muted small")
 
 
-# -- packed weights --------------------------------------------------------------------------------------------------
-
-
 def packed_rows(modules: Mapping[str, MergedColumnParallelLinear]) -> Picture:
     """Draw checkpoint tensors on the left, and on the right the one parameter whose rows they fill.
 
@@ -248,9 +240,6 @@ def packed_rows(modules: Mapping[str, MergedColumnParallelLinear]) -> Picture:
         lowest = max(lowest, source_y - apart)
         canvas.says.append(f"{name}.weight, {rows} × {width}: {'; '.join(filled)}.")
     return canvas.picture(lowest + 14)
-
-
-# -- the next token --------------------------------------------------------------------------------------------------
 
 
 def distribution(stages: Mapping[str, torch.Tensor], text: Callable[[int], str], columns: int = 9) -> Picture:

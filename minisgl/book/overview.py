@@ -96,9 +96,6 @@ def you_are_here(chapter: int) -> Picture:
     return architecture(*(name for name, part in PARTS.items() if chapter in part.chapters))
 
 
-# -- the scoreboard --------------------------------------------------------------------------------------------------
-
-
 def scoreboard(chapter: int) -> Markdown:
     """Tokens a second after each chapter up to this one, on a CPU and on an H200, and where they were measured."""
     from minisgl.bench.scoreboard import STAGES

@@ -24,8 +24,6 @@ def _as_text(tokens: list[int], decode: Decode | None) -> str:
     return repr(decode(tokens))[1:-1] if decode else " ".join(map(str, tokens))
 
 
-# -- the radix tree --------------------------------------------------------------------------------------------------
-
 _TOP, _NODE_LINE, _NODE = 44, 50, 40
 _RIGHT = 560
 
@@ -95,8 +93,6 @@ def _eviction_order(cache: RadixCache) -> Iterator[Node]:
             if children[parent] == 0 and parent.lock_count == 0:
                 heapq.heappush(leaves, (parent.last_access, parent.uid, parent))
 
-
-# -- block hashes ----------------------------------------------------------------------------------------------------
 
 _PER_LINE, _GAP = 4, 24
 _STEP = (WIDTH - 2 * MARGIN + _GAP) / _PER_LINE
@@ -168,9 +164,6 @@ def _draw_arrow(canvas: Canvas, x: float, y: float, starts_line: bool) -> None:
         canvas.arrow((end, turn), (end, y + _BLOCK_LINE))
     else:
         canvas.arrow((x, y + _BLOCK / 2), (x + _GAP, y + _BLOCK / 2))
-
-
-# -- rows with a shared prefix ---------------------------------------------------------------------------------------
 
 
 def prefix_groups(
