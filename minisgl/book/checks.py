@@ -33,12 +33,9 @@ _ENVIRONMENT = {
 def check(sources: Sources, number: int, directory: Path, timeout: int) -> bool:
     """Print what is done in a reader's folder and what is next; True if everything is done.
 
-    Args:
-        sources: the checkout whose tests are run; the folder's own copies may have been changed.
-        directory: the reader's; it is not written to.
-        timeout: seconds that one test may take; the first that takes longer ends the check.
-
-    Raises `CourseError` if there is nothing to check, or the tests end without a result.
+    The tests are those of ``sources``, since the folder's own may have been changed; nothing is written to it. The
+    first test that takes longer than ``timeout`` seconds ends the check. Raises `CourseError` if there is nothing to
+    check, or the tests end without a result.
     """
     chapter = sources.table.chapter_with_tasks(number)
     find_package(directory, chapter)

@@ -1,14 +1,7 @@
 """The table of the course, one file a chapter in ``course/``: what it introduces and teaches, and what readers write.
 
-``course/06.toml`` holds these entries:
-
-- ``title``: of the chapter, whose number is the file's name.
-- ``introduces``: modules (``package.module``) and single definitions (``package.module:Definition``). Of two entries
-  that fit a definition, the longer one counts. Each public definition of the engine has one chapter, or is in
-  ``course/reference.toml``.
-- ``[[concept]]``: a part of a serving engine that the chapter teaches; see `Concept`.
-- ``[[task]]``: functions that a reader writes together; see `Task`. Tasks count from 1, in the order of the file, and
-  the tests of a task pass as soon as it and the tasks before it are written.
+``course/06.toml`` is a `Chapter` whose number is the file's name, with a ``[[concept]]`` for each `Concept` and a
+``[[task]]`` for each `Task`. The tests of a task pass as soon as it and the tasks before it are written.
 """
 
 from __future__ import annotations
@@ -78,7 +71,6 @@ class Task:
 
     @property
     def id(self) -> str:
-        """Chapter and number, such as ``"6.2"``."""
         return f"{self.chapter}.{self.number}"
 
     def message(self, stub: Stub) -> str:
@@ -87,7 +79,6 @@ class Task:
 
     @property
     def messages(self) -> list[str]:
-        """What its stubs say."""
         return [self.message(stub) for stub in self.stubs]
 
 
@@ -103,7 +94,6 @@ class Concept:
 
     @property
     def chapters(self) -> tuple[int, ...]:
-        """The one that introduces it, and later ones."""
         return (self.chapter, *self.again)
 
 
@@ -113,7 +103,9 @@ class Chapter:
 
     number: int
     title: str
-    introduces: tuple[str, ...] = ()  # modules, ``package.module``, and definitions, ``package.module:Definition``
+    # Modules, ``package.module``, and definitions, ``package.module:Definition``, which count more. Each public
+    # definition of the engine has one chapter, or is in ``course/reference.toml``.
+    introduces: tuple[str, ...] = ()
     concepts: tuple[Concept, ...] = ()  # what it teaches first
     tasks: tuple[Task, ...] = ()  # what its reader writes
 

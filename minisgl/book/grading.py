@@ -26,15 +26,11 @@ _USAGE_ERROR = 4
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the rubric. Its points are given if every one of its tests passes.
-
-    Args:
-        tests: ``file``, ``file::test`` or ``file::Class``; the file is beside ``assignment.toml`` or in the checkout.
-    """
+    """A line of the rubric. Its points are given if every one of its tests passes."""
 
     name: str
     points: int  # that it is worth
-    tests: tuple[str, ...]
+    tests: tuple[str, ...]  # ``file``, ``file::test`` or ``file::Class``, beside ``assignment.toml`` or in the checkout
     performance: bool = False  # the tests count operations: a submission that fails only them is slow, and not wrong
 
 
@@ -131,14 +127,10 @@ class Report:
 
 
 def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
-    """Grade a submission in a process of its own, on the CPU.
+    """Grade ``module:Class``, whose module is looked for in ``cwd`` first, in a process of its own on the CPU.
 
-    Args:
-        submission: ``module:Class``; the module is looked for in ``cwd`` first.
-        time_limit: seconds; None is the assignment's own.
-        cwd: the submission's folder; None is the current one.
-
-    Raises `CourseError` if the assignment names tests that do not exist, or this system has no process groups.
+    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if the assignment names tests that
+    do not exist, or this system has no process groups.
     """
     if os.name != "posix":
         raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")

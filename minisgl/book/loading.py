@@ -109,7 +109,6 @@ class Sample:
 
     @property
     def resident(self) -> float:
-        """Megabytes of both."""
         return self.own + self.pages
 
 
@@ -139,12 +138,9 @@ class LoadRun:
 def watch_memory(load: Callable[..., Iterator[str]], *arguments: object) -> LoadRun:
     """Run a generator function in a fresh process, and watch the memory of that.
 
-    The function imports what it needs. Its first ``yield`` starts the clock and sets memory to zero; each further one
-    ends a stage, whose name it yields. A `MiniSGLError` ends it and is kept. Systems other than Linux don't tell
-    pages of files from the rest: there, all memory is the process's own.
-
-    Args:
-        arguments: of the function, which gets them as strings.
+    The function imports what it needs, and gets its arguments as strings. Its first ``yield`` starts the clock and sets
+    memory to zero; each further one ends a stage, whose name it yields. A `MiniSGLError` ends it and is kept. Systems
+    other than Linux don't tell pages of files from the rest: there, all memory is the process's own.
     """
     request = json.dumps([dedent(inspect.getsource(load)), load.__name__, list(map(str, arguments))])
     command = [sys.executable, "-m", "minisgl.book.loading"]

@@ -143,10 +143,7 @@ class PoolUse:
 def pool_use(moments: Sequence[PoolUse], num_pages: int, title: str, span: int = 0) -> Picture:
     """Draw how much of the pool is read, idle, free and promised from step to step, and how many requests run.
 
-    Args:
-        moments: one a step.
-        num_pages: of the pool.
-        span: steps that the picture has room for, if more than there are: to compare pictures.
+    The picture has room for ``span`` steps, if these are more than there are moments: to compare pictures.
     """
     span = max(span, len(moments))
     width = min((_RIGHT - _LEFT) / span, 24.0)
@@ -194,12 +191,7 @@ _NUMBER_WIDTH = 20
 def memory_budget(parts: Mapping[str, int], total: int, title: str = "Device memory") -> Picture:
     """Draw one bar of ``total`` bytes cut into numbered parts, which are listed below; the rest is free.
 
-    Args:
-        parts: bytes by name, in the order in which they are drawn.
-        total: bytes of the whole.
-        title: what the whole is.
-
-    Raises `ConfigError` if a part is negative, or the parts are more than the whole.
+    ``parts`` has bytes by name. Raises `ConfigError` if a part is negative, or the parts are more than the whole.
     """
     used = sum(parts.values())
     if min(parts.values(), default=0) < 0 or used > total or total <= 0:

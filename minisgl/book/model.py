@@ -255,7 +255,8 @@ def distribution(stages: Mapping[str, torch.Tensor], text: Callable[[int], str],
     tokens = torch.stack(list(shares.values())).amax(0).argsort(descending=True, stable=True)[:columns]
     tokens = tokens[first[tokens].argsort(descending=True, stable=True)]
     names = [text(token) for token in tokens.tolist()]
-    drawn = {name: [*share[tokens].tolist(), _others(share, tokens)] for name, share in shares.items()}
+    others = {name: float(share.index_fill(0, tokens, 0.0).sum()) for name, share in shares.items()}
+    drawn = {name: [*share[tokens].tolist(), others[name]] for name, share in shares.items()}
     canvas = Canvas("The distribution of the next token, stage by stage")
     left, base, line, tallest = MARGIN + 150, 144, 96, 54
     step = (WIDTH - MARGIN - left) / (columns + 1)
@@ -284,10 +285,6 @@ def distribution(stages: Mapping[str, torch.Tensor], text: Callable[[int], str],
         base - 52, "numbers: probability in %  ·  filled: may be drawn  ·  dashed outline: cut by this stage  ·  –: cut"
     )
     return canvas.picture(base - 38)
-
-
-def _others(share: torch.Tensor, tokens: torch.Tensor) -> float:
-    return float(share.index_fill(0, tokens, 0.0).sum())
 
 
 def _percent(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture
-from minisgl.book.tables import RESULTS, Markdown, kept, table
+from minisgl.book.tables import RESULTS, Markdown, kept, table, three_digits
 from minisgl.errors import ConfigError
 
 
@@ -109,12 +109,8 @@ def scoreboard(chapter: int) -> Markdown:
         results = kept(name)
         origins.append(f"*{results.origin}*")
         for each in results.tables:
-            speeds = {row[1]: [_digits(float(speed)) for speed in row[2:]] for row in each.rows}
+            speeds = {row[1]: [three_digits(float(speed)) for speed in row[2:]] for row in each.rows}
             headings.append(f"{machine}: {each.title}")
             columns.append(["{} ({} to {})".format(*speeds[name]) if name in speeds else "–" for _, name, _ in STAGES])
     rows = [(at, name, *values) for (at, name, _), *values in zip(STAGES, *columns, strict=True) if at <= chapter]
     return Markdown("\n\n".join([table(headings, rows).text, *origins]))
-
-
-def _digits(speed: float) -> str:
-    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"

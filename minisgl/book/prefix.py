@@ -172,9 +172,7 @@ def prefix_groups(
     """Draw one plan of the cascade backend: each box is read once, a group's prefix or a row's own keys.
 
     Args:
-        groups: of `PrefixGroupTracker`.
-        seq_lens: [R] keys of each row.
-        uids: of the rows' requests.
+        seq_lens, uids: [R] keys of each row, and the ``uid`` of its request.
         most_rows, most_keys: that the picture has room for, if more than there are: to compare pictures.
     """
     left, top, line = 58.0, 58.0, 22

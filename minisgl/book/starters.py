@@ -29,10 +29,7 @@ _NOTHING = re.compile(r"pass|raise NotImplementedError(\(.*\))?", re.DOTALL)
 
 
 def repository() -> Path:
-    """The checkout that this package runs from.
-
-    Raises `CourseError` if the package was installed without its tests and chapters.
-    """
+    """The checkout that this package runs from. Raises `CourseError` if it was installed without tests and chapters."""
     root = Path(minisgl.__file__).parents[1]
     if not (root / TESTS).is_dir() or not (root / "chapters").is_dir():
         raise CourseError(
@@ -88,23 +85,17 @@ class Sources:
         return {stub: function_text(self.read(stub.path), stub.name) for stub in task.stubs}
 
     def difference(self, task: Task, place: Path) -> Iterator[str]:
-        """Lines of unified diffs from a reader's functions to ours.
-
-        Args:
-            place: a folder that holds a package, or a file with the functions, methods in classes or without.
-        """
+        """Lines of unified diffs from a reader's functions, in a package's folder or in a file, to ours."""
         for stub, ours in self.solution(task).items():
             path = place / stub.path if place.is_dir() else place
             try:
                 source = path.read_text(encoding="utf-8")
-                name = next(name for name, _ in functions_of(source) if name in (stub.name, stub.last_name))
+                found = [name for name, _ in functions_of(source) if name in (stub.name, stub.last_name)]
             except (OSError, SyntaxError) as error:
                 raise CourseError(f"{path} cannot be read: {error}") from error
-            except StopIteration:
-                raise CourseError(
-                    f"{path} has no function {stub.name}, which is what task {task.id} is about"
-                ) from None
-            yield from _difference(function_text(source, name), ours, f"{stub.path}:{stub.name}")
+            if not found:
+                raise CourseError(f"{path} has no function {stub.name}, which is what task {task.id} is about")
+            yield from _difference(function_text(source, found[0]), ours, f"{stub.path}:{stub.name}")
 
     def suite(self, tasks: Sequence[Task]) -> Files:
         """The test files of some tasks, all helpers of tests, and other test files that these import."""
@@ -136,10 +127,7 @@ def files_with_tests(tasks: Sequence[Task]) -> list[str]:
 
 
 def write(files: Files, directory: Path) -> None:
-    """Write a folder that is not there yet, or is empty.
-
-    Raises `CourseError` if something is there, or cannot be written. Nothing that was there is changed.
-    """
+    """Write a new folder. Raises `CourseError` if something is there, which is not changed, or on failure."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CourseError(f"{directory} is there already and is not an empty folder; name a new one")
     try:
@@ -152,22 +140,18 @@ def write(files: Files, directory: Path) -> None:
 
 
 def find_package(directory: Path, chapter: Chapter) -> None:
-    """Make sure that a folder holds a package in which a chapter's tasks can be written.
-
-    Raises `CourseError` if it does not.
-    """
+    """Raise `CourseError` if a folder holds no package in which a chapter's tasks can be written."""
     if not (directory / PACKAGE / "__init__.py").is_file():
-        raise CourseError(
-            f"{directory} has no package {PACKAGE}/; name the folder that `python -m minisgl course start` wrote"
-        )
+        start = "`python -m minisgl course start`"
+        raise CourseError(f"{directory} has no package {PACKAGE}/; name the folder that {start} wrote")
     wanted = [stub.path for task in chapter.tasks for stub in task.stubs]
-    missing = next((path for path in wanted if not (directory / path).is_file()), None)
-    texts = list(directory.glob("chapters/*.md"))
-    if missing is None and texts and not any(text.name.startswith(f"{chapter.number:02d}-") for text in texts):
-        missing = f"chapters/{chapter.number:02d}-….md"
-    if missing is not None:
+    missing = [path for path in wanted if not (directory / path).is_file()]
+    texts = [text.name[:3] for text in directory.glob("chapters/*.md")]
+    if texts and f"{chapter.number:02d}-" not in texts:
+        missing.append(f"chapters/{chapter.number:02d}-….md")
+    if missing:
         raise CourseError(
-            f"{directory} has no {missing}, so it is not of chapter {chapter.number}; "
+            f"{directory} has no {missing[0]}, so it is not of chapter {chapter.number}; "
             f"`python -m minisgl course start {chapter.number} NEW-FOLDER` writes one that is"
         )
 
@@ -239,13 +223,9 @@ def function_text(source: str, name: str) -> str:
 
 
 def with_functions(source: str, texts: Mapping[str, str]) -> str:
-    """``source`` with functions replaced by others; decorators stay, and so does the class around a method.
+    """A module's text with other definitions for some functions; decorators and the class around a method stay.
 
-    Args:
-        source: text of a module.
-        texts: qualified name of a function → a definition, whose own decorators do not count.
-
-    Raises `CourseError` if there is no such function, or more than one.
+    ``texts`` has them by qualified name. Raises `CourseError` if there is no such function, or more than one.
     """
     lines, nodes = source.splitlines(keepends=True), {name: _function(source, name) for name in texts}
     for name, node in sorted(nodes.items(), key=lambda item: item[1].lineno, reverse=True):  # earlier lines stay right
@@ -254,14 +234,7 @@ def with_functions(source: str, texts: Mapping[str, str]) -> str:
 
 
 def with_stubs(source: str, messages: Mapping[str, str]) -> str:
-    """``source`` with functions whose bodies raise `NotImplementedError`; signature, decorators and docstring stay.
-
-    Args:
-        source: text of a module.
-        messages: qualified name of a function → what the error says.
-
-    Raises `CourseError` if there is no such function, or more than one.
-    """
+    """The same with bodies that raise `NotImplementedError` with a message; signature and docstring stay, too."""
     stubs = {}
     for name, message in messages.items():
         signature, docstring = _head(function_text(source, name))

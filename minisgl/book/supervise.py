@@ -57,10 +57,7 @@ def run_bounded(
 ) -> Ended:
     """Run a command in a process group of its own; none of its processes is left when this returns.
 
-    Args:
-        time_limit: seconds until it is killed.
-        output_limit: bytes after which it is killed.
-        watch: called many times a second while it runs.
+    It is killed after ``time_limit`` seconds or ``output_limit`` bytes; ``watch`` is called many times a second.
     """
     mark, start, stopped = uuid.uuid4().hex, time.monotonic(), None
     with tempfile.TemporaryFile() as output:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -41,8 +40,6 @@ _STYLE = """
 
 # What no XML document may have: most control characters, and lone surrogates.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
-_HEADING_LINE, _HEADING_LENGTH = 20, 80
 _LINE = 17
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
@@ -69,18 +66,8 @@ class Picture:
     @property
     def height(self) -> float:
         """In CSS pixels."""
-        return float(self._root["height"])
-
-    @property
-    def inside(self) -> str:
-        """The elements of the drawing, to be put into another one."""
-        return self._root["inside"]
-
-    @property
-    def _root(self) -> re.Match[str]:
-        root = _ROOT.fullmatch(self.svg)
-        assert root is not None, "not made by a Canvas"
-        return root
+        found = re.search(' height="([^"]+)"', self.svg)
+        return float(found[1]) if found else 0.0
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -236,10 +223,6 @@ class Canvas:
         self.text(MARGIN, y, words, "muted", "start")
         return words
 
-    def group(self, y: float, parts: str) -> None:
-        """Parts of another drawing, moved down by ``y``."""
-        self._parts.append(f'<g transform="translate(0 {y:g})">{parts}</g>')
-
     def picture(self, height: float, text: str = "") -> Picture:
         """Everything drawn so far on a card of this height; ``text`` says the same in words, or ``says`` does."""
         text = _NOT_XML.sub("\ufffd", text or "\n".join(self.says))
@@ -251,16 +234,3 @@ class Canvas:
             f"<style>{_STYLE}</style>{card}{''.join(self._parts)}</svg>"
         )
         return Picture(svg, text)
-
-
-def stack(pictures: Sequence[Picture], headings: Sequence[str]) -> Picture:
-    """Drawings below each other as one, each under its heading and with its own card."""
-    canvas, y = Canvas(), 0.0
-    for picture, heading in zip(pictures, headings, strict=True):
-        for line in textwrap.wrap(heading, _HEADING_LENGTH):
-            canvas.text(MARGIN, y + 22, line, "text strong", "start")
-            y += _HEADING_LINE
-        canvas.group(y + 12, picture.inside)
-        y += 12 + picture.height
-    says = [f"{heading}: {picture.text}" for heading, picture in zip(headings, pictures, strict=True)]
-    return canvas.picture(y, "\n".join(says))

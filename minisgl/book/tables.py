@@ -177,13 +177,13 @@ def _display(shown: Measured) -> None:
 
 def _in_markdown(shown: Table) -> str:
     rows = [[_OPTION.sub(r"`\1`", cell) if isinstance(cell, str) else cell for cell in row] for row in shown.rows]
-    return f"**{shown.title}**\n\n{table(shown.columns, rows, shown=_three_digits).text}"
+    return f"**{shown.title}**\n\n{table(shown.columns, rows, shown=three_digits).text}"
 
 
 def _listed(tables: Iterable[Table]) -> str:
     return ", ".join(repr(each.title) for each in tables)
 
 
-def _three_digits(number: float) -> str:
+def three_digits(number: float) -> str:
     """Three significant digits, or all that stand before the point: a median deserves no more."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:#.3g}".rstrip(".")
