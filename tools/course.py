@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from minisgl.book.checks import Result, fits, link_package, results_of, run_tests
+from minisgl.book.checks import link_package, results_of, run_tests
 from minisgl.book.course_table import Chapter, CourseError, Mutant, Task, load_table
 from minisgl.book.starters import PACKAGE, Files, Sources, repository, with_functions, write
-from minisgl.book.supervise import Ended
+from minisgl.book.supervise import Ended, Result, fits
 from tools.pytest_copies import PytestCopies
 
 WORKERS = 2

@@ -18,7 +18,7 @@ _NAMES = {
     "launches": "Call Launches Tape bytes_moved launch_graph tensors",
     "listings": "chapter_map show",
     "loading": "LoadRun file_map memory_stages watch_memory",
-    "memory": "Array PoolUse array_map engine_memory memory_budget page_map pool_use toy_page_map",
+    "memory": "Array PoolUse array_map memory_budget page_map pool_use toy_page_map",
     "model": "attention_map distribution head_sharing layer_flow packed_rows rotation_dials softmax_panels",
     "overview": "architecture scoreboard you_are_here",
     "players": "Snapshots live player",

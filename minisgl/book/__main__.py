@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minisgl.book.checks import SECONDS_PER_TEST, check
@@ -35,40 +35,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m minisgl course", description="Write the engine chapter by chapter."
-    )
+    description = "Write the engine chapter by chapter."
+    parser = argparse.ArgumentParser(prog="python -m minisgl course", description=description)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("list", help="chapters and their tasks")
-    command.set_defaults(run=_list)
+    def add(name: str, run: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=about)
+        command.set_defaults(run=run)
+        return command
 
-    command = commands.add_parser("start", help="write the package with the tasks of a chapter left out")
-    command.add_argument("chapter", type=int, help="number of the chapter")
-    command.add_argument("directory", type=Path, help="a new folder")
-    command.set_defaults(run=_start)
-
-    command = commands.add_parser("check", help="run a chapter's tests on your package, task by task")
-    command.add_argument("chapter", type=int, help="number of the chapter")
-    command.add_argument("directory", type=Path, help="the folder that `start` wrote")
-    command.add_argument(
-        "--timeout", type=int, default=SECONDS_PER_TEST, help="seconds that one test may take (default: %(default)s)"
-    )
-    command.set_defaults(run=_check)
-
-    command = commands.add_parser("hint", help="one nudge towards a task")
-    command.add_argument("task", nargs="+", help="chapter and number, such as 6.2")
-    command.set_defaults(run=_hint)
-
-    command = commands.add_parser("solution", help="our functions of one task")
-    command.add_argument("task", nargs="+", help="chapter and number, such as 6.2")
-    command.set_defaults(run=_solution)
-
-    command = commands.add_parser("diff", help="what a starter lacks, or how your functions differ from ours")
-    command.add_argument("task", help="a chapter, such as 6, or a task of it, such as 6.2")
-    command.add_argument("place", nargs="?", type=Path, help="your folder or file, to compare one task with ours")
-    command.set_defaults(run=_diff)
-
+    add("list", _list, "chapters and their tasks")
+    start = add("start", _start, "write the package with the tasks of a chapter left out")
+    check = add("check", _check, "run a chapter's tests on your package, task by task")
+    for command, folder in ((start, "a new folder"), (check, "the folder that `start` wrote")):
+        command.add_argument("chapter", type=int, help="number of the chapter")
+        command.add_argument("directory", type=Path, help=folder)
+    seconds = "seconds that one test may take (default: %(default)s)"
+    check.add_argument("--timeout", type=int, default=SECONDS_PER_TEST, help=seconds)
+    hint = add("hint", _hint, "one nudge towards a task")
+    for command in (hint, add("solution", _solution, "our functions of one task")):
+        command.add_argument("task", nargs="+", help="chapter and number, such as 6.2")
+    diff = add("diff", _diff, "what a starter lacks, or how your functions differ from ours")
+    diff.add_argument("task", help="a chapter, such as 6, or a task of it, such as 6.2")
+    diff.add_argument("place", nargs="?", type=Path, help="your folder or file, to compare one task with ours")
     add_grade(commands)
     return parser
 
@@ -101,9 +90,8 @@ def _check(options: argparse.Namespace) -> int:
 
 def _hint(options: argparse.Namespace) -> int:
     task = load_table().task(".".join(options.task))
-    print(
-        task.hint or f"Task {task.id} has no hint yet: its docstrings and the names of its tests say what it is about."
-    )
+    no_hint = f"Task {task.id} has no hint yet: its docstrings and the names of its tests say what it is about."
+    print(task.hint or no_hint)
     return 0
 
 
@@ -115,15 +103,12 @@ def _solution(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    sources = _sources()
-    if options.task.isdecimal() and options.place is not None:
+    sources, is_chapter = _sources(), options.task.isdecimal()
+    if is_chapter and options.place is not None:
         raise CourseError(f"name one task to compare with {options.place}, such as {options.task}.1")
-    if options.task.isdecimal():
-        lines = sources.missing(sources.table.chapter_with_tasks(int(options.task)).tasks)
-    elif options.place is None:
-        lines = sources.missing([sources.table.task(options.task)])
-    else:
-        lines = sources.difference(sources.table.task(options.task), options.place)
+    table = sources.table
+    tasks = table.chapter_with_tasks(int(options.task)).tasks if is_chapter else [table.task(options.task)]
+    lines = sources.missing(tasks) if options.place is None else sources.difference(tasks[0], options.place)
     for line in lines:
         print(line)
     return 0

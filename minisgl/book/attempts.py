@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -72,9 +71,9 @@ def _check(sources: Sources, task: Task, written: Functions) -> None:
         ours, theirs = (parameters(text) for text in (sources.solution(task)[stub], _text(function)))
         if ours != theirs:
             print(f"{stub.last_name} takes ({', '.join(theirs)}); the package calls it with ({', '.join(ours)}).")
-    modules = {path: exchanged(sources.read(path), path, written) for path in {stub.path for stub in written}}
-    if check_functions(sources, task, modules) and any(stub.module == TOY for stub in written):
-        path = next(stub.path for stub in written if stub.module == TOY)
+    modules = {stub.path: exchanged(sources.read(stub.path), stub.path, written) for stub in written}
+    path = next((stub.path for stub in written if stub.module == TOY), None)
+    if check_functions(sources, task, modules) and path is not None:
         text = OWN_TOY.read_text(encoding="utf-8") if OWN_TOY.exists() else sources.read(path)
         try:
             OWN_TOY.write_text(exchanged(text, path, written), encoding="utf-8")
@@ -92,24 +91,16 @@ def exchanged(source: str, path: str, functions: Functions) -> str:
         _supply(function, _bound(source), supplied)
     outside = [line for line in supplied.values() if "\n" not in line and "from minisgl" not in line]
     inside = [line for line in supplied.values() if line not in outside]  # below, where all of the module is defined
-    lines = text.splitlines()
-    place = max((node.end_lineno or 0 for node in ast.parse(text).body if _comes_first(node)), default=0)
+    lines, first = text.splitlines(), ast.parse(text).body[:2]  # a docstring, and what must precede other imports
+    head = [node for node in first if isinstance(node, ast.Expr) or ast.unparse(node).startswith("from __future__")]
+    place = max((node.end_lineno or 0 for node in head), default=0)
     return "\n".join([*lines[:place], *outside, *lines[place:], *inside]) + "\n"
-
-
-def _comes_first(node: ast.stmt) -> bool:
-    """Whether a statement is a docstring, or an import that only other such ones may precede."""
-    return (node.lineno == 1 and isinstance(node, ast.Expr)) or (
-        isinstance(node, ast.ImportFrom) and node.module == "__future__"
-    )
 
 
 def parameters(text: str) -> list[str]:
     """Names of the parameters of a definition."""
     ((_, node),) = functions_of(text)
-    all_of = node.args
-    named = [*all_of.posonlyargs, *all_of.args, all_of.vararg, *all_of.kwonlyargs, all_of.kwarg]
-    return [each.arg for each in named if each is not None]
+    return [part.arg for part in ast.iter_child_nodes(node.args) if isinstance(part, ast.arg)]
 
 
 def _matched(task: Task, items: tuple[Any, ...]) -> Functions:
@@ -138,8 +129,9 @@ def _functions_in(items: tuple[Any, ...], task: Task) -> Iterator[FunctionType]:
             names = [stub.last_name for stub in task.stubs if stub.name == f"{item.__name__}.{stub.last_name}"]
             yield from _functions_in(tuple(vars(item)[name] for name in names if name in vars(item)), task)
             continue
-        item = getattr(item, "fget", None) or getattr(item, "__func__", None) or getattr(item, "fn", item)
-        function = inspect.unwrap(item)  # a property, a static method or a kernel of Triton's holds a function
+        for holder in ("fget", "__func__", "fn"):  # a property, a static method or a kernel of Triton's
+            item = getattr(item, holder, None) or item
+        function = inspect.unwrap(item)
         if not isinstance(function, FunctionType):
             raise CourseError(f"{item!r} is no function that you wrote; task {task.id} takes functions")
         yield function
@@ -150,9 +142,6 @@ def _text(item: Any) -> str:
         return textwrap.dedent(inspect.getsource(item))
     except (OSError, TypeError):
         raise CourseError(f"the text of {item.__name__} is not to be found: write it in a cell or in a file") from None
-
-
-# -- names that a function uses ----------------------------------------------------------------------------------------
 
 
 def _bound(source: str) -> set[str]:
@@ -171,26 +160,20 @@ def _bound(source: str) -> set[str]:
 
 
 def _used(text: str) -> set[str]:
-    """Names that a definition takes from its module."""
-
-    def visit(table: symtable.SymbolTable) -> Iterator[str]:
-        yield from (each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced())
-        for child in table.get_children():
-            yield from visit(child)
-
+    """Names that a definition reads, in its body and in defaults, and does not bind itself."""
     ((_, node),) = functions_of(text)
-    defaults = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
-    in_defaults = {part.id for each in defaults for part in ast.walk(each) if isinstance(part, ast.Name)}
-    (table,) = symtable.symtable(text, "attempt", "exec").get_children()
-    return {*visit(table), *in_defaults}
+    defaults = [each for each in (*node.args.defaults, *node.args.kw_defaults) if each is not None]
+    names = [part for each in (*node.body, *defaults) for part in ast.walk(each) if isinstance(part, ast.Name)]
+    bound = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    bound |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+    return {name.id for name in names} - bound
 
 
 def _supply(function: Any, bound: set[str], supplied: dict[str, str]) -> None:
     """Add a line, or a definition, for each name of the notebook that a function uses and its new module lacks."""
     names: Mapping[str, Any] = function.__globals__
-    for name in sorted(_used(_text(function)) - bound - supplied.keys() - vars(builtins).keys()):
-        if name not in names:
-            continue  # a NameError, as the reader will see
+    # A name that is nowhere is a NameError, as the reader will see.
+    for name in sorted((_used(_text(function)) & names.keys()) - bound - supplied.keys() - vars(builtins).keys()):
         value = names[name]
         module = getattr(value, "__module__", None)
         if isinstance(value, ModuleType):

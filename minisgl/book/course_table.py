@@ -1,28 +1,22 @@
 """The table of the course, one file a chapter in ``course/``: what it introduces and teaches, and what readers write.
 
-``course/06.toml`` holds these entries:
-
-- ``title``: of the chapter, whose number is the file's name.
-- ``introduces``: modules (``package.module``) and single definitions (``package.module:Definition``). Of two entries
-  that fit a definition, the longer one counts. Each public definition of the engine has one chapter, or is in
-  ``course/reference.toml``.
-- ``[[concept]]``: a part of a serving engine that the chapter teaches; see `Concept`.
-- ``[[task]]``: functions that a reader writes together; see `Task`. Tasks count from 1, in the order of the file, and
-  the tests of a task pass as soon as it and the tasks before it are written.
+``course/06.toml`` is a `Chapter` whose number is the file's name, with a ``[[concept]]`` for each `Concept` and a
+``[[task]]`` for each `Task`. The tests of a task pass as soon as it and the tasks before it are written.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from minisgl.errors import MiniSGLError
 
 TABLE = Path(__file__).with_name("course")
 REFERENCE = "reference.toml"
+Entry = TypeVar("Entry")
 
 
 class CourseError(MiniSGLError):
@@ -77,7 +71,6 @@ class Task:
 
     @property
     def id(self) -> str:
-        """Chapter and number, such as ``"6.2"``."""
         return f"{self.chapter}.{self.number}"
 
     def message(self, stub: Stub) -> str:
@@ -86,7 +79,6 @@ class Task:
 
     @property
     def messages(self) -> list[str]:
-        """What its stubs say."""
         return [self.message(stub) for stub in self.stubs]
 
 
@@ -94,10 +86,15 @@ class Task:
 class Concept:
     """A part of a serving engine that a chapter teaches."""
 
+    chapter: int  # that introduces it
     title: str  # its name in the field
     modules: tuple[str, ...]  # that hold it
     test: str  # ``file`` or ``file::test`` that fails without it
-    chapters: tuple[int, ...]  # the one that introduces it, and later ones that take it up again
+    again: tuple[int, ...] = ()  # later chapters that take it up again
+
+    @property
+    def chapters(self) -> tuple[int, ...]:
+        return (self.chapter, *self.again)
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,11 @@ class Chapter:
 
     number: int
     title: str
-    introduces: tuple[str, ...]  # modules, ``package.module``, and single definitions, ``package.module:Definition``
-    concepts: tuple[Concept, ...]  # what it teaches first
-    tasks: tuple[Task, ...]  # what its reader writes
+    # Modules, ``package.module``, and definitions, ``package.module:Definition``, which count more. Each public
+    # definition of the engine has one chapter, or is in ``course/reference.toml``.
+    introduces: tuple[str, ...] = ()
+    concepts: tuple[Concept, ...] = ()  # what it teaches first
+    tasks: tuple[Task, ...] = ()  # what its reader writes
 
 
 @dataclass(frozen=True)
@@ -143,16 +142,6 @@ class Table:
             raise CourseError(f"chapter {chapter} has the tasks {tasks[0].id} to {tasks[-1].id}, and no {identifier}")
         return tasks[int(number) - 1]
 
-    def homes(self, module: str, definition: str) -> list[int | None]:
-        """The chapters that introduce a definition; None stands for the reference.
-
-        An entry for the definition counts more than one for its module. There should be exactly one.
-        """
-        entries = [(each.number, entry) for each in self.chapters.values() for entry in each.introduces]
-        every: list[tuple[int | None, str]] = [*entries, *((None, entry) for entry in self.reference)]
-        exact = [number for number, entry in every if entry == f"{module}:{definition}"]
-        return exact or [number for number, entry in every if entry == module]
-
 
 def load_table(folder: Path = TABLE) -> Table:
     """Read the table. Raises `CourseError` if it is not well formed; the message names the entry."""
@@ -161,61 +150,52 @@ def load_table(folder: Path = TABLE) -> Table:
         if path.name != REFERENCE:
             if not path.stem.isdecimal():
                 raise CourseError(f"{path}: name the file after its chapter's number, such as 06.toml")
-            chapters[int(path.stem)] = _chapter(int(path.stem), _read(path))
-    reference = _read(folder / REFERENCE)
-    _only(reference, {"reference"}, REFERENCE)
-    return Table(dict(sorted(chapters.items())), tuple(reference["reference"]))
+            chapters[int(path.stem)] = _chapter(int(path.stem), read_toml(path))
+    return Table(dict(sorted(chapters.items())), tuple(read_toml(folder / REFERENCE)["reference"]))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _chapter(number: int, entry: dict[str, Any]) -> Chapter:
+    where = f"chapter {number}"
+    concepts = tuple(
+        parsed(Concept, each, f"{where}, {each.get('title')}", chapter=number) for each in entry.pop("concept", [])
+    )
+    tasks = tuple(_task(number, place, each) for place, each in enumerate(entry.pop("task", []), start=1))
+    return parsed(Chapter, entry, where, number=number, concepts=concepts, tasks=tasks)
+
+
+def _task(chapter: int, number: int, entry: dict[str, Any]) -> Task:
+    where = f"chapter {chapter}, task {number}"
+    for name in entry.get("stubs", []):
+        if ":" not in name:
+            raise CourseError(f"{where}: write {name!r} as module:function")
+    for mutant in entry.get("mutants", []):
+        if len(mutant) not in (2, 3):
+            raise CourseError(f"{where}: write a mutant as [text, wrong text] or [text, wrong text, mistake]")
+    texts = {name: entry[name].strip() for name in ("spec", "hint") if name in entry}
+    stubs = [Stub(*name.split(":")) for name in entry.get("stubs", [])]
+    mutants = [Mutant(*mutant) for mutant in entry.get("mutants", [])]
+    return parsed(Task, entry | texts | {"stubs": stubs, "mutants": mutants}, where, chapter=chapter, number=number)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a file says. Raises `CourseError` if it is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise CourseError(f"{path}: {error}") from error
 
 
-def _chapter(number: int, entry: dict[str, Any]) -> Chapter:
-    _only(entry, {"title", "introduces", "concept", "task"}, f"chapter {number}")
-    concepts = tuple(_concept(number, concept) for concept in entry.get("concept", []))
-    tasks = tuple(_task(number, place, task) for place, task in enumerate(entry.get("task", []), start=1))
-    return Chapter(number, entry["title"], tuple(entry.get("introduces", ())), concepts, tasks)
+def parsed(kind: type[Entry], entry: Mapping[str, Any], where: str, **others: Any) -> Entry:
+    """An entry of a file as a dataclass; lists become tuples, and ``others`` are fields that the file does not have.
 
-
-def _concept(chapter: int, entry: dict[str, Any]) -> Concept:
-    title = entry["title"]
-    _only(entry, {"title", "modules", "test", "again"}, f"chapter {chapter}, {title}")
-    if not entry.get("modules") or not entry.get("test"):
-        raise CourseError(f"chapter {chapter}, {title}: name at least one module, and a test")
-    return Concept(title, tuple(entry["modules"]), entry["test"], (chapter, *entry.get("again", ())))
-
-
-def _task(chapter: int, number: int, entry: dict[str, Any]) -> Task:
-    where = f"chapter {chapter}, task {number}"
-    _only(entry, {"title", "stubs", "tests", "spec", "hint", "mutants"}, where)
-    if not entry.get("stubs") or not entry.get("tests"):
-        raise CourseError(f"{where}: name at least one stub and one test")
-    stubs = []
-    for name in entry["stubs"]:
-        module, colon, function = name.partition(":")
-        if not colon:
-            raise CourseError(f"{where}: write {name!r} as module:function")
-        stubs.append(Stub(module, function))
-    mutants = entry.get("mutants", [])
-    if any(len(mutant) not in (2, 3) for mutant in mutants):
-        raise CourseError(f"{where}: write a mutant as [text, wrong text] or [text, wrong text, mistake]")
-    return Task(
-        chapter,
-        number,
-        entry["title"],
-        tuple(stubs),
-        tuple(entry["tests"]),
-        spec=entry.get("spec", "").strip(),
-        hint=entry.get("hint", "").strip(),
-        mutants=tuple(Mutant(*mutant) for mutant in mutants),
-    )
-
-
-def _only(entry: dict[str, Any], known: set[str], where: str) -> None:
-    for name in entry:
-        if name not in known:
-            raise CourseError(f"{where}: unknown entry {name!r}; known ones are {', '.join(sorted(known))}")
+    Raises `CourseError` for entries that are unknown, missing or empty lists.
+    """
+    every = {field.name: field for field in fields(cast(Any, kind)) if field.name not in others}
+    if unknown := [name for name in entry if name not in every]:
+        known = ", ".join(sorted(every))
+        raise CourseError(f"{where}: unknown entry {unknown[0]!r}; known ones are {known}")
+    needed = [name for name, field in every.items() if field.default is MISSING and entry.get(name, []) == []]
+    if needed:
+        raise CourseError(f"{where}: name its {', '.join(needed)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    return kind(**values, **others)

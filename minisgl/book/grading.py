@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from minisgl.book.course_table import CourseError
-from minisgl.book.supervise import Ended, Log, recorded, run_bounded
+from minisgl.book.course_table import CourseError, parsed, read_toml
+from minisgl.book.supervise import Ended, Log, fits, run_pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout; suites and assignments are not installed with the package."""
@@ -29,15 +26,11 @@ _USAGE_ERROR = 4
 
 @dataclass(frozen=True)
 class Item:
-    """A line of the rubric. Its points are given if every one of its tests passes.
-
-    Args:
-        tests: ``file``, ``file::test`` or ``file::Class``; the file is beside ``assignment.toml`` or in the checkout.
-    """
+    """A line of the rubric. Its points are given if every one of its tests passes."""
 
     name: str
     points: int  # that it is worth
-    tests: tuple[str, ...]
+    tests: tuple[str, ...]  # ``file``, ``file::test`` or ``file::Class``, beside ``assignment.toml`` or in the checkout
     performance: bool = False  # the tests count operations: a submission that fails only them is slow, and not wrong
 
 
@@ -85,15 +78,9 @@ def load(name: str) -> Assignment:
     if not file.is_file():
         known = ", ".join(names()) or "none, since they are in the repository, and not in an installed package"
         raise CourseError(f"no assignment {name!r}; choose from {known}; or give a folder that has one")
-    try:
-        table: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-        items = tuple(Item(**{**entry, "tests": tuple(entry["tests"])}) for entry in table.pop("items"))
-        return Assignment(name=folder.name, folder=folder, items=items, **table)
-    except (KeyError, TypeError, tomllib.TOMLDecodeError) as error:
-        raise CourseError(f"{file}: {error}") from error
-
-
-# -- grading ---------------------------------------------------------------------------------------------------------
+    table = read_toml(file)
+    table["items"] = [parsed(Item, entry, f"{file}, items") for entry in table.get("items", [])]
+    return parsed(Assignment, table, str(file), name=folder.name, folder=folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +127,21 @@ class Report:
 
 
 def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
-    """Grade a submission in a process of its own, on the CPU.
+    """Grade ``module:Class``, whose module is looked for in ``cwd`` first, in a process of its own on the CPU.
 
-    Args:
-        submission: ``module:Class``; the module is looked for in ``cwd`` first.
-        time_limit: seconds; None is the assignment's own.
-        cwd: the submission's folder; None is the current one.
-
-    Raises `CourseError` if the assignment names tests that do not exist, or this system has no process groups.
+    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if the assignment names tests that
+    do not exist, or this system has no process groups.
     """
     if os.name != "posix":
         raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")
     limit = time_limit or assignment.time_limit
     tests = [test for item in assignment.items for test in assignment.tests(item)]
-    with tempfile.TemporaryDirectory() as scratch:
-        events = Path(scratch) / "events.jsonl"
-        options = _pytest_options(submission, Path(scratch)) + list(dict.fromkeys(tests))
-        command = recorded(events, submission, 0, options)
-        ended = run_bounded(command, _environment(scratch), cwd or Path.cwd(), limit, OUTPUT_LIMIT)
-        log = Log(events)
+    options = ["-c", f"{ROOT}/pyproject.toml", f"--rootdir={ROOT}", f"--impl={submission}"]
+    # Without capture, because pytest would keep all that is printed.
+    options += ["-s", "-o", "addopts=--strict-markers", *dict.fromkeys(tests)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)}
+    ended, log = run_pytest(options, env, cwd or Path.cwd(), limit, OUTPUT_LIMIT, submission)
     items = [_result(log, item, assignment.tests(item)) for item in assignment.items]
     verdict, message = _verdict(assignment, items, log, ended, limit)
     return Report(
@@ -176,45 +159,21 @@ def grade(assignment: Assignment, submission: str, time_limit: float | None = No
     )
 
 
-def _pytest_options(submission: str, scratch: Path) -> list[str]:
-    """Without capture, because pytest would keep all that is printed, and without writing to the student's folder."""
-    root = str(ROOT)
-    where = ["-c", f"{root}/pyproject.toml", f"--rootdir={root}", f"--basetemp={scratch / 'tmp'}"]
-    quiet = ["-s", "-q", "--tb=no", "--no-header", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider"]
-    return [*where, *quiet, f"--impl={submission}"]
-
-
-def _environment(scratch: str) -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH", "")
-    return os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "HYPOTHESIS_STORAGE_DIRECTORY": scratch,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited])),
-    }
-
-
 def _result(log: Log, item: Item, tests: Sequence[str]) -> ItemResult:
-    ids = [event["id"] for event in log.all("collected") if any(_is_of(event, test) for test in tests)]
-    failures = [event for event in log.all("tested") if event["id"] in set(ids) and not event["passed"]]
-    passed = sum(log.passed.get(test, False) for test in ids)
-    failed = sum(not log.passed.get(test, True) for test in ids)
+    """``tests`` have absolute paths, so they are compared with the files of what was collected, and not with names."""
+    names = {event["id"]: f"{event['file']}::{event['name']}" for event in log.all("collected")}
+    ids = [each for each, name in names.items() if any(fits(name, test) for test in tests)]
+    ended = [log.results[each] for each in ids if each in log.results]
+    failed = [result for result in ended if result.failure is not None]
     return ItemResult(
         name=item.name,
-        points=item.points if ids and passed == len(ids) else 0,
+        points=item.points if ids and len(ended) - len(failed) == len(ids) else 0,
         max_points=item.points,
-        passed=passed,
-        failed=failed,
-        not_run=len(ids) - passed - failed,
-        first_failure=Failure(failures[0]["id"], failures[0]["message"]) if failures else None,
+        passed=len(ended) - len(failed),
+        failed=len(failed),
+        not_run=len(ids) - len(ended),
+        first_failure=Failure(failed[0].test, failed[0].failure or "") if failed else None,
     )
-
-
-def _is_of(collected: dict[str, Any], test: str) -> bool:
-    """Whether a collected test is the one, or in the class or file, that an item names."""
-    file, _, name = test.partition("::")
-    return bool(collected["file"] == file and (not name or f"{collected['name']}::".startswith(f"{name}::")))
 
 
 def _verdict(
@@ -245,9 +204,6 @@ def _verdict(
     first = next((each.first_failure for each in items if each.first_failure is not None), None)
     message = "some tests did not run" if first is None else first.message.partition("\n")[0]
     return ("slow" if all(item.performance for item in missed) else "failed"), message
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
 
 
 def add_grade(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, request_colors
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture
 from minisgl.kernels import has_triton
 
 
@@ -102,9 +102,6 @@ def bytes_moved(calls: Sequence[Call]) -> int:
     return total
 
 
-# -- what each call needs ----------------------------------------------------------------------------------------------
-
-
 def needs(calls: Sequence[Call]) -> list[set[int]]:
     """For each call the earlier ones whose results it reads or writes over, without those that they need themselves."""
     writer: dict[int, int] = {}
@@ -130,23 +127,20 @@ def _is_in_place(call: Call) -> bool:
 def launch_graph(calls: Sequence[Call], title: str) -> Picture:
     """Draw calls in the order in which they were launched; an arc goes from each to those that need its result."""
     step = min((WIDTH - 2 * MARGIN) / max(len(calls), 1), 120.0)
-    links = [(first, number) for number, before in enumerate(needs(calls)) for first in before]
-    highest = max((last - first for first, last in links), default=1)
-    line = 60.0 + 22.0 * min(highest, 5)
+    needed = needs(calls)
+    farthest = max((number - min(before) for number, before in enumerate(needed) if before), default=1)
+    line = 60.0 + 22.0 * min(farthest, 5)
     canvas = Canvas(title, legend="arcs: needs the result of  ·  dashed: merely launched one after the other")
-    for number, call in enumerate(calls):
-        x = MARGIN + number * step
-        if number and (number - 1, number) not in links:
+    canvas.says.append(f"{title}.")
+    for number, (call, before) in enumerate(zip(calls, needed, strict=True)):
+        x, middle = MARGIN + number * step, (step - 16) / 2
+        if number and number - 1 not in before:
             canvas.path(f"M{x - 14:g} {line + 12:g}h12", "line dashed")
-        fill, ink = request_colors(number)
-        canvas.box(x, line, step - 16, 24, fill=fill)
-        canvas.text(x + (step - 16) / 2, line + 17, call.name.removesuffix("_"), "small", fill=ink)
-    for first, last in links:
-        start, end = (MARGIN + each * step + (step - 16) / 2 for each in (first, last))
-        rise = 22.0 * min(last - first, 5)
-        canvas.path(f"M{start + 6:g} {line:g}Q{(start + end) / 2:g} {line - rise:g} {end - 6:g} {line:g}")
-    says = [
-        f"{number + 1}. {call.name} needs {', '.join(str(each + 1) for each in sorted(before)) or 'none of them'}."
-        for number, (call, before) in enumerate(zip(calls, needs(calls), strict=True))
-    ]
-    return canvas.picture(line + 40, "\n".join([f"{title}.", *says]))
+        canvas.cell(x, line, step - 16, 24, (call.name.removesuffix("_"), "small"), color=number)
+        for first in before:
+            start, end = MARGIN + first * step + middle + 6, x + middle - 6
+            rise = 22.0 * min(number - first, 5)
+            canvas.path(f"M{start:g} {line:g}Q{(start + end) / 2:g} {line - rise:g} {end:g} {line:g}")
+        others = ", ".join(str(each + 1) for each in sorted(before)) or "none of them"
+        canvas.says.append(f"{number + 1}. {call.name} needs {others}.")
+    return canvas.picture(line + 40)

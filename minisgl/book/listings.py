@@ -54,9 +54,13 @@ class ChapterMap:
         return table(_COLUMNS, rows).text
 
     def _repr_html_(self) -> str:
+        rows = []
+        for each in self.concepts:
+            modules = "<br>".join(f"<code>{name}</code>" for name in each.modules)
+            test = f"<code>{_BETWEEN_WORDS.sub('<wbr>', each.test)}</code>"
+            rows.append(_html_row("td", (_numbers(each), escape(each.title), modules, test)))
         head = _html_row("th", _COLUMNS)
-        body = "\n".join(_html_row("td", _html_cells(each)) for each in self.concepts)
-        return f"<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+        return "\n".join([f"<table>\n<thead>{head}</thead>\n<tbody>", *rows, "</tbody>\n</table>"])
 
 
 def chapter_map() -> ChapterMap:
@@ -64,17 +68,11 @@ def chapter_map() -> ChapterMap:
     return ChapterMap(tuple(concept for chapter in load_table().chapters.values() for concept in chapter.concepts))
 
 
-def _numbers(concept: Concept) -> str:
-    return ", ".join(map(str, concept.chapters))
-
-
-def _html_cells(concept: Concept) -> tuple[str, ...]:
-    modules = "<br>".join(f"<code>{name}</code>" for name in concept.modules)
-    test = f"<code>{_BETWEEN_WORDS.sub('<wbr>', concept.test)}</code>"
-    return _numbers(concept), escape(concept.title), modules, test
-
-
 def _html_row(tag: str, cells: Iterable[str]) -> str:
     """JupyterLab takes all tables for numbers, and aligns them to the right, unless told otherwise."""
     row = "".join(f'<{tag} style="text-align: left">{cell}</{tag}>' for cell in cells)
     return f"<tr>{row}</tr>"
+
+
+def _numbers(concept: Concept) -> str:
+    return ", ".join(map(str, concept.chapters))

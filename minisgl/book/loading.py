@@ -21,8 +21,6 @@ _STRIP = 44.0
 _SMALLEST_NAME = 7.5
 """Pixels that one character of a name takes."""
 
-# -- the bytes of a file -----------------------------------------------------------------------------------------------
-
 
 def file_map(path: Path, group: str) -> Picture:
     """Draw a safetensors file three times: whole, the tensors whose names begin with ``group``, and its first bytes.
@@ -40,27 +38,29 @@ def file_map(path: Path, group: str) -> Picture:
     low, high = inside[0][0], inside[-1][1]
 
     canvas = Canvas(f"{path.name}: {total:,} bytes, {len(entries)} tensors")
+    blocks = _blocks(spans, group)
     whole = _Strip(canvas, 44, 0, total)
-    for number, (begin, end, name) in enumerate(_blocks(spans, group)):
-        color = 1 if name == group else 0
-        whole.piece(start + begin, start + end, _short(name), color, light=name != group and number % 2 == 1)
+    for number, (begin, end, name) in enumerate(blocks):
+        light = name != group and number % 2 == 1
+        whole.piece(start + begin, start + end, _short(name), None if light else int(name == group))
     zoom = _Strip(canvas, whole.y + _STRIP + 30, start + low, start + high)
-    whole.zoom(zoom)
-    zoom.label(f"{group}*: {len(inside)} tensors, bytes {start + low:,} to {start + high:,}")
+    for byte in (zoom.start, zoom.stop):
+        canvas.path(f"M{whole.x(byte):.1f} {whole.y + _STRIP:g}L{zoom.x(byte):.1f} {zoom.y:g}", "rule")
+    canvas.note(zoom.y + _STRIP + 18, f"{group}*: {len(inside)} tensors, bytes {start + low:,} to {start + high:,}")
     for number, (begin, end, name) in enumerate(inside):
-        zoom.piece(start + begin, start + end, _short(name), 1, light=number % 2 == 1)
+        zoom.piece(start + begin, start + end, _short(name), None if number % 2 else 1)
     head = _Strip(canvas, zoom.y + _STRIP + 44, 0, 33)
-    head.label(f"the first 33 bytes: 8 say that the header is {length:,} bytes long, then the header begins")
+    words = f"the first 33 bytes: 8 say that the header is {length:,} bytes long, then the header begins"
+    canvas.note(head.y + _STRIP + 18, words)
     head.piece(0, 8, first.hex(" "), 2)
     head.piece(8, 33, f"{text[:25].decode()} …", 3)
-    says = [
+    sizes = ", ".join(f"{name.removeprefix(group)} {end - begin} bytes" for begin, end, name in inside)
+    canvas.says += [
         f"{path.name}: {total} bytes. The first 8 give the length of the header, {length} bytes of JSON.",
-        f"Then {len(entries)} tensors: " + ", ".join(name for _, _, name in _blocks(spans, group)) + ".",
-        f"{group}: "
-        + ", ".join(f"{name.removeprefix(group)} {end - begin} bytes" for begin, end, name in inside)
-        + ".",
+        f"Then {len(entries)} tensors: {', '.join(name for *_, name in blocks)}.",
+        f"{group}: {sizes}.",
     ]
-    return canvas.picture(head.y + _STRIP + 34, "\n".join(says))
+    return canvas.picture(head.y + _STRIP + 34)
 
 
 def _short(name: str) -> str:
@@ -92,28 +92,11 @@ class _Strip:
     def x(self, byte: int) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * (byte - self.start) / (self.stop - self.start)
 
-    def piece(self, begin: int, end: int, name: str, color: int, light: bool = False) -> None:
-        """Bytes ``begin`` to ``end``, with their name where there is room. Neighbours differ by a gap of a pixel."""
-        left, right = self.x(begin), self.x(end)
-        fill, ink = request_colors(color)
-        if light:
-            self.canvas.box(left, self.y, max(right - left, 0.5), _STRIP, "shared")
-            ink = ""
-        else:
-            self.canvas.box(left, self.y, max(right - left, 0.5), _STRIP, fill=fill)
-        if len(name) * _SMALLEST_NAME < right - left:
-            self.canvas.text((left + right) / 2, self.y + _STRIP / 2 + 5, name, "text small", fill=ink)
-
-    def zoom(self, other: _Strip) -> None:
-        """Lines from the bytes of another strip to that strip."""
-        for byte in (other.start, other.stop):
-            self.canvas.path(f"M{self.x(byte):.1f} {self.y + _STRIP:g}L{other.x(byte):.1f} {other.y:g}", "rule")
-
-    def label(self, text: str) -> None:
-        self.canvas.text(MARGIN, self.y + _STRIP + 18, text, "muted small", "start")
-
-
-# -- the memory of a process -------------------------------------------------------------------------------------------
+    def piece(self, begin: int, end: int, name: str, color: int | None) -> None:
+        """Bytes ``begin`` to ``end``, with their name where there is room."""
+        left, width = self.x(begin), self.x(end) - self.x(begin)
+        words = [(name, "text small")] * (len(name) * _SMALLEST_NAME < width)
+        self.canvas.cell(left, self.y, max(width, 0.5), _STRIP, *words, color=color, kind="shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +109,6 @@ class Sample:
 
     @property
     def resident(self) -> float:
-        """Megabytes of both."""
         return self.own + self.pages
 
 
@@ -156,12 +138,9 @@ class LoadRun:
 def watch_memory(load: Callable[..., Iterator[str]], *arguments: object) -> LoadRun:
     """Run a generator function in a fresh process, and watch the memory of that.
 
-    The function imports what it needs. Its first ``yield`` starts the clock and sets memory to zero; each further one
-    ends a stage, whose name it yields. A `MiniSGLError` ends it and is kept. Systems other than Linux don't tell
-    pages of files from the rest: there, all memory is the process's own.
-
-    Args:
-        arguments: of the function, which gets them as strings.
+    The function imports what it needs, and gets its arguments as strings. Its first ``yield`` starts the clock and sets
+    memory to zero; each further one ends a stage, whose name it yields. A `MiniSGLError` ends it and is kept. Systems
+    other than Linux don't tell pages of files from the rest: there, all memory is the process's own.
     """
     request = json.dumps([dedent(inspect.getsource(load)), load.__name__, list(map(str, arguments))])
     command = [sys.executable, "-m", "minisgl.book.loading"]
@@ -169,7 +148,7 @@ def watch_memory(load: Callable[..., Iterator[str]], *arguments: object) -> Load
     if done.returncode:
         raise MiniSGLError(f"{load.__name__} failed in a process of its own:\n{done.stderr[-2000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])
-    stages = {name: Sample(*values) for name, values in answer["stages"]}
+    stages = {name: Sample(*values) for name, values in answer["stages"].items()}
     return LoadRun(tuple(Sample(*values) for values in answer["samples"]), stages, answer["error"])
 
 
@@ -179,81 +158,75 @@ def _watch(source: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<{name}>", "exec"), namespace)
-    process, done = psutil.Process(), threading.Event()
-
-    def memory() -> tuple[float, float]:
-        info = process.memory_info()
-        pages = getattr(info, "shared", 0)
-        return (info.rss - pages) / 1e6, pages / 1e6
-
-    running = namespace[name](*arguments)
-    next(running)
-    start, (own, pages) = time.perf_counter(), memory()
+    process, over = psutil.Process(), threading.Event()
     samples: list[tuple[float, float, float]] = []
-    stages: list[tuple[str, tuple[float, float, float]]] = []
 
     def sample() -> tuple[float, float, float]:
-        now = memory()
-        samples.append((time.perf_counter() - start, now[0] - own, now[1] - pages))
+        info = process.memory_info()
+        pages = getattr(info, "shared", 0)
+        samples.append((time.perf_counter(), (info.rss - pages) / 1e6, pages / 1e6))
         return samples[-1]
 
     def keep_looking() -> None:
-        while not done.wait(0.003):
+        while not over.wait(0.003):
             sample()
 
-    watcher, error = threading.Thread(target=keep_looking), ""
+    def since_then(each: tuple[float, float, float]) -> list[float]:
+        return [value - first for value, first in zip(each, start, strict=True)]
+
+    running, watcher, error = namespace[name](*arguments), threading.Thread(target=keep_looking), ""
+    next(running)
+    start, stages = sample(), {}
     watcher.start()
     try:
         for stage in running:
-            stages.append((stage, sample()))
+            stages[stage] = sample()
     except MiniSGLError as problem:
         error = str(problem)
     finally:
-        done.set()
+        over.set()
         watcher.join()
-    if error or not stages:
-        sample()
-    last = samples[-1] if error or not stages else stages[-1][1]
-    return {"samples": [each for each in sorted(samples) if each <= last], "stages": stages, "error": error}
+    last = sample() if error or not stages else max(stages.values())
+    seen = [since_then(each) for each in sorted(samples) if each <= last]
+    return {"samples": seen, "stages": {stage: since_then(each) for stage, each in stages.items()}, "error": error}
 
 
 def memory_stages(run: LoadRun, title: str) -> Picture:
     """Draw a process's memory over time as two areas, its own and pages of files, with a line where each stage ends."""
-    left, right, top, bottom = 76.0, 746.0, 74.0, 270.0
-    most, last = 1.12 * run.peak, run.seconds
+    left, right, top, bottom, column = 76.0, 746.0, 74.0, 270.0, 366
+    canvas, most = Canvas(title), 1.12 * run.peak
+    canvas.says.append(f"{title}.")
 
     def x(seconds: float) -> float:
-        return left + (right - left) * seconds / last
+        return left + (right - left) * seconds / run.seconds
 
     def y(megabytes: float) -> float:
         return bottom - (bottom - top) * max(megabytes, 0.0) / most
 
-    canvas = Canvas(title)
-    step = round_step(most / 6)
-    for tick in range(int(most / step) + 1):
-        canvas.path(f"M{left:g} {y(tick * step):.1f}H{right:g}", "rule")
-        canvas.text(left - 8, y(tick * step) + 4, f"{tick * step:,.0f} MB" if tick else "0", "muted small", "end")
+    step = max(1, int(round_step(most / 6)))
+    for tick in range(0, int(most) + 1, step):
+        canvas.path(f"M{left:g} {y(tick):.1f}H{right:g}", "rule")
+        canvas.text(left - 8, y(tick) + 4, f"{tick:,} MB" if tick else "0", "muted small", "end")
     upper = [f"{x(each.seconds):.1f} {y(each.resident):.1f}" for each in run.samples]
     between = [f"{x(each.seconds):.1f} {y(each.own):.1f}" for each in run.samples]
-    corner = f"{x(last):.1f} {bottom:g}L{x(run.samples[0].seconds):.1f} {bottom:g}Z"
-    canvas.path(f"M{'L'.join(between)}L{corner}", fill=request_colors(0)[0])
+    floor = [f"{x(seconds):.1f} {bottom:g}" for seconds in (run.seconds, run.samples[0].seconds)]
+    canvas.path(f"M{'L'.join(between + floor)}Z", fill=request_colors(0)[0])
     canvas.path(f"M{'L'.join(upper + between[::-1])}Z", fill=request_colors(1)[0])
-    says, before = [f"{title}."], 0.0
+    before, legend = 0.0, bottom + 42 + 22 * -(-len(run.stages) // 2)
     for number, (name, end) in enumerate(run.stages.items()):
         canvas.path(f"M{x(end.seconds):.1f} {top - 22:g}V{bottom:g}", "line dashed")
         middle = min(max((x(before) + x(end.seconds)) / 2, left + 12), right - 12)
         canvas.text(middle, top - 8, number + 1, "text strong")
+        place = MARGIN + column * (number % 2), bottom + 48 + 22 * (number // 2)
+        canvas.text(*place, f"{number + 1}  {name}", "text small", "start")
+        canvas.says.append(f"{number + 1}. {name}: ends at {end.seconds:.1f} s with {end.resident:,.0f} MB.")
         before = end.seconds
-        column, row = number % 2, number // 2
-        canvas.text(MARGIN + 366 * column, bottom + 48 + 22 * row, f"{number + 1}  {name}", "text small", "start")
-        says.append(f"{number + 1}. {name}: ends at {end.seconds:.1f} s with {end.resident:,.0f} MB.")
-    canvas.text(right, bottom + 20, f"{last:.1f} s", "muted small", "end")
-    legend = bottom + 38 + 22 * ((len(run.stages) + 1) // 2)
+    canvas.text(right, bottom + 20, f"{run.seconds:.1f} s", "muted small", "end")
     for number, name in enumerate(("the process's own memory", "pages of the file")):
-        canvas.box(MARGIN + 366 * number, legend + 4, 22, 14, fill=request_colors(number)[0])
-        canvas.text(MARGIN + 32 + 366 * number, legend + 16, name, "text small", "start")
-    says.append(f"At most {run.peak:,.0f} MB.")
-    return canvas.picture(legend + 32, "\n".join(says))
+        canvas.cell(MARGIN + column * number, legend, 22, 14, color=number)
+        canvas.text(MARGIN + 32 + column * number, legend + 12, name, "text small", "start")
+    canvas.says.append(f"At most {run.peak:,.0f} MB.")
+    return canvas.picture(legend + 28)
 
 
 if __name__ == "__main__":

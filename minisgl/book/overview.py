@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, request_colors
-from minisgl.book.tables import RESULTS, Markdown, kept, table
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture
+from minisgl.book.tables import RESULTS, Markdown, kept, table, three_digits
 from minisgl.errors import ConfigError
 
 
@@ -78,13 +78,11 @@ def architecture(*here: str) -> Picture:
     canvas.path(f"M509 {_HOST}V128H265V{_HOST - 4}")
     canvas.arrow((265, 130), (265, _HOST))
     canvas.text(388, 123, "tokens of the last step", "muted small")
-    fill, ink = request_colors(1)
     for name, part in PARTS.items():
-        middle, filled = part.x + part.width / 2, name in here
-        canvas.box(part.x, part.y, part.width, _HEIGHT, "shared", fill * filled)
-        canvas.text(middle, part.y + 20, part.label, "text strong" if filled else "text", fill=ink * filled)
-        chapters = f"chapter{'s' * (len(part.chapters) > 1)} {', '.join(map(str, part.chapters))}"
-        canvas.text(middle, part.y + 36, chapters, "text small", fill=ink * filled)
+        label = part.label, "text strong" if name in here else "text"
+        chapters = f"chapter{'s' * (len(part.chapters) > 1)} {', '.join(map(str, part.chapters))}", "text small"
+        color = 1 if name in here else None
+        canvas.cell(part.x, part.y, part.width, _HEIGHT, label, chapters, color=color, kind="shared")
     says = (
         "On the host, a request passes the tokenizer, the scheduler with KV pages and a prefix cache beside it, and "
         "the batch; on the device, the model runner, the transformer and the sampler. The tokens go back through the "
@@ -98,35 +96,21 @@ def you_are_here(chapter: int) -> Picture:
     return architecture(*(name for name, part in PARTS.items() if chapter in part.chapters))
 
 
-# -- the scoreboard --------------------------------------------------------------------------------------------------
-
-
 def scoreboard(chapter: int) -> Markdown:
     """Tokens a second after each chapter up to this one, on a CPU and on an H200, and where they were measured."""
     from minisgl.bench.scoreboard import STAGES
 
-    columns: list[list[str]] = []
-    headings, origins = ["chapter", "what runs"], []
+    headings, columns, origins = ["chapter", "what runs"], [], []
     for machine, name in (("CPU", "scoreboard"), ("H200", "scoreboard-h200")):
-        results = kept(name) if (RESULTS / f"{name}.json").exists() else None
-        for each in results.tables if results else ():
-            speeds = {row[1]: _speed(*map(float, row[2:])) for row in each.rows}
-            headings.append(f"{machine}: {each.title}")
-            columns.append([speeds.get(label, "–") for _, label, _ in STAGES])
-        if results is None:
+        if not (RESULTS / f"{name}.json").exists():
             headings.append(f"{machine}, output tokens/s")
             columns.append(["not measured yet"] * len(STAGES))
-        else:
-            origins.append(results.origin)
-    rows = [
-        [str(at), label, *values] for (at, label, _), *values in zip(STAGES, *columns, strict=True) if at <= chapter
-    ]
-    return Markdown("\n\n".join([table(headings, rows).text, *(f"*{origin}*" for origin in origins)]))
-
-
-def _speed(median: float, least: float, most: float) -> str:
-    return f"{_digits(median)} ({_digits(least)} to {_digits(most)})"
-
-
-def _digits(speed: float) -> str:
-    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+            continue
+        results = kept(name)
+        origins.append(f"*{results.origin}*")
+        for each in results.tables:
+            speeds = {row[1]: [three_digits(float(speed)) for speed in row[2:]] for row in each.rows}
+            headings.append(f"{machine}: {each.title}")
+            columns.append(["{} ({} to {})".format(*speeds[name]) if name in speeds else "–" for _, name, _ in STAGES])
+    rows = [(at, name, *values) for (at, name, _), *values in zip(STAGES, *columns, strict=True) if at <= chapter]
+    return Markdown("\n\n".join([table(headings, rows).text, *origins]))

@@ -18,16 +18,6 @@ _UNFOLDED = 2400.0
 Action = Callable[[], object] | tuple[str | Sequence[str], Callable[[str], object]]
 
 
-def player(frames: Sequence[Picture], captions: Sequence[str] | None = None) -> Player:
-    """Step through pictures of one thing at several times.
-
-    Args:
-        frames: pictures, at least one.
-        captions: what has happened before each; None numbers them only.
-    """
-    return Player(frames, captions or [""] * len(frames))
-
-
 class Snapshots:
     """Pictures of a live object at moments of its life; ``draw`` makes one of the object as it is now."""
 
@@ -44,23 +34,28 @@ class Snapshots:
 
     def player(self) -> Player:
         """Step through the pictures taken so far, at least one."""
-        return player(self._frames, self._captions)
+        return Player(self._frames, self._captions)
 
 
 class Player:
-    """What `player` makes: one piece of HTML with all frames and the script that steps through them.
+    """Step through pictures of one thing at several times.
 
-    It needs no kernel and no other file, so it still steps in a saved notebook, on a page made of it, and on the site.
-    Where no script may run, the frames are below each other, folded if they are many.
+    The HTML with all of them and a script needs no kernel and no other file, so it still steps in a saved notebook and
+    on the site. Where no script may run, the frames are below each other, folded if they are many.
+
+    Args:
+        frames: pictures, at least one.
+        captions: what has happened before each; None numbers them only.
     """
 
-    def __init__(self, frames: Sequence[Picture], captions: Sequence[str]) -> None:
+    def __init__(self, frames: Sequence[Picture], captions: Sequence[str] | None = None) -> None:
+        captions = [""] * len(frames) if captions is None else captions
         if not frames or len(captions) != len(frames):
             raise ValueError(f"player: {len(captions)} captions for {counted(len(frames), 'frame')}; give one each")
         self.frames = list(frames)
-        of = f" of {len(frames)}"
+        numbers = (f"{number} of {len(frames)}" for number in range(1, len(frames) + 1))
         self.headings = [
-            f"{number}{of}{': ' * bool(caption)}{caption}" for number, caption in enumerate(captions, start=1)
+            f"{number}: {said}" if said else number for number, said in zip(numbers, captions, strict=True)
         ]
 
     def __repr__(self) -> str:
@@ -83,19 +78,16 @@ def _image(picture: Picture) -> str:
     return f'<img alt="{label}" src="data:image/svg+xml;base64,{data}">'
 
 
-def live(draw: Callable[[], Picture], actions: Mapping[str, Action]) -> Live:
+class Live:
     """Show a live object above controls that change it; each use of a control draws it again.
+
+    It is a widget while the kernel runs, and elsewhere the picture as it was when the cell ran.
 
     Args:
         draw: makes a picture of the object as it is now.
         actions: by its label what a control does: a function is a button; ``("Once upon", submit)`` a text field that
             begins with these words, and ``(["fcfs", "lpm"], choose)`` a menu, whose text the function gets.
     """
-    return Live(draw, actions)
-
-
-class Live:
-    """What `live` makes: a widget while the kernel runs, and elsewhere the picture as it was when the cell ran."""
 
     def __init__(self, draw: Callable[[], Picture], actions: Mapping[str, Action]) -> None:
         self._draw = draw
@@ -137,3 +129,6 @@ class Live:
             return {**self.widget._repr_mimebundle_(), **static}
         except ImportError:  # no ipywidgets: the picture remains
             return static
+
+
+player, live = Player, Live

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, runs, shorten
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, runs, shorten
 from minisgl.kvcache.block_hash import Block, BlockHashCache
 from minisgl.kvcache.radix import Node, RadixCache
 from minisgl.request import Int32Array
@@ -25,8 +24,6 @@ def _as_text(tokens: list[int], decode: Decode | None) -> str:
     return repr(decode(tokens))[1:-1] if decode else " ".join(map(str, tokens))
 
 
-# -- the radix tree --------------------------------------------------------------------------------------------------
-
 _TOP, _NODE_LINE, _NODE = 44, 50, 40
 _RIGHT = 560
 
@@ -38,48 +35,39 @@ def radix_tree(cache: RadixCache, decode: Decode | None = None) -> Picture:
         cache: the tree; drawing it counts as no use of it. Of more than 80 nodes, the others are left out.
         decode: shows text instead of token ids.
     """
-    drawn = list(_lines(cache))
-    most, shown = 80, min(len(drawn), 80)
+    drawn, most = list(_lines(cache)), 80
     order = {node: number for number, node in enumerate(_eviction_order(cache), start=1)}
     indent = min(26, 280 / max([1, *(depth for depth, _ in drawn)]))
     counts = f"{counted(len(drawn), 'node')}, {counted(cache.num_pages, 'page')}, {cache.num_evictable} evictable"
     title = f"Radix tree, pages of {counted(cache.page_size, 'token')}"
-    canvas, says = Canvas(title, counts), [f"{title}: {counts}."]
+    canvas = Canvas(title, counts)
+    canvas.says.append(f"{title}: {counts}.")
     canvas.text(MARGIN, _TOP + 14, "root" if drawn else "root: nothing is cached", "text", "start")
     top = {cache.root: _TOP - 18.0}
     for line, (depth, node) in enumerate(drawn):
-        y = top[node] = _TOP + 24 + line * _NODE_LINE
-        text = _as_text(node.tokens.tolist(), decode)
+        x, y, parent = MARGIN + depth * indent, _TOP + 24 + line * _NODE_LINE, node.parent or cache.root
+        top[node] = y
+        text, tokens = _as_text(node.tokens.tolist(), decode), counted(len(node.tokens), "token")
         state = f"locked {node.lock_count}×" if node.lock_count else f"evictable, no. {order[node]}"
-        parent = node.parent or cache.root
-        says.append(
-            f"Node {node.uid} below {f'node {parent.uid}' if parent.uid else 'the root'}: {shorten(text, 60)} "
-            f"({counted(len(node.tokens), 'token')}), pages {runs(node.pages.tolist())}, {state}, last used at "
-            f"{node.last_access}."
-        )
+        below = f"node {parent.uid}" if parent.uid else "the root"
+        pages = f"{'page' if len(node.pages) == 1 else 'pages'} {runs(node.pages.tolist())}"
+        says = f"Node {node.uid} below {below}: {shorten(text, 60)} ({tokens}), {pages}, {state}"
+        canvas.says.append(f"{says}, last used at {node.last_access}.")
         if line < most:
-            x = MARGIN + depth * indent
-            elbow = x - indent + min(indent / 2, 8)
+            elbow, room = x - indent + min(indent / 2, 8), _RIGHT - x - 20
             canvas.path(f"M{elbow:g} {top[parent] + _NODE:g}V{y + _NODE / 2:g}H{x:g}", "rule")
-            _draw_node(canvas, x, y, node, text, state)
+            what = shorten(text, int(room / 7.9)), "text mono"
+            where = shorten(f"node {node.uid} · {tokens} · {pages}", int(room / 7)), "text small"
+            color = 4 if node.lock_count else None
+            canvas.cell(x, y, _RIGHT - x, _NODE, what, where, color=color, kind="shared", anchor="start")
+            used = f"last used at time {node.last_access}", "muted small"
+            canvas.lines(_RIGHT + 12, y + _NODE / 2, (state, "text strong"), used, anchor="start")
+    bottom = _TOP + 24 + min(len(drawn), most) * _NODE_LINE
     if len(drawn) > most:
-        canvas.rest(_TOP + 40 + most * _NODE_LINE, len(drawn) - most, "node")
-    bottom = _TOP + 24 + shown * _NODE_LINE + (24 if len(drawn) > most else 0)
-    legend = "blue: locked  ·  grey: evictable, no. 1 goes first  ·  time: counts every match and insert"
-    canvas.text(MARGIN, bottom + 12, legend, "muted small", "start")
-    return canvas.picture(bottom + 24, "\n".join(says))
-
-
-def _draw_node(canvas: Canvas, x: float, y: float, node: Node, text: str, state: str) -> None:
-    fill, ink = request_colors(4) if node.lock_count else ("", "")
-    canvas.box(x, y, _RIGHT - x, _NODE, "shared", fill)
-    room = _RIGHT - x - 20
-    pages = "page " if len(node.pages) == 1 else "pages "
-    where = f"node {node.uid} · {counted(len(node.tokens), 'token')} · {pages}{runs(node.pages.tolist())}"
-    canvas.text(x + 10, y + 17, shorten(text, int(room / 7.9)), "text mono", "start", ink)
-    canvas.text(x + 10, y + 33, shorten(where, int(room / 7.0)), "text small", "start", ink)
-    canvas.text(_RIGHT + 12, y + 17, state, "text strong", "start")
-    canvas.text(_RIGHT + 12, y + 33, f"last used at time {node.last_access}", "muted small", "start")
+        canvas.rest(bottom + 16, len(drawn) - most, "node")
+        bottom += 24
+    canvas.note(bottom + 12, "blue: locked  ·  grey: evictable, no. 1 goes first  ·  time: counts matches and inserts")
+    return canvas.picture(bottom + 24)
 
 
 def _lines(cache: RadixCache) -> Iterator[tuple[int, Node]]:
@@ -106,27 +94,9 @@ def _eviction_order(cache: RadixCache) -> Iterator[Node]:
                 heapq.heappush(leaves, (parent.last_access, parent.uid, parent))
 
 
-# -- block hashes ----------------------------------------------------------------------------------------------------
-
 _PER_LINE, _GAP = 4, 24
 _STEP = (WIDTH - 2 * MARGIN + _GAP) / _PER_LINE
-_BLOCK, _BLOCK_LINE = 86, 102
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """One full block of a prompt: its tokens, the hash of the prefix up to its end, and the cache's block if any."""
-
-    tokens: Int32Array
-    key: int
-    block: Block | None
-
-    @property
-    def state(self) -> str:
-        if self.block is None:
-            return "not cached"
-        where = f"page {self.block.page}, "
-        return where + (counted(self.block.ref_count, "reference") if self.block.ref_count else "evictable")
+_WIDTH, _BLOCK, _BLOCK_LINE = _STEP - _GAP, 86, 102
 
 
 def hash_chain(cache: BlockHashCache, tokens: Sequence[int] | Int32Array, decode: Decode | None = None) -> Picture:
@@ -139,33 +109,42 @@ def hash_chain(cache: BlockHashCache, tokens: Sequence[int] | Int32Array, decode
     """
     prompt, most = np.asarray(tokens, dtype=np.int32), 48
     links = list(_chain(cache, prompt))
-    cached = sum(link.block is not None for link in links)
-    left_over = len(prompt) - len(links) * cache.page_size
+    cached = sum(block is not None for *_, block in links)
     title = f"{counted(len(prompt), 'token')}: {counted(len(links), 'full block')}, {cached} cached"
     legend = (
         "blue: cached, referenced  ·  grey: cached, evictable  ·  outline: not cached  ·  arrow: seeds the next hash"
     )
-    canvas, says, top = Canvas(title, f"blocks of {counted(cache.page_size, 'token')}", legend), [f"{title}."], 60
-    for index, link in enumerate(links):
-        text = _as_text(link.tokens.tolist(), decode)
-        says.append(f"Block {index}: {shorten(text, 60)}, hash {link.key:016x}, {link.state}.")
+    canvas, top = Canvas(title, f"blocks of {counted(cache.page_size, 'token')}", legend), 60
+    canvas.says.append(f"{title}.")
+    for index, (own, key, block) in enumerate(links):
+        text, state, color = _as_text(own.tolist(), decode), "not cached", None
+        if block is not None:
+            references = counted(block.ref_count, "reference") if block.ref_count else "evictable"
+            state, color = f"page {block.page}, {references}", 4 if block.ref_count else None
+        canvas.says.append(f"Block {index}: {shorten(text, 60)}, hash {key:016x}, {state}.")
         if index < most:
-            line, column = divmod(index, _PER_LINE)
-            x, y = MARGIN + column * _STEP, top + line * _BLOCK_LINE
-            _draw_block(canvas, x, y, index, link, text)
+            x, y = MARGIN + index % _PER_LINE * _STEP, top + index // _PER_LINE * _BLOCK_LINE
+            words = shorten(text, int((_WIDTH - 16) / 7.9)), f"{key:016x}"[:8] + "…"
+            lines = (f"block {index}", "text small strong"), *((each, "text mono") for each in words)
+            kind = "empty" if block is None else "shared"
+            canvas.cell(x, y, _WIDTH, _BLOCK, *lines, (state, "text small"), color=color, kind=kind, anchor="start")
             if index + 1 < min(len(links), most):
-                _draw_arrow(canvas, x + _STEP - _GAP, y, starts_line=column == _PER_LINE - 1)
+                _draw_arrow(canvas, x + _WIDTH, y, starts_line=index % _PER_LINE == _PER_LINE - 1)
     bottom = top + -(-min(len(links), most) // _PER_LINE) * _BLOCK_LINE
+    left_over = len(prompt) - len(links) * cache.page_size
     rest = [f"{counted(len(links) - most, 'block')} more"] * (len(links) > most)
     rest += [f"{counted(left_over, 'token')} after the last full block: never cached"] * (left_over > 0)
     if rest:
         canvas.text(MARGIN, bottom + 10, f"… and {', '.join(rest)}", "muted", "start")
-        says.append(f"And {', '.join(rest)}.")
-    return canvas.picture(bottom + (22 if rest else 4), "\n".join(says))
+        canvas.says.append(f"And {', '.join(rest)}.")
+    return canvas.picture(bottom + (22 if rest else 4))
 
 
-def _chain(cache: BlockHashCache, prompt: Int32Array) -> Iterator[_Link]:
-    """The blocks of a prompt. As in the cache's own look-up, an equal hash alone is not a hit."""
+def _chain(cache: BlockHashCache, prompt: Int32Array) -> Iterator[tuple[Int32Array, int, Block | None]]:
+    """Tokens of each full block of a prompt, hash of the prefix up to its end, and the cache's block if it has one.
+
+    As in the cache's own look-up, an equal hash alone is not a hit.
+    """
     known = {block.key: block for block in cache.blocks()}
     key, parent, unbroken = 0, None, True
     for end in range(cache.page_size, len(prompt) + 1, cache.page_size):
@@ -174,32 +153,17 @@ def _chain(cache: BlockHashCache, prompt: Int32Array) -> Iterator[_Link]:
         block = known.get(key)
         unbroken = unbroken and block is not None and block.tokens == own.tobytes() and block.parent is parent
         parent = block if unbroken else None
-        yield _Link(own, key, parent)
-
-
-def _draw_block(canvas: Canvas, x: float, y: float, index: int, link: _Link, text: str) -> None:
-    kind, (fill, ink) = ("empty" if link.block is None else "shared"), ("", "")
-    if link.block is not None and link.block.ref_count:
-        fill, ink = request_colors(4)
-    width = _STEP - _GAP
-    canvas.box(x, y, width, _BLOCK, kind, fill)
-    canvas.text(x + 8, y + 18, f"block {index}", "text small strong", "start", ink)
-    canvas.text(x + 8, y + 38, shorten(text, int((width - 16) / 7.9)), "text mono", "start", ink)
-    canvas.text(x + 8, y + 58, f"{link.key:016x}"[:8] + "…", "text mono", "start", ink)
-    canvas.text(x + 8, y + 76, link.state, "text small", "start", ink)
+        yield own, key, parent
 
 
 def _draw_arrow(canvas: Canvas, x: float, y: float, starts_line: bool) -> None:
     """From the right edge of a block at ``x`` to the next block, which may start the next line."""
     if starts_line:
-        turn, end = y + _BLOCK + (_BLOCK_LINE - _BLOCK) / 2, MARGIN + 20
-        canvas.path(f"M{x - 20:g} {y + _BLOCK}V{turn:g}H{end:g}V{y + _BLOCK_LINE:g}")
-        canvas.path(f"M{end - 4:g} {y + _BLOCK_LINE - 5:g}l4 5l4 -5")
+        turn, end = y + _BLOCK + 7, MARGIN + 20
+        canvas.path(f"M{x - 20:g} {y + _BLOCK}V{turn:g}H{end:g}")
+        canvas.arrow((end, turn), (end, y + _BLOCK_LINE))
     else:
-        canvas.path(f"M{x:g} {y + 54:g}h{_GAP}m-6 -4l6 4l-6 4")
-
-
-# -- rows with a shared prefix ---------------------------------------------------------------------------------------
+        canvas.arrow((x, y + _BLOCK / 2), (x + _GAP, y + _BLOCK / 2))
 
 
 def prefix_groups(
@@ -208,32 +172,29 @@ def prefix_groups(
     """Draw one plan of the cascade backend: each box is read once, a group's prefix or a row's own keys.
 
     Args:
-        groups: of `PrefixGroupTracker`.
-        seq_lens: [R] keys of each row.
-        uids: of the rows' requests.
+        seq_lens, uids: [R] keys of each row, and the ``uid`` of its request.
         most_rows, most_keys: that the picture has room for, if more than there are: to compare pictures.
     """
     left, top, line = 58.0, 58.0, 22
     scale = (WIDTH - MARGIN - left) / max(int(seq_lens.max()), most_keys)
     needed = int(seq_lens.sum())
     title = f"{counted(len(uids), 'row')} with {needed} keys, of which {needed - groups.saved_tokens} are read"
-    legend = "grey: a prefix, read once for all rows beside it; coloured: a row's own keys"
-    canvas, says, y = Canvas(title, legend=legend), [f"{title}."], top
+    canvas = Canvas(title, legend="grey: a prefix, read once for all rows beside it; coloured: a row's own keys")
+    canvas.says.append(f"{title}.")
+    y = top
     for rows, shared in _in_groups(groups, len(uids)):
         width = shared * scale
         if shared:
-            canvas.box(left, y, width - 2, len(rows) * line - 3, "shared")
-            canvas.text(left + width / 2, y + len(rows) * line / 2 + 3, shared, "text small strong")
-            says.append(f"{' + '.join(f'r{uids[row]}' for row in rows)}: {shared} keys read once.")
+            words = (shared, "text small strong")
+            canvas.cell(left, y, width - 2, len(rows) * line - 3, words, kind="shared")
+            canvas.says.append(f"{' + '.join(f'r{uids[row]}' for row in rows)}: {shared} keys read once.")
         for row in rows:
             own = int(seq_lens[row]) - shared
-            fill, ink = request_colors(uids[row])
             canvas.text(MARGIN, y + 14, f"r{uids[row]}", "text", "start")
-            canvas.box(left + width, y, own * scale, line - 3, fill=fill)
-            canvas.text(left + width + own * scale / 2, y + 14, own, "small", fill=ink)
-            says.append(f"r{uids[row]}: {own} keys of its own.")
+            canvas.cell(left + width, y, own * scale, line - 3, (own, "small"), color=uids[row])
+            canvas.says.append(f"r{uids[row]}: {own} keys of its own.")
             y += line
-    return canvas.picture(max(y, top + most_rows * line) + 8, "\n".join(says))
+    return canvas.picture(max(y, top + most_rows * line) + 8)
 
 
 def _in_groups(groups: PrefixGroups, num_rows: int) -> Iterator[tuple[list[int], int]]:

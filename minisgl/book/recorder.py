@@ -22,6 +22,10 @@ MESSAGE_LENGTH = 2000
 
 SECONDS_TO_IMPORT = 180.0
 
+Report = pytest.CollectReport | pytest.TestReport
+Frame = tuple[str, int, str]
+"""File, line and text of a call."""
+
 
 class Recorder:
     """Pytest plugin that appends events to a file.
@@ -51,32 +55,29 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Run tests in the order of the arguments, which is that of the tasks, whatever fixtures they share."""
+        """Run tests in the order of the arguments, which is that of the tasks, and all cases of a test together."""
+        tests = list(dict.fromkeys(item.nodeid.partition("[")[0] for item in items))
 
-        def place(item: pytest.Item) -> int:
-            name = f"{item.nodeid.partition('[')[0]}::"
-            return next((i for i, argument in enumerate(config.args) if name.startswith(f"{argument}::")), 0)
+        def place(item: pytest.Item) -> tuple[int, int]:
+            name = item.nodeid.partition("[")[0]
+            fitting = (i for i, argument in enumerate(config.args) if f"{name}::".startswith(f"{argument}::"))
+            return next(fitting, 0), tests.index(name)
 
         items.sort(key=place)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Record which tests are going to run."""
         for item in session.items:
             _, *names = item.nodeid.split("::")
             self.write("collected", id=item.nodeid, file=str(item.path), name="::".join(names).partition("[")[0])
 
-    def pytest_exception_interact(
-        self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
-    ) -> None:
-        """Record a file of tests that cannot be read, and why."""
+    def pytest_exception_interact(self, call: pytest.CallInfo[Any], report: Report) -> None:
         if isinstance(report, pytest.CollectReport) and call.excinfo is not None:
             error = call.excinfo.value.__cause__
             info = None if error is None else pytest.ExceptionInfo.from_exception(error)
             message = _message(report) if info is None else info.exconly(tryshort=True)
-            self.write("unreadable", id=report.nodeid, message=_shortened(message), frames=_frames(info))
+            self._result("unreadable", report, _shortened(message), _frames(info))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Record the beginning of a test."""
         self.write("started", id=nodeid)
         self._end_in(self._seconds)
 
@@ -89,23 +90,22 @@ class Recorder:
         if call.excinfo is not None and call.excinfo.errisinstance(SystemExit):
             self.write("exit", id=report.nodeid)
         if report.when == "call" or not report.passed:
-            message = "" if report.passed else _message(report)
-            printed = "" if report.passed else _shortened(report.capstdout)
-            frames = _frames(call.excinfo)
-            self.write(
-                "tested", id=report.nodeid, passed=report.passed, message=message, printed=printed, frames=frames
-            )
+            self._result("tested", report, "" if report.passed else _message(report), _frames(call.excinfo))
         return report
 
+    def _result(self, event: str, report: Report, message: str, frames: list[Frame]) -> None:
+        printed = "" if report.passed else _shortened(report.capstdout)
+        self.write(event, id=report.nodeid, passed=report.passed, message=message, printed=printed, frames=frames)
 
-def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+
+def _message(report: Report) -> str:
     if report.skipped:
         return "the test was skipped"
     crash = getattr(report.longrepr, "reprcrash", None)
     return _shortened(str(report.longrepr) if crash is None else crash.message)
 
 
-def _frames(error: pytest.ExceptionInfo[BaseException] | None) -> list[tuple[str, int, str]]:
+def _frames(error: pytest.ExceptionInfo[BaseException] | None) -> list[Frame]:
     """File, line and text of each call in the current folder, the outermost first."""
     here = f"{os.getcwd()}{os.sep}"
     entries = [] if error is None else [entry for entry in error.traceback if str(entry.path).startswith(here)]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
 Point = tuple[float, float]
+Line = tuple[object, str]
+"""Words, and the kind of text that they are."""
 
 WIDTH = 760
 """Width of every drawing in CSS pixels: the text column of a notebook or of the book."""
@@ -39,8 +40,7 @@ _STYLE = """
 
 # What no XML document may have: most control characters, and lone surrogates.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_ROOT = re.compile(r'<svg [^>]* height="(?P<height>[^"]+)"[^>]*><style>[^<]*</style>(?P<inside>.*)</svg>')
-_HEADING_LINE, _HEADING_LENGTH = 20, 80
+_LINE = 17
 
 # Okabe and Ito's palette, which stays distinct under the common kinds of colour blindness, and a legible text on each.
 _PALETTE = (
@@ -63,26 +63,11 @@ class Picture:
     def __repr__(self) -> str:
         return self.text
 
-    def titled(self, title: str) -> Picture:
-        """The same with what it shows said first, for those who do not see it: ``The tree after the third prompt``."""
-        label = escape(_NOT_XML.sub("\ufffd", title), quote=True)
-        return Picture(self.svg.replace('aria-label="', f'aria-label="{label}: ', 1), f"{title}: {self.text}")
-
     @property
     def height(self) -> float:
         """In CSS pixels."""
-        return float(self._root["height"])
-
-    @property
-    def inside(self) -> str:
-        """The elements of the drawing, to be put into another one."""
-        return self._root["inside"]
-
-    @property
-    def _root(self) -> re.Match[str]:
-        root = _ROOT.fullmatch(self.svg)
-        assert root is not None, "not made by a Canvas"
-        return root
+        found = re.search(' height="([^"]+)"', self.svg)
+        return float(found[1]) if found else 0.0
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -159,16 +144,19 @@ class Canvas:
     Args:
         title, right: of the first line, at its left and at its right end.
         legend: of the line below.
+
+    ``says`` collects the sentences that say the same in words.
     """
 
     def __init__(self, title: str = "", right: str = "", legend: str = "") -> None:
         self._parts: list[str] = []
+        self.says: list[str] = []
         if title:
             self.text(MARGIN, 26, title, "text strong", "start")
         if right:
             self.text(WIDTH - MARGIN, 26, right, anchor="end")
         if legend:
-            self.text(MARGIN, 46, legend, "muted small", "start")
+            self.note(46, legend)
 
     def box(self, x: float, y: float, width: float, height: float, kind: str = "empty", fill: str = "") -> None:
         """A rectangle: of a style-sheet ``kind`` (``empty``, ``shared``), or in the colour ``fill``."""
@@ -183,6 +171,31 @@ class Canvas:
         style = f' style="fill:{fill}"' if fill else ""
         words = escape(_NOT_XML.sub("\ufffd", str(text)))
         self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}"{style}>{words}</text>')
+
+    def note(self, y: float, words: str) -> None:
+        """A small line at the left edge: a legend, or a remark on what is above."""
+        self.text(MARGIN, y, words, "muted small", "start")
+
+    def lines(self, x: float, middle: float, *lines: Line, anchor: str = "middle", fill: str = "") -> None:
+        """Lines of text below each other, with the middle of all at the height ``middle``."""
+        for number, (words, kind) in enumerate(lines):
+            self.text(x, middle + 5 + _LINE * (number - (len(lines) - 1) / 2), words, kind, anchor, fill)
+
+    def cell(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *lines: Line,
+        color: int | None = None,
+        kind: str = "empty",
+        anchor: str = "middle",
+    ) -> None:
+        """A box with lines of text in its middle or at its left; ``color`` is that of a request, None is the kind's."""
+        fill, ink = ("", "") if color is None else request_colors(color)
+        self.box(x, y, width, height, kind, fill)
+        self.lines(x + (10 if anchor == "start" else width / 2), y + height / 2, *lines, anchor=anchor, fill=ink)
 
     def path(self, d: str, kind: str = "line", fill: str = "", stroke: str = "") -> None:
         """Lines, in the colour ``stroke`` if there is one, or an area in the colour ``fill``; ``d`` as in SVG."""
@@ -202,9 +215,7 @@ class Canvas:
 
     def badge(self, x: float, y: float, number: int) -> None:
         """The number of a thing, counted from 1, in a box of its colour."""
-        fill, ink = request_colors(number)
-        self.box(x, y, 22, 19, fill=fill)
-        self.text(x + 11, y + 14, number + 1, "text small strong", fill=ink)
+        self.cell(x, y, 22, 19, (number + 1, "text small strong"), color=number)
 
     def rest(self, y: float, count: int, noun: str) -> str:
         """A line that says how many were left out; returns it."""
@@ -212,13 +223,9 @@ class Canvas:
         self.text(MARGIN, y, words, "muted", "start")
         return words
 
-    def group(self, y: float, parts: str) -> None:
-        """Parts of another drawing, moved down by ``y``."""
-        self._parts.append(f'<g transform="translate(0 {y:g})">{parts}</g>')
-
-    def picture(self, height: float, text: str) -> Picture:
-        """Everything drawn so far on a card of this height; ``text`` says the same in words."""
-        text = _NOT_XML.sub("\ufffd", text)
+    def picture(self, height: float, text: str = "") -> Picture:
+        """Everything drawn so far on a card of this height; ``text`` says the same in words, or ``says`` does."""
+        text = _NOT_XML.sub("\ufffd", text or "\n".join(self.says))
         label = escape(text, quote=True).replace("\n", " ")
         card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6" class="viz-card"/>'
         svg = (
@@ -227,16 +234,3 @@ class Canvas:
             f"<style>{_STYLE}</style>{card}{''.join(self._parts)}</svg>"
         )
         return Picture(svg, text)
-
-
-def stack(pictures: Sequence[Picture], headings: Sequence[str]) -> Picture:
-    """Drawings below each other as one, each under its heading and with its own card."""
-    canvas, y = Canvas(), 0.0
-    for picture, heading in zip(pictures, headings, strict=True):
-        for line in textwrap.wrap(heading, _HEADING_LENGTH):
-            canvas.text(MARGIN, y + 22, line, "text strong", "start")
-            y += _HEADING_LINE
-        canvas.group(y + 12, picture.inside)
-        y += 12 + picture.height
-    says = [f"{heading}: {picture.text}" for heading, picture in zip(headings, pictures, strict=True)]
-    return canvas.picture(y, "\n".join(says))

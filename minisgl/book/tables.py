@@ -7,21 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import minisgl
+from minisgl.bench.report import Cell, Report, Table
 from minisgl.errors import ConfigError
 from minisgl.trace import Trace
 
-if TYPE_CHECKING:
-    from minisgl.bench.report import Report
-
 RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
 """Of the checkout that Python runs."""
-
-Cell = str | int | float
 
 _NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?%)?")
 # An option of a command is shown as code, or a page would make a dash of its two hyphens.
@@ -52,34 +48,19 @@ def table(
         shown: writes a floating-point number; by default with two decimals.
     """
     body = [[_cell(value, shown) for value in row] for row in rows]
-    rule = ["---:" if _is_numeric([row[i] for row in body]) else "---" for i in range(len(headers))]
+    columns = zip(*body, strict=True) if body else [()] * len(headers)
+    rule = ["---:" if _is_numeric(column) else "---" for column in columns]
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in [list(headers), rule, *body]))
 
 
-def _is_numeric(column: Sequence[str]) -> bool:
-    cells = [cell for cell in column if cell not in ("", "–")]
-    return len(cells) > 0 and all(_NUMBER.fullmatch(cell) for cell in cells)
+def _is_numeric(column: Iterable[str]) -> bool:
+    cells = set(column) - {"", "–"}
+    return len(cells) > 0 and all(map(_NUMBER.fullmatch, cells))
 
 
 def _cell(value: object, shown: Callable[[float], str]) -> str:
     text = shown(value) if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-# -- results of benchmarks -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTable:
-    """A table of a benchmark; the headings of its columns include the units."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-
-    def __str__(self) -> str:
-        rows = [[_OPTION.sub(r"`\1`", cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows]
-        return f"**{self.title}**\n\n{table(self.columns, rows, shown=_three_digits).text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +70,7 @@ class Measured:
     name: str
     origin: str  # a sentence: where the numbers come from, and why from there
     live: bool  # True if they were measured here and now
-    tables: Sequence[MeasuredTable]
+    tables: Sequence[Table]
     traces: Mapping[str, Trace] = field(default_factory=dict)  # of some of the steps, by name
 
     def show(self, title_part: str | None = None) -> None:
@@ -107,14 +88,14 @@ class Measured:
             raise ConfigError(f"rows: {title_part!r} is part of several titles: {_listed(found)}")
         return [dict(zip(found[0].columns, row, strict=True)) for row in found[0].rows]
 
-    def _find(self, title_part: str | None) -> list[MeasuredTable]:
+    def _find(self, title_part: str | None) -> list[Table]:
         found = [each for each in self.tables if title_part is None or title_part in each.title]
         if not found:
             raise ConfigError(f"no title of {self.name!r} has the part {title_part!r}: {_listed(self.tables)}")
         return found
 
     def __repr__(self) -> str:
-        return "\n\n".join([f"*{self.origin}*", *map(str, self.tables)])
+        return "\n\n".join([f"*{self.origin}*", *map(_in_markdown, self.tables)])
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
         """The display, and the mark by which `tools.notebooks` counts results that were not measured there."""
@@ -124,22 +105,16 @@ class Measured:
 
 
 def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
-    """Measure on this machine's GPUs, or read the kept result where there are too few of them.
-
-    Args:
-        name: of the kept result, without ``.json``.
-        run: measures.
-        gpus: CUDA devices that it takes.
+    """Measure on as many GPUs of this machine, or read the kept result ``name``.json where there are too few.
 
     Raises `ConfigError` if there are neither so many CUDA devices nor a kept result.
     """
-    if _enough(gpus):
+    if not (missing := _too_few(gpus)):
         origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
-        tables = [MeasuredTable(each.title, each.columns, each.rows) for each in report.tables]
-        return Measured(name, origin, True, tables, report.traces)
+        return Measured(name, origin, True, report.tables, report.traces)
     record = _read(name)
     chips = f"one {_chip(record)}" if gpus == 1 else f"{gpus} {_chip(record)}s"
-    return _kept(record, name, f"{_too_few(gpus)} here: ", chips)
+    return _kept(record, name, missing, chips)
 
 
 def kept(name: str) -> Measured:
@@ -149,22 +124,21 @@ def kept(name: str) -> Measured:
     """
     record = _read(name)
     cores, load = (record["hardware"][each] for each in ("cores", "load_average_before"))
-    return _kept(record, name, "Kept: ", f"{_chip(record)} ({cores} cores, load average {load} before)")
+    return _kept(record, name, "Kept", f"{_chip(record)} ({cores} cores, load average {load} before)")
 
 
 def has_cuda(instead: str) -> bool:
     """Whether there is a CUDA device; if not, print so with ``instead``, such as ``"nothing is captured"``."""
-    if not _enough(1):
-        print(f"{_too_few(1)} here: {instead}.")
-    return _enough(1)
-
-
-def _enough(gpus: int) -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() >= gpus
+    if missing := _too_few(1):
+        print(f"{missing}: {instead}.")
+    return not missing
 
 
 def _too_few(gpus: int) -> str:
-    return "No CUDA device" if gpus == 1 else f"Fewer than {gpus} CUDA devices"
+    """Whether this machine has fewer CUDA devices, in words."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= gpus:
+        return ""
+    return "No CUDA device here" if gpus == 1 else f"Fewer than {gpus} CUDA devices here"
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -181,11 +155,11 @@ def _read(name: str) -> dict[str, Any]:
 def _kept(record: dict[str, Any], name: str, why: str, machine: str) -> Measured:
     """A kept result, with the traces that were written beside it."""
     commit = (record.get("commit") or "unknown")[:7] + " and changes" * bool(record.get("modified"))
-    origin = f"{why}`{record['command']}` measured this on {machine} on {record['date'][:10]}, at commit {commit}."
-    tables = [MeasuredTable(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
-    beginning = f"trace-{name}-"
-    files = {path.stem.removeprefix(beginning): path for path in sorted(RESULTS.glob(f"{beginning}*.json"))}
-    return Measured(name, origin, False, tables, {trace: Trace.load(path) for trace, path in files.items()})
+    origin = f"{why}: `{record['command']}` measured this on {machine} on {record['date'][:10]}, at commit {commit}."
+    tables = [Table(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
+    files = sorted(RESULTS.glob(f"trace-{name}-*.json"))
+    traces = {file.stem.removeprefix(f"trace-{name}-"): Trace.load(file) for file in files}
+    return Measured(name, origin, False, tables, traces)
 
 
 def _chip(record: dict[str, Any]) -> str:
@@ -201,10 +175,15 @@ def _display(shown: Measured) -> None:
         display(shown)
 
 
-def _listed(tables: Iterable[MeasuredTable]) -> str:
+def _in_markdown(shown: Table) -> str:
+    rows = [[_OPTION.sub(r"`\1`", cell) if isinstance(cell, str) else cell for cell in row] for row in shown.rows]
+    return f"**{shown.title}**\n\n{table(shown.columns, rows, shown=three_digits).text}"
+
+
+def _listed(tables: Iterable[Table]) -> str:
     return ", ".join(repr(each.title) for each in tables)
 
 
-def _three_digits(number: float) -> str:
+def three_digits(number: float) -> str:
     """Three significant digits, or all that stand before the point: a median deserves no more."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:#.3g}".rstrip(".")

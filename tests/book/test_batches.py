@@ -94,7 +94,7 @@ def test_one_decode_row() -> None:
 
 
 def test_of_a_large_step_the_middle_is_left_out(large: Batch) -> None:
-    for picture in (batch_arrays(large), attention_mask(large), attention_mask(large, 100)):
+    for picture in (batch_arrays(large), attention_mask(large)):
         assert_sound(picture)
     found = texts(batch_arrays(large))
     assert "… and 16 rows more" in found
@@ -106,28 +106,41 @@ def test_of_a_large_step_the_middle_is_left_out(large: Batch) -> None:
     assert "105" not in found
 
 
-@pytest.mark.parametrize("window", [None, 1, 3])
-def test_a_token_sees_its_past_up_to_itself(window: int | None) -> None:
+def areas(picture: Picture) -> list[list[tuple[float, float]]]:
+    """Corners of every filled path, each where the pen stands before it goes down or across."""
+    found = []
+    for path in re.findall(r'<path d="([^"]*)" (?:class="viz-shade"|fill="#\w+")/>', picture.svg):
+        x = y = 0.0
+        corners = []
+        for command, numbers in re.findall(r"([MhHvz])([\d. ]*)", path):
+            values = [float(number) for number in numbers.split()]
+            if command == "M":
+                x, y = values
+            elif command in "hH":
+                x = values[0] if command == "H" else x + values[0]
+            elif command == "v":
+                corners.append((x, y))
+                y += values[0]
+        found.append(corners)
+    return found
+
+
+def test_a_token_sees_its_past_up_to_itself() -> None:
     batch = make([1], [4], [3], [0])
-    picture = attention_mask(batch, window)
-    left, cell, top, height = 14 + 104, 26.0, 100.0, 20.0
-    seen = np.zeros((4, 7), dtype=bool)
-    for area in re.findall(r'<path d="([^"]*)" (?:class="viz-shade"|fill="#\w+")/>', picture.svg):
-        for x, y, wide in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v", area):
-            first = round((float(x) - left) / cell)
-            seen[round((float(y) - top) / height), first : first + round(float(wide) / cell)] = True
-    positions = np.arange(7)
-    distance = batch.positions[:, None] - positions[None, :]
-    assert np.array_equal(seen, (distance >= 0) & (distance < (window or 100)))
-    first = {None: 0, 1: 6, 3: 4}[window]
-    assert picture.text.endswith(f"position 6 sees {f'{first} to 6' if first < 6 else '6'}.")
+    picture = attention_mask(batch)
+    left, cell, top, line = 14 + 104, 26.0, 100.0, 20.0
+    cached, computed = areas(picture)
+    assert cached == [(left + 3 * cell, top)], "three columns, over all lines"
+    assert computed == [(left + (position + 1) * cell, top + (position - 3) * line) for position in range(3, 7)]
+    assert picture.text.endswith("position 6 sees 0 to 6.")
     assert_sound(picture)
 
 
 def test_what_was_cached_is_grey_and_what_is_computed_has_the_colour_of_its_row() -> None:
     picture = attention_mask(make([1, 0], [2, 2], [3, 0], [0, 1]))
-    shades = re.findall(r'<path d="([^"]*)" class="viz-shade"/>', picture.svg)
-    assert [len(re.findall("M", shade)) for shade in shades] == [2, 0]
+    first, _, nothing, _ = areas(picture)
+    assert first[0][0] == 14 + 104 + 3 * 26
+    assert nothing[0][0] == 14 + 104
     assert [fill in picture.svg for fill in ("#0072b2", "#e69f00", "#009e73")] == [True, True, False]
     assert "row 0: 5 positions, 3 cached, 2 fed" in texts(picture)
     assert "row 1: 2 positions, 2 fed" in texts(picture)

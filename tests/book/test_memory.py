@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from minisgl.book import Picture, PoolUse, engine_memory, memory_budget, pool_use
+from minisgl.book import Picture, PoolUse, memory_budget, pool_use
 from minisgl.book.svg import WIDTH
 from minisgl.errors import ConfigError
-from minisgl.llm import LLM
 from tests.book.drawing import SVG, assert_sound, boxes, texts
 from tests.scheduler.harness import Harness
-from tests.tiny_text_model import text_checkpoint
 
 # -- memory budget ---------------------------------------------------------------------------------------------------
 
@@ -66,27 +62,6 @@ def test_nothing_and_all_in_use() -> None:
     assert texts(memory_budget({}, 8))[-4:] == ["free", "8 bytes", "100.0 %", "1"]
     assert_sound(memory_budget({}, 8))
     assert len(boxes(memory_budget({"a": 8}, 8))) == 3
-
-
-def test_the_memory_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(text_checkpoint(tmp_path), page_size=4, num_pages=8, device="cpu")
-    module = sys.modules["minisgl.book.memory"]
-    monkeypatch.setattr(module, "total_memory", lambda device: 10_000_000)
-    monkeypatch.setattr(module, "free_memory", lambda device: 9_000_000)
-    text = engine_memory(llm).text
-    kv_bytes = 9 * llm.engine.page_bytes
-    size = f"{kv_bytes / 1024:.2f} KiB" if kv_bytes >= 1024 else f"{kv_bytes} bytes"
-    assert f"KV cache: 8 pages of 4 tokens, and the dummy page: {size}" in text
-    assert f"weights: {llm.engine.model_bytes / 1024:.2f} KiB" in text
-    rest = 1_000_000 - llm.engine.model_bytes - kv_bytes
-    assert rest > 0
-    assert f"all else in use: activations, tables, other programs: {rest / 1024:.2f} KiB" in text
-    assert "4. free: 8.58 MiB" in text
-    assert "CUDA" not in text
-    llm.engine.graph_bytes = 2048
-    assert "3. CUDA graphs and their buffers: 2.00 KiB" in engine_memory(llm).text
-    monkeypatch.setattr(module, "free_memory", lambda device: 10_000_000)
-    assert "other programs: 0 bytes" in engine_memory(llm).text
 
 
 # -- pool use --------------------------------------------------------------------------------------------------------

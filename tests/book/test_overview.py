@@ -66,7 +66,7 @@ def test_the_scoreboard_goes_as_far_as_the_chapter(monkeypatch: pytest.MonkeyPat
     )
     lines = scoreboard(5).text.splitlines()
     assert lines[0] == "| chapter | what runs | CPU: default, output tokens/s | H200, output tokens/s |"
-    assert lines[2] == f"| 1 | {loop} | 1.2 (1.0 to 1.5) | not measured yet |"
+    assert lines[2] == f"| 1 | {loop} | 1.25 (1.00 to 1.50) | not measured yet |"
     assert lines[4] == f"| 5 | {engine} | 123 (99.0 to 1,250) | not measured yet |"
     assert lines[5] == ""
     assert "`python -m minisgl.bench scoreboard` measured this on a small CPU (2 cores" in lines[6]

@@ -199,11 +199,3 @@ def test_every_text_stands_out_from_its_ground(memory: KVMemory) -> None:
     for ground in ("card", "shared"):
         assert contrast(default["ink"], default[ground]) >= 4.5
     assert contrast(default["muted"], default["card"]) >= 4.5
-
-
-def test_a_title_is_said_first(memory: KVMemory) -> None:
-    picture = page_map(memory)
-    titled = picture.titled('The pool "after" a prompt')
-    assert titled.text == f'The pool "after" a prompt: {picture.text}'
-    assert_sound(titled)
-    assert texts(titled) == texts(picture)

@@ -28,10 +28,21 @@ def engine() -> Iterator[tuple[str, str]]:
 DEFINITIONS = list(engine())
 
 
+def homes(table: Table, module: str, definition: str) -> list[int | None]:
+    """The chapters that introduce a definition; None stands for the reference.
+
+    An entry for the definition counts more than one for its module. There should be exactly one.
+    """
+    entries = [(each.number, entry) for each in table.chapters.values() for entry in each.introduces]
+    every: list[tuple[int | None, str]] = [*entries, *((None, entry) for entry in table.reference)]
+    exact = [number for number, entry in every if entry == f"{module}:{definition}"]
+    return exact or [number for number, entry in every if entry == module]
+
+
 def wrong_homes(table: Table) -> list[str]:
     """Definitions with more or fewer homes than one."""
-    found = ((f"{module}:{name}", table.homes(module, name)) for module, name in DEFINITIONS)
-    return [f"{definition} has the homes {homes}" for definition, homes in found if len(homes) != 1]
+    found = ((f"{module}:{name}", homes(table, module, name)) for module, name in DEFINITIONS)
+    return [f"{definition} has the homes {where}" for definition, where in found if len(where) != 1]
 
 
 def test_every_public_definition_has_exactly_one_home() -> None:
@@ -56,8 +67,8 @@ def test_every_chapter_of_the_engine_introduces_something() -> None:
 
 def test_the_entry_of_a_definition_counts_more_than_that_of_its_module() -> None:
     table = load_table()
-    assert table.homes("minisgl.scheduler.policy", "LongestPrefixMatch") == [8]
-    assert table.homes("minisgl.scheduler.policy", "Reserve") == [9]
+    assert homes(table, "minisgl.scheduler.policy", "LongestPrefixMatch") == [8]
+    assert homes(table, "minisgl.scheduler.policy", "Reserve") == [9]
 
 
 @pytest.mark.parametrize(
