@@ -39,7 +39,7 @@ class CudaGraphRunner(ModelRunner):
         single_row: Callable[[DeviceBatch], torch.Tensor] | None = None,
     ) -> None:
         super().__init__(runner.model, runner.kv_cache, runner.attention, runner.state, runner.sampler)
-        self._others = runner
+        self._fallback = runner
         self._capture = capture
         self._fused = fused
         self._single_row = runner.model if single_row is None else single_row
@@ -65,7 +65,7 @@ class CudaGraphRunner(ModelRunner):
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
         size = self.size_for(batch)
         if size is None:
-            return self._others.run(batch, sampling)
+            return self._fallback.run(batch, sampling)
         buffers = self.buffers[size]
         in_graph = self.sampler.capturable and sampling.needs_only_temperatures
         padded, stages = buffers.fill(batch, sampling, _EMPTY if in_graph else sampling.pack())

@@ -55,16 +55,17 @@ class PrefillGraphRunner(ModelRunner):
 
         A size for which there is too little memory goes without, and its steps take a larger graph or run eagerly.
         """
+        graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
         try:
             buffers = StepBuffers(self.state, self.kv_cache.page_size, size)
             for batch in _dummy_steps(buffers):
                 buffers.load(torch.from_numpy(buffers.pack(batch)))
                 key = self.attention.plan(batch, buffers.inputs)
-                if not self.graphs:  # layers that have attended once may have told the backend what to plan for
+                if not (self.graphs or graphs):  # layers that have attended may have told the backend what to plan for
                     self._compute(buffers)
                     key = self.attention.plan(batch, buffers.inputs)
-                if (size, key) not in self.graphs:
-                    self.graphs[size, key] = self._capture(lambda: (self._compute(buffers),))
+                if (size, key) not in graphs:
+                    graphs[size, key] = self._capture(lambda: (self._compute(buffers),))
         except torch.OutOfMemoryError:
             logger.warning(
                 "too little memory for a CUDA graph of %d tokens, so larger steps run eagerly; lower memory_ratio, "
@@ -73,6 +74,7 @@ class PrefillGraphRunner(ModelRunner):
             )
             return
         self.buffers[size] = buffers
+        self.graphs |= graphs
 
     @torch.inference_mode()
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
@@ -198,8 +200,9 @@ def build_prefill_runner(config: EngineConfig, runner: ModelRunner, capture: Gra
 
 def tokens_to_capture(config: EngineConfig, runner: ModelRunner) -> tuple[int, ...]:
     """Numbers of tokens to capture; none where decode steps cannot be captured, or attention to prefill rows cannot."""
-    capturable = runner.attention.captures_prefill and isinstance(runner.model, CausalLM)
-    if not capturable or config.max_graph_tokens == 0 or not sizes_to_capture(config, runner):
+    if config.max_graph_tokens == 0 or not sizes_to_capture(config, runner):
+        return ()
+    if not (runner.attention.captures_prefill and isinstance(runner.model, CausalLM)):
         return ()
     slots, width = runner.state.tokens.shape
     return token_sizes(config.max_graph_tokens or min(config.max_prefill_tokens, _MAX_TOKENS, (slots - 1) * width))

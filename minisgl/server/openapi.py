@@ -62,6 +62,8 @@ def _document(app: FastAPI, model: str, with_key: bool) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     for name, schema in schemas.items():
+        if app.state.strict and schema.get("additionalProperties") is True:
+            schema["additionalProperties"] = {"type": "null"}
         if name.endswith("Request") and "model" in schema["properties"]:
             required = "model" in schema.get("required", ())
             schema["properties"]["model"] = {"enum": [model] if required else [model, None], "title": "Model"}

@@ -90,6 +90,13 @@ def test_a_strict_server_refuses_them_by_name(strict: RunningServer, fields: dic
     assert strict.http.post("/v1/chat/completions", json=body | dict.fromkeys(fields)).status_code == 200
 
 
+def test_the_document_says_whether_unknown_fields_are_taken(server: RunningServer, strict: RunningServer) -> None:
+    for running, others in ((server, True), (strict, {"type": "null"})):
+        schemas = running.http.get("/openapi.json").json()["components"]["schemas"]
+        for name in ("ChatRequest", "ChatMessage", "CompletionRequest", "GenerateRequest", "Tool"):
+            assert schemas[name]["additionalProperties"] == others
+
+
 def test_the_model_has_the_name_that_it_is_served_by(strict: RunningServer) -> None:
     assert [each["id"] for each in strict.http.get("/v1/models").json()["data"]] == ["tiny"]
     reply = strict.http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 1})
