@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +13,12 @@ import pytest
 import torch
 
 from minisgl.attention.torch_backend import PagedAttention
-from minisgl.batch import Batch, batch_arrays
+from minisgl.attention.triton.backend import TritonAttention
+from minisgl.attention.triton.decode import paged_decode_attention
+from minisgl.attention.triton.prefill import QueryTiles, paged_prefill_attention
+from minisgl.batch import Batch, DeviceBatch, batch_arrays
 from minisgl.config import EngineConfig
+from minisgl.context import AttentionSpec
 from minisgl.engine import prefill_graph
 from minisgl.engine.cuda_graph import CpuGraph, CudaGraphRunner
 from minisgl.engine.model_runner import DeviceState, ModelRunner
@@ -26,8 +31,10 @@ from minisgl.engine.prefill_graph import (
     tokens_to_capture,
 )
 from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import KVCache
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
+from tests.kernels.closeness import DEVICE
 from tests.model_zoo import tiny_checkpoint
 from tests.steps import step_of
 
@@ -82,6 +89,62 @@ def test_a_step_finds_its_tokens_in_the_token_table() -> None:
         40 * slot + position
         for slot, position in zip(batch.token_slots.tolist(), batch.positions.tolist(), strict=True)
     ]
+
+
+PAGE_SIZE, TOKENS, ROWS = 4, 24, 30
+STEPS = [
+    ([24], [0]),  # many tiles of one row; what they leave behind would be beyond the ends of later rows
+    ([1, 1, 5, 3], [7, 2, 0, 2]),
+    ([1] * 24, [0] * 24),  # more tiles than there is room for
+    ([2], [30]),
+    ([1, 7], [12, 0]),
+]
+
+
+def test_attention_over_padded_inputs_is_that_over_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step after step in the same memory: rows and tiles behind a step's end are empty, whatever was there before."""
+    num_pages = ROWS * 10
+    state = DeviceState(ROWS, 40, PAGE_SIZE, dummy_page=num_pages, device=DEVICE)
+    step = StepBuffers(state, PAGE_SIZE, TOKENS)
+    cache = KVCache(1, 2, 32, num_pages, PAGE_SIZE, torch.float32, DEVICE)
+    cache.k.normal_()
+    cache.v.normal_()
+    padded, plain = TritonAttention(cache), TritonAttention(cache)
+    spec = AttentionSpec(0, 4, 2, 32, 0.2)
+    launched: list[QueryTiles] = []
+    lengths: list[list[int]] = []
+
+    def noted_prefill(*args: Any) -> None:
+        launched.append(args[-1])
+        paged_prefill_attention(*args)
+
+    def noted_decode(q: Any, out: Any, k: Any, v: Any, inputs: DeviceBatch, *args: Any) -> None:
+        lengths.append(inputs.seq_lens.tolist())
+        paged_decode_attention(q, out, k, v, inputs, *args)
+
+    monkeypatch.setattr("minisgl.attention.triton.backend.paged_prefill_attention", noted_prefill)
+    monkeypatch.setattr("minisgl.attention.triton.backend.paged_decode_attention", noted_decode)
+    keys = []
+    for q_lens, kv_lens in STEPS:
+        batch, inputs = step_of(q_lens, kv_lens, PAGE_SIZE)
+        rows, width = inputs.page_table.shape
+        state.page_table[:rows, :width] = inputs.page_table
+        step.load(torch.from_numpy(step.pack(batch)))
+        q = torch.randn(TOKENS, 4, 32, device=DEVICE)
+        plain.plan(batch, replace(inputs, page_table=state.page_table))
+        expected = plain.attend(q[: batch.num_tokens], spec)
+        needed = launched[-1]
+        lengths.clear()
+        keys.append(padded.plan(batch, step.inputs))
+        torch.testing.assert_close(padded.attend(q, spec)[: batch.num_tokens], expected, rtol=1e-5, atol=1e-5)
+        count = len(needed.rows)
+        assert launched[-1].rows.tolist()[:count] == needed.rows.tolist()
+        assert set(launched[-1].rows.tolist()[count:]) <= {TOKENS}  # the last row, which is empty
+        assert not launched[-1].begins[count:].any()
+        for each in lengths:
+            assert each == [*batch.seq_lens[: batch.num_decode], *[0] * (TOKENS + 1 - batch.num_decode)]
+    assert keys[1] == keys[4] != keys[3]
+    assert keys[2] not in (keys[0], keys[3])  # no graph has this name
 
 
 @pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "MistralForCausalLM"])
@@ -167,6 +230,7 @@ def test_all_steps_of_one_key_attend_with_one_launch_in_the_same_memory(path: Pa
                 patch("minisgl.attention.triton.backend.paged_decode_attention", noted("decode")),
             ):
                 attend(q[:, : spec.num_heads], spec)
+            assert (len(q), key) in runner.graphs
             compared += (len(q), key) in seen
             assert seen.setdefault((len(q), key), launches.copy()) == launches
         return key
