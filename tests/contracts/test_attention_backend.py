@@ -259,13 +259,15 @@ def test_arguments_are_not_changed(paged: Paged) -> None:
     sequences = paged(layers(None, 7), [20, 9, 30])
     sequences.fill([12, 0, 4])
     step = sequences.step({0: 1, 1: 9, 2: 8})
-    given = [x for qkv, _ in step.layers for x in qkv]
-    given += [getattr(step.inputs, name) for name in step.inputs.__slots__]
+    fields = [getattr(step.inputs, name) for name in step.inputs.__slots__]
+    given = [x for qkv, _ in step.layers for x in qkv] + [x for x in fields if isinstance(x, torch.Tensor)]
     given += [torch.from_numpy(getattr(step.batch, name)) for name in ("slots", "cu_seqlens_q", "seq_lens", "out_locs")]
     before = [x.clone() for x in given]
     sequences.outputs(step)
     for now, wanted in zip(given, before, strict=True):
         assert torch.equal(now, wanted)
+    for name, field in zip(step.inputs.__slots__, fields, strict=True):
+        assert getattr(step.inputs, name) is field, name
 
 
 # -- steps beside and after one another ----------------------------------------------------------------------------
