@@ -241,7 +241,8 @@ def _draw_schedule(canvas: Canvas, y: float, width: float, transfers: Sequence[T
         x = _LEFT + number * width
         canvas.path(f"M{x + width:g} {lanes[0] - 12:g}V{lanes[-1] + 12:g}", "rule dashed")
         kinds = "/".join(dict.fromkeys(transfer.kind for transfer in turn))
-        canvas.text(x + width / 2, y + 12, f"{number + 1}: {kinds}" if width >= 48 else kinds, "muted small")
+        label = f"{number + 1}: {kinds}" if width >= 48 else kinds if width >= 32 else number + 1
+        canvas.text(x + width / 2, y + 12, label, "muted small")
         for transfer in turn:
             start, tip = (x + 3, lanes[transfer.source]), (x + width - 3, lanes[transfer.destination])
             canvas.arrow(start, tip, fill=request_colors(transfer.source)[0], thickness=2.0)

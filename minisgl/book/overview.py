@@ -42,8 +42,8 @@ PARTS = {
     "kernels": Part("Kernels", (12,), 536, _INSIDE, 74),
     "drafter": Part("Speculation", (18,), 624, _INSIDE, 108),
     "server": Part("HTTP server", (16, 20), 26, _SERVER, 130),
-    "processes": Part("Processes, messages", (15,), 168, _SERVER, 164),
-    "measuring": Part("Measuring", (17,), 344, _SERVER, 110),
+    "processes": Part("Processes, messages", (15,), 168, _SERVER, 184),
+    "measuring": Part("Measuring", (17,), 364, _SERVER, 110),
 }
 """Parts of the engine by name."""
 _ARROWS = (  # from a part to another at its right
@@ -60,7 +60,7 @@ def architecture(*here: str) -> Picture:
     if unknown := [name for name in here if name not in PARTS]:
         raise ConfigError(f"architecture: no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     labels = ", ".join(PARTS[name].label for name in here)
-    canvas = Canvas("From a request to its tokens, and back to text", f"you are here: {labels}" if here else "")
+    canvas = Canvas(f"You are here: {labels}" if here else "From a request to its tokens, and back to text")
     canvas.box(MARGIN, 44, WIDTH - 2 * MARGIN, 380)
     for rule, name in ((110, "host: Python and NumPy"), (272, "device: PyTorch and Triton")):
         canvas.path(f"M{MARGIN} {rule}H{WIDTH - MARGIN}", "rule dashed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 from minisgl.book import Picture
@@ -11,6 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 # Widths of a sign in CSS pixels. Fonts differ; these are a little under what DejaVu Sans needs for ordinary text.
 _SIGN = {"viz-mono": 7.8, "viz-small": 6.2}
 _OTHER_SIGN = 7.0
+_BOLD = 1.1  # times the width of an ordinary sign
 
 
 def texts(picture: Picture) -> list[str]:
@@ -35,13 +37,18 @@ def assert_sound(picture: Picture) -> None:
         assert x + wide <= WIDTH, box.attrib
         assert y >= 0, box.attrib
         assert y + high <= height, box.attrib
+    spans: list[tuple[float, float, float, str | None]] = []
     for text in root.iter(f"{SVG}text"):
         classes = (text.get("class") or "").split()
         sign = next((size for name, size in _SIGN.items() if name in classes), _OTHER_SIGN)
-        length = sign * len(text.text or "")
+        length = sign * len(text.text or "") * (_BOLD if "viz-strong" in classes else 1.0)
         left = (
             float(text.get("x", "")) - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "")] * length
         )
         assert left >= 0, text.text
         assert left + length <= WIDTH, text.text
-        assert 12 <= float(text.get("y", "")) <= height, text.text
+        y = float(text.get("y", ""))
+        assert 12 <= y <= height, text.text
+        spans.append((y, left, left + length, text.text))
+    for (y, _, end, one), (below, start, _, other) in pairwise(sorted(spans)):
+        assert below > y or end <= start, f"{one!r} runs into {other!r}"

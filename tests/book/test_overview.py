@@ -27,7 +27,7 @@ def test_the_parts_of_a_chapter_are_filled_and_named() -> None:
         PARTS["scheduler"].x,
         PARTS["kvcache"].x,
     ]
-    assert "you are here: Scheduler, KV pages" in texts(picture)
+    assert "You are here: Scheduler, KV pages" in texts(picture)
     assert picture.text.endswith("You are here: Scheduler, KV pages.")
 
 
