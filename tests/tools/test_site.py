@@ -125,6 +125,14 @@ def test_on_a_phone_drawings_scroll_and_their_text_can_be_read(site: Path, page:
     page.call("Emulation.clearDeviceMetricsOverride")
 
 
+def test_formulas_scroll_sideways_at_most(site: Path, page: Browser) -> None:
+    page.open((site / "02-the-transformer-inference-only.html").as_uri())
+    overhangs = "[...document.querySelectorAll('math[display=block]')].map(it => it.scrollHeight - it.clientHeight)"
+    found = page.evaluate(overhangs)
+    assert len(found) > 5
+    assert max(found) <= 0
+
+
 def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
     cards = {}
     for preference in ("light", "dark"):
