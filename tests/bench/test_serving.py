@@ -36,6 +36,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
     assert one.latency == pytest.approx(1.3)
     summary = LoadSummary("4/s", [one], OBJECTIVE)
     assert summary.itl == pytest.approx([0.2, 0.4])
+    assert summary.largest_gaps == pytest.approx([0.4])
 
 
 def test_tokens_that_come_together_are_all_counted() -> None:
