@@ -30,12 +30,12 @@ _TEST = re.compile(r"`tests/[\w/.]+::\w+`")
 
 
 def render(root: Path) -> str:
-    """The tables in Markdown: this engine's medians beside what the others were measured to do."""
+    """The tables in Markdown: the least and the most of this engine's runs beside those of the others."""
     ours = json.loads((root / "benchmarks" / "results" / "offline.json").read_text(encoding="utf-8"))
     others = json.loads((root / "benchmarks" / "reference" / "h200.json").read_text(encoding="utf-8"))
     measured: dict[tuple[str, str], tuple[str, str]] = {}
-    for model, workload, median, *_, unit in ours["tables"][0]["rows"]:
-        measured[model, workload] = (_shown(median), unit)
+    for model, workload, _, *ends, unit in ours["tables"][0]["rows"]:
+        measured[model, workload] = ("–".join(dict.fromkeys(map(_shown, ends))), unit)
     columns = list(measured)
     lines = [
         f"| | {' | '.join(f'{model} `{workload}`, {measured[model, workload][1]}' for model, workload in columns)} |",
@@ -52,7 +52,7 @@ def _origin(record: dict[str, Any]) -> str:
     hardware, versions = record["hardware"], record["versions"]
     workloads = "; ".join(f"`{name}`: {summary}" for name, summary in record["settings"]["workloads"].items())
     return (
-        f"Medians on one {hardware['gpu']} (driver {hardware['driver']}, torch {versions['torch']}), bfloat16, random "
+        f"The least and the most of several runs on one {hardware['gpu']} (driver {hardware['driver']}, torch {versions['torch']}), bfloat16, random "
         f"weights in the shapes of the checkpoints, measured on {record['date'][:10]} by `{record['command']}`. "
         f"{workloads}. The other engines ran the same workloads on the same kind of machine on "
         f"the date in `benchmarks/reference/h200.json`."
