@@ -39,6 +39,8 @@ class Batch:
     # [C] sampling rows (indices into S) that may not sample every token, and [C × words] their masks: see `MaskMaker`
     mask_rows: Int32Array = field(default_factory=lambda: _EMPTY)
     masks: Int32Array = field(default_factory=lambda: _EMPTY)
+    # [3 × copies] what ranks in other processes copy to and from host memory before this step: see `QueuedCopies`
+    page_moves: Int32Array = field(default_factory=lambda: _EMPTY)
 
     @property
     def num_rows(self) -> int:

@@ -9,6 +9,7 @@ from minisgl.errors import ConfigError
 
 _MAX_RUNNING = 65536
 _LONGEST_WAIT = 1e6
+_MOST_GIB = 1e5
 _STRINGS = (
     "model",
     "device",
@@ -54,7 +55,9 @@ class EngineConfig:
             largest legal prefill is subtracted (as in vLLM).
         prefix_cache: how computed prefixes are found again: ``"radix"``, ``"block-hash"`` or ``"none"``.
         eviction_policy: which cached pages are evicted first (``"radix"``); ``"lru"`` is the least recently used.
-        page_store: where evicted pages are copied to; ``"none"`` drops them.
+        page_store: where pages go that the prefix cache evicts: ``"host"`` copies them to host memory, and back when a
+            prompt wants them again; ``"none"`` drops them.
+        page_store_gib: GiB of host memory for ``page_store="host"``, of all ranks together; pinned on CUDA.
         prefill_attention: attention backend for prefill rows: ``"torch"``, ``"triton"``, ``"cascade"``,
             ``"flashinfer"``, ``"flashinfer-fa2"`` or ``"flashinfer-fa3"``; ``"auto"`` is the fastest on the device,
             which `minisgl.llm.LLM.attention_backend` explains.
@@ -110,6 +113,7 @@ class EngineConfig:
     prefix_cache: str = "radix"
     eviction_policy: str = "lru"
     page_store: str = "none"
+    page_store_gib: float = 4.0
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
     queue_policy: str = "fcfs"
@@ -150,6 +154,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}: must be a string, got {getattr(self, name)!r}")
         if self.memory_ratio is not None and not (_is_number(self.memory_ratio) and 0.0 < self.memory_ratio <= 1.0):
             raise ConfigError(f"memory_ratio: must be in (0, 1], got {self.memory_ratio!r}")
+        if not (_is_number(self.page_store_gib) and 0.0 < self.page_store_gib <= _MOST_GIB):
+            raise ConfigError(
+                f"page_store_gib: must be a positive number of GiB, at most {_MOST_GIB:g}, got {self.page_store_gib!r}"
+            )
         self._check_fusions()
         self._check_graph_batches()
         for name in ("enforce_eager", "verify_ranks"):

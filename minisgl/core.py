@@ -18,7 +18,8 @@ from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.input_processor import InputProcessor
-from minisgl.kvcache.page_store import PAGE_STORES
+from minisgl.kvcache.host_store import HostStore, PageCopier, check_host_memory
+from minisgl.kvcache.page_store import PAGE_STORES, PageStore
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import resolve_model
@@ -51,11 +52,13 @@ class EngineCore:
         policies = Policies.named(config.queue_policy, config.batch_policy, config.admission_policy)
         make_cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)
         make_store = resolve("page_store", config.page_store, PAGE_STORES)
-        if config.tensor_parallel_size > 1 and config.page_store != "none":
+        if config.tensor_parallel_size > 1 and config.page_store not in ("none", "host"):
             raise ConfigError(
                 f"page_store: {config.page_store!r} copies pages of one device, and tensor_parallel_size is "
-                f"{config.tensor_parallel_size}; use 'none'"
+                f"{config.tensor_parallel_size}; use 'none' or 'host'"
             )
+        if config.page_store == "host":
+            check_host_memory(config.page_store_gib)
         path = resolve_model(config.model)
         self.config = config
         self.tokenizer = Tokenizer(path)  # for end-of-sequence ids and grammars; text is encoded elsewhere
@@ -64,7 +67,10 @@ class EngineCore:
         logger.info("attention backend %s: %s", choice.name, choice.reason)
         self.max_seq_len = self.executor.max_seq_len
         table = RunningTable(config.max_running_requests, self.max_seq_len)
-        store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
+        if self.executor.page_copier is not None:
+            store: PageStore | None = HostStore(self.executor.page_copier)
+        else:
+            store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
         memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
         self.input_processor = InputProcessor(
             config,
@@ -170,6 +176,11 @@ class Executor(StepLauncher, Protocol):
     @property
     def local_engine(self) -> Engine | None:
         """The engine with its model, KV tensors and runner; None if the ranks are other processes."""
+        ...
+
+    @property
+    def page_copier(self) -> PageCopier | None:
+        """What copies evicted pages, for ``page_store="host"``."""
         ...
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from minisgl.distributed.messages import EngineInfo, RankOptions, StepReport, en
 from minisgl.distributed.rank_process import ReportReader, loopback_interface, open_store
 from minisgl.engine.build import rank_device
 from minisgl.errors import ConfigError, EngineDead, MiniSGLError, ModelLoadError
+from minisgl.kvcache.host_store import QueuedCopies, slots_that_fit
 from minisgl.models.config import ModelConfig
 from minisgl.processes import ChildProcess, join_threads, wait_until_ready
 from minisgl.registry import resolve
@@ -77,6 +78,10 @@ class RemoteExecutor:
         self.max_seq_len = info.max_seq_len
         self.attention_choice = info.attention
         self.local_engine: None = None
+        self.page_copier: QueuedCopies | None = None
+        if config.page_store == "host":
+            slots = slots_that_fit(config.page_store_gib, info.page_bytes, config.tensor_parallel_size)
+            self.page_copier = QueuedCopies(slots)
         self.observers: list[StepObserver] = []  # never notified, because the ranks compute in other processes
 
     def _start(self, path: Path, writers: Sequence[int]) -> EngineInfo:
@@ -113,6 +118,8 @@ class RemoteExecutor:
     def launch(self, batch: Batch) -> RemoteStep:
         """Send a step to all ranks, without waiting for them. Raises `EngineDead` if the ranks are gone."""
         self.check()
+        if self.page_copier is not None:
+            batch = replace(batch, page_moves=self.page_copier.take())
         message = encode_batch(batch)
         try:
             self._plane.send(message, self.config.distributed_timeout)

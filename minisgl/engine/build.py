@@ -33,6 +33,7 @@ from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_m
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
+from minisgl.kvcache.host_store import STAGING_PAGES, HostPages, slots_that_fit
 from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes, total_memory
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide_kv_heads
@@ -58,6 +59,7 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
     6. KV cache, device tables, and the attention backend, which reads the KV cache.
     7. The runner, which may capture all of these in CUDA graphs.
     8. On CUDA, warm-up steps on the dummy page, so that kernels are compiled before the first request.
+    9. Host memory for evicted pages, if ``page_store`` asks for it; pinning takes about a second for 4 GB.
 
     Raises `ConfigError` if the device is missing, a size is too large for it or the model, or no KV page fits, and
     `ModelLoadError` if the checkpoint is not usable.
@@ -129,7 +131,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
             config,
             model,
             model_bytes=parameter_bytes(model),
-            graph_bytes=graph_bytes,
+            graph_bytes=graph_bytes + (STAGING_PAGES * bytes_per_page if config.page_store == "host" else 0),
             free_before=free_before,
             max_seq_len=max_seq_len,
             page_bytes=bytes_per_page,
@@ -146,7 +148,10 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)
     choice = attention_choice(config, eager.kv_cache)
-    return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator)
+    copier = None
+    if config.page_store == "host":
+        copier = HostPages(eager.kv_cache, slots_that_fit(config.page_store_gib, bytes_per_page, communicator.size))
+    return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator, copier)
 
 
 def warn_if_occupied(held: int, total: int) -> None:

@@ -17,6 +17,7 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Logprobs, SampledTokens, token_logprobs
 from minisgl.engine.sampling import HostSampling, SamplingTable
 from minisgl.errors import EngineDead
+from minisgl.kvcache.host_store import HostPages
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
 
@@ -25,7 +26,8 @@ class Engine:
     """Computes the steps that it is told to, and nothing else. `minisgl.engine.build.build_engine` makes one.
 
     ``page_bytes`` counts a KV page over all layers; ``graph_bytes`` is the measured need of the CUDA graphs, or 0. The
-    ranks that share a model by a ``communicator`` each have an engine, and each is told of every step.
+    ranks that share a model by a ``communicator`` each have an engine, and each is told of every step. ``page_copier``
+    is the host memory for evicted pages, if there is any.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Engine:
         page_bytes: int,
         graph_bytes: int = 0,
         communicator: Communicator = SINGLE_RANK,
+        page_copier: HostPages | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -52,6 +55,7 @@ class Engine:
         self.attention_choice = attention_choice
         self.page_bytes = page_bytes
         self.graph_bytes = graph_bytes
+        self.page_copier = page_copier
         self.sampling = SamplingTable(config.max_running_requests)
         self.closed = False
         self.observers: list[StepObserver] = []  # follow the phase "compute": sending a step to the device
@@ -62,6 +66,8 @@ class Engine:
             return
         self.closed = True
         del self.runner, self.model, self.kv_cache
+        if self.page_copier is not None:
+            self.page_copier.close()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -85,6 +91,8 @@ class Engine:
         if len(batch.mask_rows):
             sampling = sampling.constrained(batch.mask_rows, batch.masks)
         with device_guard(self.device):
+            if self.page_copier is not None and len(batch.page_moves):
+                self.page_copier.run(batch.page_moves)
             for observer in self.observers:
                 observer.begin("compute", batch)
             sampled = self.runner.run(batch, sampling)

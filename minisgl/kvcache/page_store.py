@@ -45,7 +45,11 @@ class NoPageStore:
         return 0
 
 
-PAGE_STORES: Registry[Callable[[KVCache], PageStore]] = {"none": NoPageStore}
+# Each builds a store over the KV cache of a single rank.
+PAGE_STORES: Registry[Callable[[KVCache], PageStore]] = {
+    "none": NoPageStore,
+    "host": "minisgl.kvcache.host_store:host_store",
+}
 
 
 class PageOffloader:
@@ -56,31 +60,58 @@ class PageOffloader:
     """
 
     def __init__(self, store: PageStore, page_size: int) -> None:
+        self.wanted = 0  # whole pages of prompts that the prefix cache did not have when their request was admitted
+        self.restored = 0  # of these, pages that the store had
+        self.evicted = 0  # pages that were given to the store
         self._store = store
         self._page_size = page_size
         self._names: dict[int, bytes] = {}  # by page, for all pages that the prefix cache owns
+        self._unsettled: list[bytes] = []  # saved while a step ran that may fail, and may have written them
+        self._renamed: dict[bytes, bytes] = {}  # names under which the store may have garbage
 
     def note(self, tokens: Int32Array, pages: Int32Array) -> None:
         """Name pages of a prefix that are cached now. ``tokens`` is int32[len(pages) × page_size]."""
-        self._names.update(zip(pages.tolist(), self._names_of(tokens), strict=True))
+        known = len(pages)
+        while known and int(pages[known - 1]) not in self._names:  # the others were named when they were cached
+            known -= 1
+        name = self._names[int(pages[known - 1])] if known else b""
+        names = self._names_of(tokens[known * self._page_size :], name)
+        self._names.update(zip(pages[known:].tolist(), names, strict=True))
 
     def save(self, pages: Int32Array) -> None:
         """Save pages that the prefix cache has evicted."""
-        self._store.save([self._names.pop(page) for page in pages.tolist()], pages)
+        self.evicted += len(pages)
+        names = [self._names.pop(page) for page in pages.tolist()]
+        self._unsettled += names
+        self._store.save(names, pages)
+
+    def settle(self) -> None:
+        """Trust all pages saved so far: the steps that wrote them are complete."""
+        self._unsettled.clear()
 
     def forget(self, pages: Int32Array) -> None:
-        """Drop the names of evicted pages whose content cannot be trusted."""
+        """Drop the names of evicted pages whose content cannot be trusted, and those of pages saved since `settle`."""
         for page in pages.tolist():
             del self._names[page]
+        # A store need not be able to forget; so these prefixes get other names, and it can be asked for the old no more.
+        self._renamed.update((name, xxhash.xxh3_128_digest(b"again" + name)) for name in self._unsettled)
+        self._unsettled.clear()
 
     def restore(self, tokens: Int32Array, first: int, pages: Int32Array) -> int:
         """Fill ``pages`` with a prompt's whole pages from page ``first`` on, and return how many were filled."""
-        names = list(self._names_of(tokens))[first:]
-        return self._store.restore(names, pages[: len(names)]) if names else 0
+        names = list(self._names_of(tokens, b""))[first:]
+        if not names:
+            return 0
+        restored = self._store.restore(names, pages[: len(names)])
+        self.wanted += len(names)
+        self.restored += restored
+        return restored
 
-    def _names_of(self, tokens: Int32Array) -> Iterator[bytes]:
-        name = b""
+    def _names_of(self, tokens: Int32Array, name: bytes) -> Iterator[bytes]:
+        """Names of the whole pages of ``tokens``, which follow a page of this ``name``."""
         for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
             page = np.ascontiguousarray(tokens[start : start + self._page_size])
             name = xxhash.xxh3_128_digest(name + page.tobytes())
+            while name in self._renamed:
+                name = self._renamed[name]
             yield name

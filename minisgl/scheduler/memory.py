@@ -30,7 +30,7 @@ class KVMemory:
         self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
-        self._offload = None if store is None else PageOffloader(store, self.page_size)
+        self.offload = None if store is None else PageOffloader(store, self.page_size)
 
     @property
     def num_pages(self) -> int:
@@ -70,9 +70,9 @@ class KVMemory:
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
         self._handles[slot] = prefix.handle
-        if self._offload is not None:
+        if self.offload is not None:
             tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
-            restored = self._offload.restore(tokens, len(shared), new)
+            restored = self.offload.restore(tokens, len(shared), new)
             self.table.kv_len[slot] += restored * self.page_size
 
     # -- growth ------------------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ class KVMemory:
         missing = count - self.pool.num_free
         if missing > 0:
             evicted = self.cache.evict(missing)
-            if self._offload is not None:
-                self._offload.save(evicted)
+            if self.offload is not None:
+                self.offload.save(evicted)
             self._free_cached(evicted)
         return self.pool.alloc(count)
 
@@ -135,8 +135,8 @@ class KVMemory:
         insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], offered)
         accepted = offered[: len(insert.pages)]
         self.is_cached[accepted[accepted == insert.pages]] = True
-        if self._offload is not None:
-            self._offload.note(self.table.tokens[slot, : len(insert.pages) * self.page_size], insert.pages)
+        if self.offload is not None:
+            self.offload.note(self.table.tokens[slot, : len(insert.pages) * self.page_size], insert.pages)
         return insert
 
     def _repoint(self, slot: int, canonical: Int32Array) -> None:
@@ -169,11 +169,16 @@ class KVMemory:
         self._handles[slot] = None
         self.table.num_pages[slot] = 0
 
+    def settle(self) -> None:
+        """Note that the oldest step in flight is complete, and with it all pages evicted so far."""
+        if self.offload is not None:
+            self.offload.settle()
+
     def forget_unlocked(self) -> None:
         """Empty the prefix cache of everything that no request has locked."""
         forgotten = self.cache.evict(self.cache.num_evictable)
-        if self._offload is not None:
-            self._offload.forget(forgotten)
+        if self.offload is not None:
+            self.offload.forget(forgotten)
         self._free_cached(forgotten)
 
     def _free_cached(self, pages: Int32Array) -> None:

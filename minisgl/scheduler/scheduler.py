@@ -239,6 +239,7 @@ class Scheduler:
     def process(self, batch: Batch, result: StepResult) -> None:
         """Account for a step's tokens: append them, finish requests, and free what is no longer needed."""
         table = self.table
+        self.memory.settle()
         table.in_flight[batch.slots] -= 1
         sampled = batch.slots[batch.sample_rows]
         live = np.flatnonzero(~table.ended[sampled])

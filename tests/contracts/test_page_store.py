@@ -52,7 +52,7 @@ def harness_over(make_store: MakeStore, num_pages: int, delay: int = 0) -> Harne
     cache.k.fill_(-1)
     cache.v.fill_(0)
     harness.executor.kv = cache.k.view(-1).numpy()
-    harness.memory._offload = PageOffloader(make_store(cache), 4)
+    harness.memory.offload = PageOffloader(make_store(cache), 4)
     return harness
 
 
