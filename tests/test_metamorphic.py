@@ -1,4 +1,4 @@
-"""What may never change an answer: prefix cache, page size, policy, memory pressure, chunk size and overlap.
+"""What may never change an answer: prefix cache, page size, policy, memory pressure, chunk size, overlap, page store.
 
 64 greedy requests with shared prefixes, and eight that are sampled with a seed each, run at the same time under every
 combination. Everything is float64: sums over differently cut batches differ in the last bits, and in float64 no argmax
@@ -34,11 +34,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SCARCE_PAGES = {1: 160, 16: 9, 64: 3}
 """Pages of a scarce run, by page size: the longest request fits, and few run at a time."""
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 8
+"""Keys and values of 2 layers and 2 heads of 8 float64."""
 
 CACHES = ["radix", "block-hash", "none"]
 MATRIX = list(product(CACHES, [1, 16, 64], ["prefill-first", "mixed"], ["ample", "scarce"], [7, 64, 4096]))
 OVERLAP = np.random.default_rng(1).permutation(len(MATRIX)) % 2 == 0
 """Every combination runs with overlap or without, so that all of them take no longer than with neither."""
+STORE = np.random.default_rng(2).permutation(len(MATRIX)) % 2 == 0
+"""Every combination keeps evicted pages in host memory, or drops them."""
 OTHER_MODELS = [
     ("radix", 1, "mixed", "scarce", 7, True),
     ("block-hash", 16, "prefill-first", "scarce", 64, False),
@@ -123,8 +127,11 @@ def run(
     overlap: bool | None = None,
     device: str = "cpu",
     dtype: str = "float64",
+    store: bool = False,
     **options: Any,
 ) -> list[RequestOutput]:
+    if store:  # fewer tokens than the prompts have together, so that the store has to choose
+        options |= {"page_store": "host", "page_store_gib": 500 * TOKEN_BYTES / 2**30}
     llm = CheckedLLM(
         oracle.path,
         device=device,
@@ -140,6 +147,10 @@ def run(
     outputs = llm.generate(list(oracle.prompts), oracle.params)
     assert not llm.scheduler.has_work, "a step is still in flight"
     assert llm.scheduler.memory.available == llm.scheduler.memory.num_pages, "pages have leaked"
+    if store and memory == "scarce" and cache != "none":
+        offload = llm.scheduler.memory.offload
+        assert offload is not None
+        assert offload.restored > 0, "no page has come back from the store"
     return outputs
 
 
@@ -152,14 +163,22 @@ def assert_answers(oracle: Oracle, outputs: list[RequestOutput], cache: str, mem
 
 
 @pytest.mark.parametrize(
-    ("cache", "page_size", "composition", "memory", "chunk", "overlap"),
-    [(*case, bool(overlap)) for case, overlap in zip(MATRIX, OVERLAP, strict=True)],
+    ("cache", "page_size", "composition", "memory", "chunk", "overlap", "store"),
+    [(*case, bool(overlap), bool(store)) for case, overlap, store in zip(MATRIX, OVERLAP, STORE, strict=True)],
 )
 def test_llama_gives_the_same_tokens(
-    oracles: dict[str, Oracle], cache: str, page_size: int, composition: str, memory: str, chunk: int, overlap: bool
+    oracles: dict[str, Oracle],
+    cache: str,
+    page_size: int,
+    composition: str,
+    memory: str,
+    chunk: int,
+    overlap: bool,
+    store: bool,
 ) -> None:
     oracle = oracles["LlamaForCausalLM"]
-    assert_answers(oracle, run(oracle, cache, page_size, composition, memory, chunk, overlap), cache, memory)
+    outputs = run(oracle, cache, page_size, composition, memory, chunk, overlap, store=store)
+    assert_answers(oracle, outputs, cache, memory)
 
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3MoeForCausalLM"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kvcache.page_store import PAGE_STORES, PageOffloader, PageStore
+from minisgl.kvcache.page_store import PAGE_STORES, PageStore
 from minisgl.kvcache.pool import KVCache
 from minisgl.registry import resolve
 from minisgl.request import Int32Array
@@ -46,13 +46,9 @@ def names(*numbers: int) -> list[bytes]:
 
 
 def harness_over(make_store: MakeStore, num_pages: int, delay: int = 0) -> Harness:
-    """The "KV" of the shadow executor lies where the store looks for it."""
+    """A small engine whose evicted pages go to the store."""
     harness = Harness(page_size=4, num_pages=num_pages, max_running=4, delay=delay)
-    cache = KVCache(1, 1, 1, num_pages, 4, torch.int64, torch.device("cpu"))
-    cache.k.fill_(-1)
-    cache.v.fill_(0)
-    harness.executor.kv = cache.k.view(-1).numpy()
-    harness.memory.offload = PageOffloader(make_store(cache), 4)
+    harness.keep_evicted_pages(make_store)
     return harness
 
 

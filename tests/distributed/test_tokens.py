@@ -48,6 +48,27 @@ def test_tokens_are_those_of_one_rank(
     assert generate(path, tensor_parallel_size=ranks, **options) == expected
 
 
+@pytest.mark.parametrize("control_plane", ["shared-memory", "zmq"])
+def test_every_rank_keeps_its_part_of_the_pages_that_are_evicted(tmp_path: Path, control_plane: str) -> None:
+    """Two conversations that do not fit together take turns, and grow."""
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    one, other = list(range(30)), [5, 6, 7] * 10
+    prompts = [one, other, one + [1, 2], other + [3], one + [1, 2, 3, 4], other + [3] * 9]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+    def answers(**options: Any) -> list[list[int]]:
+        with LLM(path, **{**OPTIONS, "num_pages": 14, "overlap": True, **options}) as llm:
+            found = [tokens(llm.generate([prompt], params))[0] for prompt in prompts]
+            if "page_store" in options:
+                assert llm.scheduler.memory.offload.restored >= 8
+        return found
+
+    # On each rank, 40 pages of 4 tokens with a head of 8 floats in 2 layers: fewer than are evicted.
+    gib = 2 * 40 * (4 * 1 * 8 * 4 * 2 * 2) / 2**30
+    stored = answers(tensor_parallel_size=2, control_plane=control_plane, page_store="host", page_store_gib=gib)
+    assert stored == answers()
+
+
 def smol_shape(directory: Path, **sizes: int) -> Path:
     """SmolLM2-135M's widths in two layers, without weights."""
     config = {

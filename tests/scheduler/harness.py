@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from minisgl.batch import Batch
 from minisgl.kvcache import block_hash, radix
+from minisgl.kvcache.host_store import host_store
+from minisgl.kvcache.page_store import PageOffloader, PageStore
+from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.request import FinishReason, Request
 from minisgl.sampling_params import SamplingParams
@@ -46,6 +51,7 @@ class Harness:
         max_queued: int = 10_000,
         vocab: int = 3,
         delay: int = 0,
+        store_slots: int = 0,
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
         self.memory = KVMemory(num_pages, self.table, select_prefix_cache(prefix_cache)(page_size))
@@ -58,6 +64,8 @@ class Harness:
         self.vocab = vocab
         self.faulty = FaultyExecutor(self.executor, self.table)
         self.loop = EngineLoop(self.scheduler, self.faulty, depth=delay)
+        if store_slots:
+            self.keep_evicted_pages(lambda kv_cache: host_store(kv_cache, store_slots))
         self.finished: dict[int, Request] = {}
         self.seen: dict[int, list[int]] = defaultdict(list)
         """Tokens that were reported of watched requests, by uid."""
@@ -89,6 +97,15 @@ class Harness:
         self._next_uid += 1
         self.scheduler.add(request)
         return request
+
+    def keep_evicted_pages(self, make_store: Callable[[KVCache], PageStore]) -> None:
+        """Give evicted pages to a store. The "KV" of the shadow executor lies where the store looks for it."""
+        page_size = self.memory.page_size
+        cache = KVCache(1, 1, 1, self.memory.num_pages, page_size, torch.int64, torch.device("cpu"))
+        cache.k.fill_(-1)
+        cache.v.fill_(0)
+        self.executor.kv = cache.k.view(-1).numpy()
+        self.memory.offload = PageOffloader(make_store(cache), page_size)
 
     @property
     def batches(self) -> list[Batch]:

@@ -31,6 +31,7 @@ class EngineLife(RuleBasedStateMachine):
         max_prefill_tokens=st.sampled_from([3, 7, 64]),
         max_running=st.integers(1, 5),
         delay=st.sampled_from(DELAYS),
+        store_slots=st.sampled_from([0, 3, 40]),
     )
     def start(self, **options: Any) -> None:
         self.harness = Harness(vocab=VOCAB, max_seq_len=64, **options)
