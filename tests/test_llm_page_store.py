@@ -1,4 +1,4 @@
-"""An engine with a page store gives the tokens of one without: conversations that return, under every kind of pressure."""
+"""An engine with a page store gives the tokens of one without: conversations that return, in every kind of engine."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def run(
     outputs = llm.generate(list(oracle.prompts), oracle.params)
     assert not llm.scheduler.has_work, "a step is still in flight"
     assert llm.scheduler.memory.available == llm.scheduler.memory.num_pages, "pages have leaked"
-    if store and memory == "scarce" and cache != "none":
+    if store and memory == "scarce" and cache != "none" and page_size < 64:  # few prompts have a page of 64 tokens
         offload = llm.scheduler.memory.offload
         assert offload is not None
         assert offload.restored > 0, "no page has come back from the store"

@@ -60,14 +60,19 @@ class PageOffloader:
     """
 
     def __init__(self, store: PageStore, page_size: int) -> None:
+        self.evicted = 0  # pages that were given to the store
         self.wanted = 0  # whole pages of prompts that the prefix cache did not have when their request was admitted
         self.restored = 0  # of these, pages that the store had
-        self.evicted = 0  # pages that were given to the store
         self._store = store
         self._page_size = page_size
         self._names: dict[int, bytes] = {}  # by page, for all pages that the prefix cache owns
         self._unsettled: list[bytes] = []  # saved while a step ran that may fail, and may have written them
         self._renamed: dict[bytes, bytes] = {}  # names under which the store may have garbage
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pages so far, by what happened to them; restored over wanted is the store's hit rate."""
+        return {"evicted": self.evicted, "wanted": self.wanted, "restored": self.restored}
 
     def note(self, tokens: Int32Array, pages: Int32Array) -> None:
         """Name pages of a prefix that are cached now. ``tokens`` is int32[len(pages) × page_size]."""
@@ -93,7 +98,7 @@ class PageOffloader:
         """Drop the names of evicted pages whose content cannot be trusted, and those of pages saved since `settle`."""
         for page in pages.tolist():
             del self._names[page]
-        # A store need not be able to forget; so these prefixes get other names, and it can be asked for the old no more.
+        # A store need not be able to forget, so these prefixes get other names, and the old are never asked for again.
         self._renamed.update((name, xxhash.xxh3_128_digest(b"again" + name)) for name in self._unsettled)
         self._unsettled.clear()
 

@@ -229,6 +229,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     pages: int
     free_pages: int
     cached_pages: int  # kept for later requests with the same prefix; no running request uses them
+    store: dict[str, int] = {}  # what a page store has done with pages, by event: see `PageOffloader.counts`
 
     @property
     def used_pages(self) -> int:

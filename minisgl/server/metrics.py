@@ -113,6 +113,14 @@ class ServerMetrics:
         self._pool = gauge("kv_page_pool_size", "KV pages in all.")
         self._pages = gauge("kv_pages", "KV pages by state; used ones belong to running requests.", "state")
 
+        self._store = counter(
+            "page_store_pages",
+            "KV pages, if there is a page store: evicted into it, wanted by prompts and not in the prefix cache, and "
+            "restored from the store; restored over wanted is its hit rate.",
+            "event",
+        )
+        self._stored: dict[str, int] = {}  # what the engine said last
+
     def observe_gap(self, gap: float) -> None:
         """Count the time between two pieces of one choice, in seconds."""
         self._gap.observe(gap)
@@ -153,6 +161,10 @@ class ServerMetrics:
         self._pool.set(stats.pages)
         for state, pages in (("used", stats.used_pages), ("cached", stats.cached_pages), ("free", stats.free_pages)):
             self._pages.labels(state).set(pages)
+        for event, count in stats.store.items():
+            new = count - self._stored.get(event, 0)
+            self._store.labels(event).inc(new if new >= 0 else count)  # an engine that was restarted begins anew
+        self._stored = stats.store
 
 
 _PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}

@@ -164,7 +164,8 @@ def _stats(core: EngineCore) -> EngineStats:
     scheduler = core.scheduler
     memory = scheduler.memory
     free, cached = memory.pool.num_free, memory.cache.num_evictable
-    return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached)
+    store = {} if memory.offload is None else memory.offload.counts
+    return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached, store)
 
 
 MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minutes of decoding, some megabytes

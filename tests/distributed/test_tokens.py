@@ -53,7 +53,7 @@ def test_every_rank_keeps_its_part_of_the_pages_that_are_evicted(tmp_path: Path,
     """Two conversations that do not fit together take turns, and grow."""
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     one, other = list(range(30)), [5, 6, 7] * 10
-    prompts = [one, other, one + [1, 2], other + [3], one + [1, 2, 3, 4], other + [3] * 9]
+    prompts = [one, other, [*one, 1, 2], [*other, 3], [*one, 1, 2, 3, 4], [*other, *[3] * 9]]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
     def answers(**options: Any) -> list[list[int]]:

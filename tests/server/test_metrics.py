@@ -78,6 +78,22 @@ def test_the_engines_inside_is_told_between_two_steps(watched: RunningServer) ->
     assert scrape(watched)["kv_pages", "cached"] > 0
 
 
+def test_the_page_store_is_counted(checkpoint: Path) -> None:
+    """Two long prompts take turns in a pool that holds one of them."""
+    options: dict[str, Any] = {"page_size": 4, "num_pages": 32, "page_store": "host"}
+    with RunningServer(checkpoint, **options) as running:
+        assert ("page_store_pages_total", "wanted") in scrape(running)
+        for text in "abab":
+            running.complete(prompt=text * 100, max_tokens=1)
+        wait_until(lambda: scrape(running).get(("page_store_pages_total", "restored"), 0) > 0)
+        values = scrape(running)
+        evicted, wanted, restored = (
+            values["page_store_pages_total", event] for event in ("evicted", "wanted", "restored")
+        )
+        assert 0 < restored <= evicted
+        assert restored < wanted <= 4 * 25
+
+
 def test_a_dead_engine_is_down_and_the_rest_is_still_shown(
     watched: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

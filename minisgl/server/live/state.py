@@ -102,6 +102,7 @@ class LiveState(msgspec.Struct):
     num_running: int
     num_waiting: int
     slices: list[LiveSlice]  # the last `MOST_SLICES`; the last one may still grow
+    store: dict[str, int]  # `PageOffloader.counts`; empty without a page store
     cost: float  # processor seconds of the engine's thread to make this
 
 

@@ -246,6 +246,7 @@ class LiveView:
             num_running=len(slots),
             num_waiting=len(scheduler.waiting),
             slices=list(self._steps.slices),
+            store={} if memory.offload is None else memory.offload.counts,
             cost=0.0,
         )
         state.cost = time.thread_time() - before

@@ -11,6 +11,8 @@ export function drawNumbers(state, history, time) {
   const prompt = seen.reduce((sum, request) => sum + request.prompt, 0);
   const cached = seen.reduce((sum, request) => sum + request.cached, 0);
   const used = state.num_pages - state.free - state.evictable;
+  const { wanted, restored } = state.store;
+  const fromStore = ["of the rest in the store", wanted ? `${Math.round((100 * restored) / wanted)} %` : "–"];
   show([
     ["running", state.num_running],
     ["waiting", state.num_waiting],
@@ -18,6 +20,7 @@ export function drawNumbers(state, history, time) {
     ["prefill", `${rate("prefill")} tok/s`],
     ["decode", `${rate("decode")} tok/s`],
     ["of prompts cached", prompt ? `${Math.round((100 * cached) / prompt)} %` : "–"],
+    ...(wanted === undefined ? [] : [fromStore]),
   ]);
 }
 

@@ -227,6 +227,17 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_memory(checkpoint: Path, chro
         chromium.open("about:blank#")
 
 
+def test_the_hit_rate_of_a_page_store_is_a_figure(checkpoint: Path, chromium: Browser) -> None:
+    with RunningServer(checkpoint, num_pages=32, page_store="host") as server:
+        for text in "aba":
+            server.complete(prompt=text * 100, max_tokens=1)
+        chromium.open(f"{server.url}/ui")
+        chromium.wait_for("document.querySelector('#numbers dd')")
+        share = chromium.evaluate(FIGURES)["of the rest in the store"]
+        assert 0 < int(share.removesuffix(" %")) < 100
+        chromium.open("about:blank#")
+
+
 def test_the_page_says_when_the_engine_is_gone(checkpoint: Path, chromium: Browser) -> None:
     with RunningServer(checkpoint) as server:
         chromium.open(f"{server.url}/ui")

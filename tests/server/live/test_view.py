@@ -298,6 +298,17 @@ def test_looking_changes_nothing(checkpoint: Path, reference: LLM) -> None:
     assert_idle_and_clean(llm)
 
 
+def test_what_a_page_store_has_done_is_told(viewed_llm: LLM, checkpoint: Path) -> None:
+    assert LiveView(viewed_llm.core).look().store == {}
+    llm = LLM(checkpoint, page_size=4, num_pages=16, device="cpu", page_store="host")
+    view = LiveView(llm.core)
+    for first in (1, 2, 1):
+        llm.generate([[first] * 50], SamplingParams(max_tokens=1))
+    evicted, wanted, restored = (view.look().store[event] for event in ("evicted", "wanted", "restored"))
+    assert 0 < restored < wanted
+    assert restored <= evicted
+
+
 def test_a_state_travels_as_a_message(viewed_llm: LLM) -> None:
     view = LiveView(viewed_llm.core)
     submit(viewed_llm, [*SHARED, 5], [*SHARED, 6])
