@@ -35,6 +35,7 @@ COMMANDS = {
     "profile": ("workloads:run_profile", "where the time of a workload goes, step by step and kernel by kernel"),
     "overlap": ("host:run_overlap", "decode steps with and without overlap, and with a host that is made slower"),
     "preemption": ("preemption:run_preemption", "memory pressure: reserving or not, recomputing or copying"),
+    "page-store": ("page_store:run_page_store", "a conversation that returns: computed again, or from host memory"),
     "fp8": ("attention:run_fp8", "keys and values of eight bits: what they buy in memory and time"),
     "fp8-error": ("attention:run_fp8_error", "keys and values of eight bits: what they cost in precision, on a text"),
     "tp": ("tensor_parallel:run_tp", "tensor parallelism: the same workloads over more ranks, and the control planes"),

@@ -217,6 +217,16 @@ def test_overlap_measures_the_same_steps_under_both_loops(tmp_path: Path, capsys
     assert order == {"off": "s6 l6 w6 p6 s7 l7 w7 p7", "on": "s6 l6 s7 l7 w6 p6 w7 p7"}
 
 
+def test_a_conversation_comes_back_from_the_page_store(tmp_path: Path) -> None:
+    """The benchmark itself fails if a page is computed that should be copied, or the other way round."""
+    sizes = ["--lengths", "90", "200", "--repeat", "1", "--set", "page_size=4", "page_store_gib=0.01"]
+    record = bench(tmp_path, "page-store", "--model", "tiny", *sizes)
+    (table,) = record["tables"]
+    assert [row[:2] for row in table["rows"]] == [["tiny", 90], ["tiny", 200]]
+    assert all(cell > 0 for row in table["rows"] for cell in row[2:])
+    assert [target["name"].split(":")[0] for target in record["targets"]] == ["tiny, 200 tokens"]
+
+
 def test_preemption_measures_every_way_on_the_same_requests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], small_workloads: None
 ) -> None:
