@@ -152,7 +152,7 @@ class HostPages:
         staging = cache.new_empty((2, self._chunk, *shape))
         host = torch.empty((self.num_slots, *shape), dtype=cache.dtype)
         if self.device.type == "cuda":
-            self._unpin.append(_pin(self, host))
+            self._unpin.append(_pin(self, host, self.device))
         return _Half(cache, staging, host)
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ def _words(memory: torch.Tensor) -> torch.Tensor:
     return content.view(torch.int64 if wide else torch.uint8)
 
 
-def _pin(owner: object, host: torch.Tensor) -> Callable[[], object]:
+def _pin(owner: object, host: torch.Tensor, device: torch.device) -> Callable[[], object]:
     """Pin memory until ``owner`` is gone, or the result is called. PyTorch would round up to a power of two of bytes.
 
     Raises `ConfigError` if the system refuses.
@@ -276,9 +276,9 @@ def _pin(owner: object, host: torch.Tensor) -> Callable[[], object]:
             f"page_store_gib: the system refuses to pin {host.nbytes} bytes of host memory; lower it, or raise the "
             "limit (ulimit -l)"
         )
-    return weakref.finalize(owner, _unpin, host)
+    return weakref.finalize(owner, _unpin, host, device)
 
 
-def _unpin(host: torch.Tensor) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
+def _unpin(host: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may still be under way
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
