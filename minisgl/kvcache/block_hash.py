@@ -79,6 +79,16 @@ class BlockHashCache:
         self._mark_used(blocks)
         return InsertResult(_pages(blocks), tuple(blocks))
 
+    def extend(self, handle: tuple[Block, ...], tokens: Int32Array, page: int) -> tuple[Block, ...] | None:
+        """Add a block behind a locked prefix, unless its key is taken."""
+        parent = handle[-1] if handle else None
+        chunk = np.asarray(tokens, dtype=np.int32).tobytes()
+        key = self.hash_block(parent.key if parent else 0, chunk)
+        if key in self._blocks:
+            return None
+        self._blocks[key] = Block(page, key, chunk, parent, ref_count=1)
+        return (*handle, self._blocks[key])
+
     def lock(self, handle: Sequence[Block]) -> None:
         """Reference every block of the prefix; raises `InvariantError` if one was evicted since it was matched."""
         for block in handle:

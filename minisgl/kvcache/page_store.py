@@ -83,6 +83,11 @@ class PageOffloader:
         names = self._names_of(tokens[known * self._page_size :], name)
         self._names.update(zip(pages[known:].tolist(), names, strict=True))
 
+    def extend(self, tokens: Int32Array, page: int, before: int | None) -> None:
+        """Name one page more of a prefix, behind the page ``before``."""
+        name = b"" if before is None else self._names[before]
+        (self._names[page],) = self._names_of(tokens, name)
+
     def save(self, pages: Int32Array) -> None:
         """Save pages that the prefix cache has evicted."""
         self.evicted += len(pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -83,6 +83,19 @@ class PrefixCache(Protocol):
 
     def check(self) -> None:
         """Raise `InvariantError` unless structure, locks and counters agree."""
+        ...
+
+
+@runtime_checkable
+class ExtensiblePrefixCache(PrefixCache, Protocol):
+    """A prefix cache that takes pages of an answer while it is written; others get them when it ends."""
+
+    def extend(self, handle: Handle, tokens: Int32Array, page: int) -> Handle | None:
+        """Add one page, for int32[page_size] tokens, behind a prefix that the caller has locked.
+
+        The lock moves to the longer prefix, whose handle is returned. None, and no change, if something is cached there
+        already. However long the prefix is, this takes no longer, and it counts as no use.
+        """
         ...
 
 

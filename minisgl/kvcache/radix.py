@@ -65,6 +65,22 @@ class RadixCache:
             node = self._add_leaf(node, tokens[len(cached) * self.page_size :], fresh)
         return InsertResult(np.concatenate([cached, fresh]), node)
 
+    def extend(self, handle: Node, tokens: Int32Array, page: int) -> Node | None:
+        """Add a page behind a locked prefix: to its last edge if no other request has locked that, else as a leaf."""
+        if self._key(tokens) in handle.children:
+            return None
+        self.num_pages += 1
+        if handle.lock_count == 1 and not handle.children:
+            handle.tokens = np.concatenate([handle.tokens, tokens])
+            handle.pages = np.append(handle.pages, np.int32(page))
+            return handle
+        # As recently used as its parent, which may not be older than a child; the request's end is the next use.
+        leaf = Node(next(self._uids), tokens.copy(), np.array([page], dtype=np.int32), handle, lock_count=1)
+        leaf.last_access, leaf.uses = handle.last_access, 1
+        leaf.priority = self._eviction.on_use(leaf.last_access, 1)
+        handle.children[self._key(tokens)] = leaf
+        return leaf
+
     def lock(self, handle: Node) -> None:
         """Protect the prefix from eviction: count a lock on every node from its last one up to the root."""
         for node in self._path(handle):

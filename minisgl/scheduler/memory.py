@@ -6,12 +6,14 @@ A page is in exactly one of three states: *free* (in the pool), *private* (in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from minisgl.errors import InvariantError
 from minisgl.kvcache.page_store import PageOffloader, PageStore
 from minisgl.kvcache.pool import PagePool, PageTable
-from minisgl.kvcache.prefix import Handle, InsertResult, MatchResult, PrefixCache
+from minisgl.kvcache.prefix import ExtensiblePrefixCache, Handle, InsertResult, MatchResult, PrefixCache
 from minisgl.request import Int32Array
 from minisgl.table import RunningTable
 
@@ -30,6 +32,9 @@ class KVMemory:
         self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
+        self._extend = cache.extend if isinstance(cache, ExtensiblePrefixCache) else None
+        # Pages of each row that its lock covers; -1 if the row has other pages there, or its answer can't be published
+        self._published = np.full(table.max_running, -1, dtype=np.int32)
         self.offload = None if store is None else PageOffloader(store, self.page_size)
 
     @property
@@ -70,6 +75,7 @@ class KVMemory:
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
         self._handles[slot] = prefix.handle
+        self._published[slot] = len(shared)
         if self.offload is not None:
             tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
             restored = self.offload.restore(tokens, len(shared), new)
@@ -112,6 +118,7 @@ class KVMemory:
             return
         self._move_lock(slot, match.handle)
         self._repoint(slot, match.pages)
+        self._published[slot] = len(match.pages)
         self.table.kv_len[slot] = cached_len
 
     def cache_chunk(self, slot: int, kv_len_before: int) -> None:
@@ -129,6 +136,35 @@ class KVMemory:
         # A duplicate that this step still writes must stay where it is; it is found again when the row is freed.
         settled = min(len(insert.pages), kv_len_before // self.page_size)
         self._repoint(slot, insert.pages[:settled])
+        same = np.array_equal(self.row(slot)[: len(insert.pages)], insert.pages)
+        self._published[slot] = len(insert.pages) if same else -1
+
+    def cache_answers(self, slots: Int32Array) -> None:
+        """Publish the pages that running answers have filled, so that a fork of a conversation finds them (vLLM).
+
+        Only pages of complete steps: the last known token is not fed yet, or by a step in flight. A row whose tokens
+        are cached in other pages publishes no more, since the pages below its own would be another request's, whose
+        step may fail.
+        """
+        if self._extend is None:
+            return
+        filled = self.table.known_len[slots] - 1
+        for slot in slots[(filled % self.page_size == 0) & (self._published[slots] >= 0)].tolist():
+            self._cache_answer(slot, self._extend)
+
+    def _cache_answer(self, slot: int, extend: Callable[[Handle, Int32Array, int], Handle | None]) -> None:
+        size, row = self.page_size, self.row(slot)
+        for index in range(int(self._published[slot]), (int(self.table.known_len[slot]) - 1) // size):
+            tokens, page = self.table.tokens[slot, index * size : (index + 1) * size], int(row[index])
+            handle = extend(self._handles[slot], tokens, page)
+            if handle is None:
+                self._published[slot] = -1
+                return
+            self._handles[slot] = handle
+            self._published[slot] = index + 1
+            self.is_cached[page] = True
+            if self.offload is not None:
+                self.offload.extend(tokens, page, int(row[index - 1]) if index else None)
 
     def _insert(self, slot: int, count: int) -> InsertResult:
         offered = self.row(slot)[:count].copy()
@@ -167,6 +203,7 @@ class KVMemory:
         if self._handles[slot] is not None:
             self.cache.unlock(self._handles[slot])
         self._handles[slot] = None
+        self._published[slot] = -1
         self.table.num_pages[slot] = 0
 
     def settle(self) -> None:
@@ -199,6 +236,8 @@ class KVMemory:
                 raise InvariantError(f"the row of slot {slot} maps a page twice, or a free page")
             if self.table.kv_len[slot] > len(row) * self.page_size:
                 raise InvariantError(f"slot {slot} has KV beyond its pages")
+            if not self.is_cached[row[: max(self._published[slot], 0)]].all():
+                raise InvariantError(f"slot {slot} has published a page that is not cached")
             uses[row] += 1
         if (uses[~self.is_cached] > 1).any():
             raise InvariantError("two requests map one private page")

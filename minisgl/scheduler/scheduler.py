@@ -253,6 +253,7 @@ class Scheduler:
         ends = self._constraints.accept(slots, tokens)
         stopped[list(ends)] = True
 
+        self.memory.cache_answers(slots[~(stopped | full) & table.active[slots]])
         self._stamp_first_tokens(slots[known == table.prompt_len[slots]])
         self._report(slots, tokens, live.tolist(), result)
         for i in np.flatnonzero(stopped | full).tolist():

@@ -64,6 +64,16 @@ class EvictsLocked(UncheckedCache):
         return pages
 
 
+class ExtendsForOthersToo(UncheckedCache):
+    """Makes the last edge longer although another request has locked it, whose own next page has then no place."""
+
+    def extend(self, handle: Node, tokens: Int32Array, page: int) -> Node | None:
+        locks, handle.lock_count = handle.lock_count, min(handle.lock_count, 1)
+        extended = super().extend(handle, tokens, page)
+        handle.lock_count = locks
+        return extended
+
+
 class LocksTheLastNodeAlone(UncheckedCache):
     """A locked leaf stays; the tree has no idea that the way to it is in use."""
 

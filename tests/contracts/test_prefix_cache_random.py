@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from minisgl.kvcache.prefix import PREFIX_CACHES, Handle, PrefixCache
+from minisgl.kvcache.prefix import PREFIX_CACHES, ExtensiblePrefixCache, Handle, PrefixCache
 from minisgl.registry import resolve
 from tests.contracts.test_prefix_cache import PAGE_SIZES, Client, MakeCache, tokens_of
 
@@ -82,6 +82,20 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prefix, handle = data.draw(st.sampled_from(self.locks))
         self.cache.lock(handle)
         self.locks.append((prefix, handle))
+
+    @precondition(lambda self: self.locks and self.free and isinstance(self.cache, ExtensiblePrefixCache))
+    @rule(data=st.data(), label=st.integers(0, 2))
+    def extend(self, data: st.DataObject, label: int) -> None:
+        """As a request does while it writes its answer."""
+        assert isinstance(self.cache, ExtensiblePrefixCache)
+        number = data.draw(st.integers(0, len(self.locks) - 1))
+        prefix, handle = self.locks[number]
+        longer = (*prefix, label)
+        extended = self.cache.extend(handle, tokens_of([label], self.page_size), self.free[-1])
+        assert (extended is None) == (longer in self.cached), "extend refuses what is cached already"
+        if extended is not None:
+            self.cached[longer] = self.free.pop()
+            self.locks[number] = (longer, extended)
 
     @precondition(lambda self: self.locks)
     @rule(data=st.data())

@@ -67,6 +67,13 @@ def test_a_broken_cache_fails(mutant: str, broken: str) -> None:
     assert "test_starts_empty" in verdict.passed, "the suite did run"
 
 
+def test_a_cache_that_extends_wrongly_fails() -> None:
+    status, verdict = grade("tests.contracts.mutants:ExtendsForOthersToo", "test_prefix_cache_random.py")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "test_random_sequences_agree_with_the_model" in verdict.failed
+    assert "test_eviction_follows_last_use" in verdict.passed, "the suite did run"
+
+
 @pytest.mark.parametrize(
     ("mutant", "broken"),
     [

@@ -55,6 +55,15 @@ class EngineLife(RuleBasedStateMachine):
             prompt = self.requests[copy_of % len(self.requests)].prompt.tolist() + extra
             self.requests.append(self.harness.add(prompt[:40], 8))
 
+    @rule(which=st.integers(0, 30), extra=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3))
+    def fork(self, which: int, extra: list[int]) -> None:
+        """A running conversation goes on in another way."""
+        slots = self.harness.table.slots
+        if len(slots):
+            slot = int(slots[which % len(slots)])
+            known = self.harness.table.tokens[slot, : self.harness.table.known_len[slot]].tolist()
+            self.requests.append(self.harness.add((known + extra)[-40:], 8))
+
     @rule(which=st.integers(0, 30))
     def abort(self, which: int) -> None:
         if self.requests:

@@ -14,7 +14,7 @@ from minisgl.engine.memory import largest_prefill
 from minisgl.errors import InvariantError
 from minisgl.request import FinishReason, RequestState
 from minisgl.sampling_params import SamplingParams
-from tests.fake_executor import expected_output
+from tests.fake_executor import Fault, expected_output
 from tests.scheduler.harness import DELAYS, Harness
 
 CACHES = ["radix", "block-hash", "none"]
@@ -170,10 +170,69 @@ def test_answers_are_cached_for_the_next_turn(cache: str) -> None:
     harness.assert_output(second)
 
 
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("cache", ["radix", "block-hash"])
+def test_a_fork_of_a_running_answer_finds_its_full_pages(cache: str, delay: int) -> None:
+    harness = Harness(prefix_cache=cache, page_size=4, delay=delay)
+    first = harness.add(prompt_of(9), max_tokens=30)
+    slot = first.slot
+    for length in range(10, 35):
+        harness.step()
+        slot = first.slot
+        while harness.table.known_len[slot] < length:
+            harness.step()
+        known = harness.table.tokens[slot, :length]
+        # The last token is known, and its keys are not computed yet.
+        assert len(harness.memory.cache.match(known).pages) == (length - 1) // 4
+    answer = expected_output(prompt_of(9), 30, harness.vocab)
+    fork = harness.add([*prompt_of(9), *answer[:20], 1, 1], max_tokens=5)
+    harness.run()
+    assert fork.cached_tokens == 28
+    harness.assert_output(first)
+    harness.assert_output(fork)
+    harness.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("cache", ["radix", "block-hash"])
+def test_equal_answers_are_published_once(cache: str, delay: int) -> None:
+    """Their pages have equal content; the second row keeps its own to the end."""
+    harness = Harness(prefix_cache=cache, page_size=4, delay=delay)
+    pair = [harness.add(prompt_of(9), max_tokens=30) for _ in range(2)]
+    for _ in range(20):
+        harness.step()
+    cached = harness.memory.cache.num_pages
+    assert cached == (int(harness.table.known_len[pair[0].slot]) - 1) // 4
+    harness.run()
+    for request in pair:
+        harness.assert_output(request)
+    harness.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("cache", ["radix", "block-hash"])
+def test_an_answer_is_not_published_below_pages_of_a_step_that_may_fail(cache: str) -> None:
+    """A prompt that overtakes the answer it repeats is cached when it is scheduled. Its step fails; the answer goes on."""
+    harness = Harness(prefix_cache=cache, page_size=4, delay=1)
+    first = harness.add(prompt_of(9), max_tokens=30)
+    while harness.table.known_len[first.slot] != 12:
+        harness.step()
+    answer = expected_output(prompt_of(9), 30, harness.vocab)
+    overtaking = harness.add([*prompt_of(9), *answer[:20]], max_tokens=2)
+    harness.faulty.fault = Fault(False, RuntimeError("broken"))
+    while overtaking.state is not RequestState.FINISHED:
+        harness.step()
+    harness.run()
+    again = harness.add([*prompt_of(9), *answer], max_tokens=5)
+    harness.run()
+    harness.assert_output(again)
+    harness.assert_output(first)
+
+
 @pytest.mark.parametrize("cache", ["radix", "block-hash"])
 def test_a_prompt_in_chunks_skips_what_others_have_computed_meanwhile(cache: str) -> None:
     """The next turn of a conversation has been fed in part when the first turn's answer becomes known to the cache."""
     harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=4, batch_policy="mixed")
+    harness.memory._extend = None  # a cache that takes an answer at its end
     first = harness.add(prompt_of(8), max_tokens=20)
     while len(harness.batches) < 18:
         harness.step()
@@ -380,7 +439,7 @@ def test_a_long_prompt_comes_in_chunks_of_which_the_last_samples() -> None:
 def test_every_array_is_int32() -> None:
     _, batch = two_decodes_and_two_prefills()
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), np.ndarray)}
-    assert len(arrays) == 12
+    assert len(arrays) == 13
     assert {name: array.dtype for name, array in arrays.items()} == dict.fromkeys(arrays, np.dtype(np.int32))
 
 
