@@ -365,3 +365,25 @@ def test_check_notices(damage: Callable[[Rows], None], message: str) -> None:
     damage(rows)
     with pytest.raises(InvariantError, match=message):
         rows.memory.check()
+
+
+# -- answers while they are written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_row_with_pages_of_its_own_publishes_nothing_behind_them(cache: str) -> None:
+    """Two rows compute one prompt in the same step: the cache has the first one's pages, and the second keeps its own."""
+    rows = Rows(cache)
+    first, second = rows.admit([1] * 9), rows.admit([1] * 9)
+    for slot in (first, second):
+        rows.prefill(slot)
+    assert rows.pages(first)[:2] != rows.pages(second)[:2]
+    rows.decode(first, *[2] * 8)
+    rows.decode(second, *[3] * 8)
+    rows.memory.cache_answers(np.array([first, second], dtype=np.int32))
+    rows.memory.check()
+    tokens = [np.array([1] * 9 + [token] * 8, dtype=np.int32) for token in (2, 3)]
+    assert [len(rows.memory.cache.match(each).pages) for each in tokens] == [4, 2]
+    rows.free(second)
+    assert len(rows.memory.cache.match(tokens[1]).pages) == 4
+    rows.memory.check()
