@@ -67,12 +67,12 @@ class RadixCache:
 
     def extend(self, handle: Node, tokens: Int32Array, page: int) -> Node | None:
         """Add a page behind a locked prefix: to its last edge if no other request has locked that, else as a leaf."""
-        if self._key(tokens) in handle.children:
+        if handle.children and self._key(tokens) in handle.children:
             return None
         self.num_pages += 1
         if handle.lock_count == 1 and not handle.children:
-            handle.tokens = np.concatenate([handle.tokens, tokens])
-            handle.pages = np.append(handle.pages, np.int32(page))
+            handle.tokens = np.concatenate((handle.tokens, tokens))
+            handle.pages = np.concatenate((handle.pages, (page,)), dtype=np.int32)
             return handle
         # As recently used as its parent, which may not be older than a child; the request's end is the next use.
         leaf = Node(next(self._uids), tokens.copy(), np.array([page], dtype=np.int32), handle, lock_count=1)

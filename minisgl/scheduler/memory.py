@@ -148,23 +148,27 @@ class KVMemory:
         """
         if self._extend is None:
             return
-        filled = self.table.known_len[slots] - 1
-        for slot in slots[(filled % self.page_size == 0) & (self._published[slots] >= 0)].tolist():
-            self._cache_answer(slot, self._extend)
+        filled, published = self.table.known_len[slots] - 1, self._published[slots]
+        due = (filled % self.page_size == 0) & (published >= 0)
+        ends = filled[due] // self.page_size
+        for slot, begin, end in zip(slots[due].tolist(), published[due].tolist(), ends.tolist(), strict=True):
+            for index in range(begin, end):
+                if not self._cache_answer(slot, index, self._extend):
+                    break
 
-    def _cache_answer(self, slot: int, extend: Callable[[Handle, Int32Array, int], Handle | None]) -> None:
-        size, row = self.page_size, self.row(slot)
-        for index in range(int(self._published[slot]), (int(self.table.known_len[slot]) - 1) // size):
-            tokens, page = self.table.tokens[slot, index * size : (index + 1) * size], int(row[index])
-            handle = extend(self._handles[slot], tokens, page)
-            if handle is None:
-                self._published[slot] = -1
-                return
-            self._handles[slot] = handle
-            self._published[slot] = index + 1
-            self.is_cached[page] = True
-            if self.offload is not None:
-                self.offload.extend(tokens, page, int(row[index - 1]) if index else None)
+    def _cache_answer(self, slot: int, index: int, extend: Callable[[Handle, Int32Array, int], Handle | None]) -> bool:
+        """Publish page ``index`` of the row; False if it cannot be."""
+        tokens = self.table.tokens[slot, index * self.page_size : (index + 1) * self.page_size]
+        page = int(self.page_table.rows[slot, index])
+        handle = extend(self._handles[slot], tokens, page)
+        self._published[slot] = -1 if handle is None else index + 1
+        if handle is None:
+            return False
+        self._handles[slot] = handle
+        self.is_cached[page] = True
+        if self.offload is not None:
+            self.offload.extend(tokens, page, int(self.page_table.rows[slot, index - 1]) if index else None)
+        return True
 
     def _insert(self, slot: int, count: int) -> InsertResult:
         offered = self.row(slot)[:count].copy()

@@ -372,7 +372,7 @@ def test_check_notices(damage: Callable[[Rows], None], message: str) -> None:
 
 @pytest.mark.parametrize("cache", CACHING)
 def test_a_row_with_pages_of_its_own_publishes_nothing_behind_them(cache: str) -> None:
-    """Two rows compute one prompt in the same step: the cache has the first one's pages, and the second keeps its own."""
+    """Two rows compute one prompt in the same step: the cache has the pages of the first."""
     rows = Rows(cache)
     first, second = rows.admit([1] * 9), rows.admit([1] * 9)
     for slot in (first, second):

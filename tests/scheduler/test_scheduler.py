@@ -211,7 +211,7 @@ def test_equal_answers_are_published_once(cache: str, delay: int) -> None:
 
 @pytest.mark.parametrize("cache", ["radix", "block-hash"])
 def test_an_answer_is_not_published_below_pages_of_a_step_that_may_fail(cache: str) -> None:
-    """A prompt that overtakes the answer it repeats is cached when it is scheduled. Its step fails; the answer goes on."""
+    """A prompt that overtakes the answer it repeats is cached when it is scheduled, and its step fails."""
     harness = Harness(prefix_cache=cache, page_size=4, delay=1)
     first = harness.add(prompt_of(9), max_tokens=30)
     while harness.table.known_len[first.slot] != 12:
