@@ -56,12 +56,12 @@ def run_page_store(
 def _measure(llm: LLM, rng: np.random.Generator, length: int) -> tuple[float, float, float, float]:
     """Milliseconds: computed, copied out, copied back, copied back while another is copied out."""
     wanted, other = rng.integers(llm.model_config.vocab_size, size=(2, length)).tolist()
-    _evict_all(llm)
+    evict_all(llm)
     computed = _milliseconds(llm, wanted, cached=0)
-    out = _evict_all(llm)
+    out = evict_all(llm)
     whole = (length - 1) // llm.config.page_size * llm.config.page_size
     back = _milliseconds(llm, wanted, cached=whole)
-    _evict_all(llm)
+    evict_all(llm)
     _milliseconds(llm, other, cached=0)
     return computed, out, back, _milliseconds(llm, wanted, cached=whole)
 
@@ -75,11 +75,14 @@ def _milliseconds(llm: LLM, prompt: list[int], cached: int) -> float:
     return taken
 
 
-def _evict_all(llm: LLM) -> float:
-    """Empty the prefix cache, as if others had wanted all pages; returns milliseconds until all copies are made."""
+def evict_all(llm: LLM) -> float:
+    """Empty the prefix cache of what no request reads, as if others had wanted all pages.
+
+    Returns milliseconds until all copies are made.
+    """
     memory, device = llm.scheduler.memory, llm.engine.device
     synchronize(device)
     start = time.perf_counter()
-    memory.pool.free(memory.alloc(memory.num_pages))
+    memory.pool.free(memory.alloc(memory.available))
     synchronize(device)
     return 1e3 * (time.perf_counter() - start)

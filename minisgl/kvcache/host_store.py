@@ -133,27 +133,42 @@ class HostPages:
         kv_cache: to copy from and to.
         num_slots: pages of host memory.
         staging_pages: pages of device memory for copies in flight.
+        shared: other host pages whose memory this one uses, so that an engine can load what another has saved. Nothing
+            orders the copies of the two: `synchronize` one before the other.
     """
 
-    def __init__(self, kv_cache: KVCache, num_slots: int, staging_pages: int = STAGING_PAGES) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        num_slots: int,
+        staging_pages: int = STAGING_PAGES,
+        shared: HostPages | None = None,
+    ) -> None:
         self.num_slots = num_slots
         self.device = kv_cache.k.device
         self._chunk = max(1, min(staging_pages, kv_cache.num_pages) // 2)
         self._unpin: list[Callable[[], object]] = []
-        self._halves = [self._half(memory) for memory in (kv_cache.k, kv_cache.v)]
+        theirs = [None, None] if shared is None else [half.host for half in shared._halves]
+        self._halves: list[_Half] = [self._half(*each) for each in zip((kv_cache.k, kv_cache.v), theirs, strict=True)]
         self._turn = 0
         on_cuda = self.device.type == "cuda"
         self._copies = torch.cuda.Stream(self.device) if on_cuda else None
         self._idle = [torch.cuda.Event() for _ in range(2)] if on_cuda else []  # when a staging buffer is free again
 
-    def _half(self, memory: torch.Tensor) -> _Half:
+    def _half(self, memory: torch.Tensor, host: torch.Tensor | None) -> _Half:
         cache = _words(memory).transpose(0, 1)
         shape = cache.shape[1:]
         staging = cache.new_empty((2, self._chunk, *shape))
-        host = torch.empty((self.num_slots, *shape), dtype=cache.dtype)
-        if self.device.type == "cuda":
-            self._unpin.append(_pin(self, host, self.device))
+        if host is None:
+            host = torch.empty((self.num_slots, *shape), dtype=cache.dtype)
+            if self.device.type == "cuda":
+                self._unpin.append(_pin(self, host, self.device))
         return _Half(cache, staging, host)
+
+    def synchronize(self) -> None:
+        """Wait until all copies so far are in host memory, or have left it."""
+        if self._copies is not None:
+            self._copies.synchronize()
 
     def close(self) -> None:
         """Free the memory; calling it again does nothing."""
