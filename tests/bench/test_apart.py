@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,10 @@ def test_an_error_of_an_engine_ends_the_experiment(path: Path, monkeypatch: pyte
         serve_apart(prefill, decode, make_jobs(), 100)
 
 
-def test_the_command_measures_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_three_ways(tmp_path: Path) -> None:
     output = tmp_path / "apart.json"
     sizes = ["--streams", "2", "--requests", "2", "--rate", "20", "--input-len", "60", "--output-len", "12"]
     main(["apart", "--model", "tiny", *sizes, "--devices", "cpu", "cpu", "--threads", "1", "--output", str(output)])
-    shown = capsys.readouterr().out
-    assert all(label in shown for label in ("alike, prefill first", "alike, mixed steps", "apart"))
+    (table,) = json.loads(output.read_text(encoding="utf-8"))["tables"]
+    assert [row[0] for row in table["rows"]] == ["alike, prefill first", "alike, mixed steps", "apart"]
+    assert all(cell > 0 for row in table["rows"] for cell in row[1:])
