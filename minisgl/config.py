@@ -88,6 +88,8 @@ class EngineConfig:
             waits ten more. Must exceed the longest step.
         hang_timeout: seconds without an answer after which a process (a rank, or one of the server's) is killed, at
             least 1; None is never. A step may take longer: ``distributed_timeout``.
+        nvtx: push named ranges around the phases of every step and around layers, for ``nsys profile``; layers show in
+            eager steps only. Needs a CUDA build of PyTorch.
         verify_ranks: compare after every step what each rank received and sampled, to find bugs.
         load_format: ``"auto"`` reads the checkpoint; ``"dummy"`` makes random weights and needs only ``config.json``.
         seed: of dummy weights, and of requests that give none; from 0 to 2**63 - 1.
@@ -131,6 +133,7 @@ class EngineConfig:
     all_reduce: str = "auto"
     distributed_timeout: float = 300.0
     hang_timeout: float | None = 30.0
+    nvtx: bool = False
     verify_ranks: bool = False
     load_format: str = "auto"
     seed: int = 0
@@ -160,7 +163,7 @@ class EngineConfig:
             )
         self._check_fusions()
         self._check_graph_batches()
-        for name in ("enforce_eager", "verify_ranks"):
+        for name in ("enforce_eager", "nvtx", "verify_ranks"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: must be True or False, got {getattr(self, name)!r}")
         if self.overlap is not None and not isinstance(self.overlap, bool):

@@ -16,6 +16,7 @@ from minisgl.context import AttentionChoice
 from minisgl.distributed.remote_executor import RemoteExecutor
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.nvtx import NvtxObserver, check_nvtx
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.input_processor import InputProcessor
 from minisgl.kvcache.host_store import HostStore, PageCopier, check_host_memory
@@ -59,6 +60,8 @@ class EngineCore:
             )
         if config.page_store == "host":
             check_host_memory(config.page_store_gib)
+        if config.nvtx:
+            check_nvtx()
         path = resolve_model(config.model)
         self.config = config
         self.tokenizer = Tokenizer(path)  # for end-of-sequence ids and grammars; text is encoded elsewhere
@@ -90,6 +93,10 @@ class EngineCore:
         )
         overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
         self.loop = EngineLoop(self.scheduler, self.executor, depth=int(overlap))
+        if config.nvtx:
+            ranges = NvtxObserver()  # one for both, since "compute" lies within "launch"
+            self.loop.observers.append(ranges)
+            self.executor.observers.append(ranges)
 
     def __enter__(self) -> EngineCore:
         return self

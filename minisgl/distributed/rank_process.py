@@ -26,6 +26,7 @@ from minisgl.distributed.control_plane import CONTROL_PLANES, StepReceiver
 from minisgl.distributed.messages import EngineInfo, RankOptions, StepReport, decode_batch, decode_report, encode_report
 from minisgl.engine.build import build_engine, rank_device
 from minisgl.engine.engine import Engine, LaunchedStep
+from minisgl.engine.nvtx import NvtxObserver
 from minisgl.registry import resolve
 
 
@@ -49,6 +50,8 @@ def _build_engine(options: RankOptions) -> Engine:
     group = init_process_group(options.store_port, options.rank, size, device, timeout)
     communicator = select_communicator(config.all_reduce, device, timeout)(group, device)
     engine = build_engine(config, Path(options.path), communicator)
+    if config.nvtx:
+        engine.observers.append(NvtxObserver())
     if (peers := peer_all_reduce_of(communicator)) is not None:
         peers.finish()
     return engine

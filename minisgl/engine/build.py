@@ -29,6 +29,7 @@ from minisgl.engine.memory import (
     warm_up_kernels,
 )
 from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.nvtx import add_layer_ranges
 from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory, tokens_to_capture
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.errors import ConfigError
@@ -98,6 +99,8 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cpu":
         prepack_weights(model)
     fuse_layers(model, fusions)
+    if config.nvtx:
+        add_layer_ranges(model)
     kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
 
     def make_runner(num_pages: int) -> ModelRunner:

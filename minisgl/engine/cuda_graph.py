@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -19,6 +21,8 @@ from minisgl.engine.sampling import DeviceSampling, HostSampling, RandomStage
 from minisgl.kernels import has_triton
 from minisgl.kvcache.sizing import free_memory
 from minisgl.request import Int32Array
+
+logger = logging.getLogger(__name__)
 
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 
@@ -46,8 +50,7 @@ class CudaGraphRunner(ModelRunner):
         self.buffers: dict[int, DecodeBuffers] = {}  # by number of rows: what the graphs of that size read
         # By number of rows, and the attention backend's name for the work of the step.
         self.graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
-        for size in sorted(sizes, reverse=True):  # the largest first: smaller graphs find room in its memory
-            self.capture(size)
+        capture_all("rows", self.capture, sizes, self.device)
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
@@ -266,6 +269,20 @@ class CapturedGraph(Protocol):
         ...
 
 
+def capture_all(unit: str, capture: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
+    """Capture a graph for each of the sizes, counted in ``unit``, and log progress and free memory.
+
+    The largest comes first. Memory that the pool got for its intermediate results serves all smaller ones; the other
+    way round, each graph would need a little more than the pool has, and the pool would grow every time.
+    """
+    for number, size in enumerate(sorted(sizes, reverse=True), start=1):
+        start = time.perf_counter()
+        capture(size)
+        if logger.isEnabledFor(logging.INFO):
+            seconds, free = time.perf_counter() - start, free_memory(device) / 1e9
+            logger.info("graph %d of %d: %d %s, %.1f s, %.2f GB free", number, len(sizes), size, unit, seconds, free)
+
+
 # Runs work on inputs whose addresses never change, and captures it: a `CudaGraphCapture`, or the class `CpuGraph`.
 GraphCapture = Callable[[Callable[[], Tensors]], CapturedGraph]
 
@@ -283,7 +300,14 @@ class CudaGraph:
 
 
 class CudaGraphCapture:
-    """Captures CUDA graphs in one memory pool. They can share it because no two of them run at the same time."""
+    """Captures CUDA graphs in one memory pool. They can share it because no two of them run at the same time.
+
+    The work runs once before it is captured, for real: that *warm-up* is no *dry run*, whose results and memory are
+    thrown away (`measure_graph_memory`). What the first call of a library allocates, it keeps. Were that captured, it
+    would lie in the pool for good and be taken from all other work: the pool would be polluted, and a graph would hold
+    an address that the library may free. The warm-up allocates outside of the pool, on the stream of the capture,
+    because cuBLAS has a workspace for each stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

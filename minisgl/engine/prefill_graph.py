@@ -21,6 +21,7 @@ from minisgl.engine.cuda_graph import (
     CapturedGraph,
     CudaGraphCapture,
     GraphCapture,
+    capture_all,
     extrapolate_memory,
     sizes_to_capture,
 )
@@ -46,8 +47,7 @@ class PrefillGraphRunner(ModelRunner):
         self.buffers: dict[int, StepBuffers] = {}  # by number of tokens
         # By number of tokens, and the attention backend's name for the work of the step.
         self.graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
-        for size in sorted(sizes, reverse=True):  # the largest first: smaller graphs find room in its memory
-            self.capture(size)
+        capture_all("tokens", self.capture, sizes, self.device)
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:

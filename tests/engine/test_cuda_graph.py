@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from minisgl.engine.cuda_graph import (
     CpuGraph,
     CudaGraphRunner,
     build_runner,
+    capture_all,
     graph_sizes,
     measure_graph_memory,
     pad_batch,
@@ -244,3 +246,13 @@ def test_padding_leaves_the_pages_of_requests_alone(path: Path) -> None:
     llm = engine(path, (8,))
     llm.engine.kv_cache.k[:, :-1].fill_(torch.nan)
     assert tokens(llm) == tokens(engine(path, None))
+
+
+def test_captures_are_logged_from_the_largest_down(caplog: pytest.LogCaptureFixture) -> None:
+    captured: list[int] = []
+    with caplog.at_level(logging.INFO, "minisgl.engine.cuda_graph"):
+        capture_all("rows", captured.append, (1, 8, 4), torch.device("cpu"))
+    assert captured == [8, 4, 1]
+    begins = [line.split(",")[0] for line in caplog.messages]
+    assert begins == ["graph 1 of 3: 8 rows", "graph 2 of 3: 4 rows", "graph 3 of 3: 1 rows"]
+    assert all(line.endswith("GB free") for line in caplog.messages)
