@@ -11,7 +11,7 @@ from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 from tests.model_zoo import tiny_checkpoint
-from tests.tiny_text_model import Failing, directed_llm
+from tests.tiny_text_model import directed_llm
 
 OPTIONS = {"device": "cpu", "num_pages": 64, "nvtx": True}
 
