@@ -56,8 +56,10 @@ class EngineConfig:
         prefix_cache: how computed prefixes are found again: ``"radix"``, ``"block-hash"`` or ``"none"``.
         eviction_policy: which cached pages are evicted first (``"radix"``); ``"lru"`` is the least recently used.
         page_store: where pages go that the prefix cache evicts: ``"host"`` copies them to host memory, and back when a
-            prompt wants them again; ``"none"`` drops them.
-        page_store_gib: GiB of host memory for ``page_store="host"``, of all ranks together; pinned on CUDA.
+            prompt wants them again; ``"disk"`` writes them to files, which is slower and for one rank; ``"none"`` drops
+            them.
+        page_store_gib: GiB for evicted pages, of all ranks together. Host memory is pinned on CUDA.
+        page_store_path: directory for ``page_store="disk"``; None is the system's place for temporary files.
         prefill_attention: attention backend for prefill rows: ``"torch"``, ``"triton"``, ``"cascade"``,
             ``"flashinfer"``, ``"flashinfer-fa2"`` or ``"flashinfer-fa3"``; ``"auto"`` is the fastest on the device,
             which `minisgl.llm.LLM.attention_backend` explains.
@@ -116,6 +118,7 @@ class EngineConfig:
     eviction_policy: str = "lru"
     page_store: str = "none"
     page_store_gib: float = 4.0
+    page_store_path: str | None = None
     prefill_attention: str = "auto"
     decode_attention: str = "auto"
     queue_policy: str = "fcfs"
@@ -161,6 +164,8 @@ class EngineConfig:
             raise ConfigError(
                 f"page_store_gib: must be a positive number of GiB, at most {_MOST_GIB:g}, got {self.page_store_gib!r}"
             )
+        if self.page_store_path is not None and not isinstance(self.page_store_path, str):
+            raise ConfigError(f"page_store_path: must be a directory's name or None, got {self.page_store_path!r}")
         self._check_fusions()
         self._check_graph_batches()
         for name in ("enforce_eager", "nvtx", "verify_ranks"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -19,8 +19,10 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.nvtx import NvtxObserver, check_nvtx
 from minisgl.errors import ConfigError, EngineDead
 from minisgl.input_processor import InputProcessor
-from minisgl.kvcache.host_store import HostStore, PageCopier, check_host_memory
+from minisgl.kvcache.disk_store import DiskStore, check_directory
+from minisgl.kvcache.host_store import HostStore, PageCopier, check_host_memory, slots_that_fit
 from minisgl.kvcache.page_store import PAGE_STORES, PageStore
+from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import resolve_model
@@ -60,6 +62,8 @@ class EngineCore:
             )
         if config.page_store == "host":
             check_host_memory(config.page_store_gib)
+        if config.page_store == "disk":
+            check_directory(config.page_store_path)
         if config.nvtx:
             check_nvtx()
         path = resolve_model(config.model)
@@ -73,7 +77,7 @@ class EngineCore:
         if self.executor.page_copier is not None:
             store: PageStore | None = HostStore(self.executor.page_copier)
         else:
-            store = None if config.page_store == "none" else make_store(self.engine.kv_cache)
+            store = self._other_store(make_store)
         memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
         self.input_processor = InputProcessor(
             config,
@@ -103,6 +107,13 @@ class EngineCore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _other_store(self, make_store: Callable[[KVCache], PageStore]) -> PageStore | None:
+        config = self.config
+        if config.page_store == "disk":
+            num_pages = slots_that_fit(config.page_store_gib, self.engine.page_bytes, 1)
+            return DiskStore(self.engine.kv_cache, num_pages, config.page_store_path)
+        return None if config.page_store == "none" else make_store(self.engine.kv_cache)
 
     @property
     def engine(self) -> Engine:

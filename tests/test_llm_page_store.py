@@ -39,8 +39,8 @@ def options_of(seed: int) -> dict[str, Any]:
         "batch_policy": str(rng.choice(["prefill-first", "mixed"])),
         "admission_policy": str(rng.choice(["optimistic", "reserve"])),
         "overlap": bool(rng.integers(2)),
-        "page_store": "host",
         "page_store_gib": int(rng.integers(page_size, 600)) * TOKEN_BYTES / 2**30,
+        "page_store": "disk" if seed % 3 == 2 else "host",
     }
 
 

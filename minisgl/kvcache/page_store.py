@@ -49,6 +49,7 @@ class NoPageStore:
 PAGE_STORES: Registry[Callable[[KVCache], PageStore]] = {
     "none": NoPageStore,
     "host": "minisgl.kvcache.host_store:host_store",
+    "disk": "minisgl.kvcache.disk_store:DiskStore",
 }
 
 

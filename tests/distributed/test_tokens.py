@@ -119,6 +119,7 @@ def test_heads_that_two_ranks_cannot_share_are_an_error_that_names_them(tmp_path
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be an integer of at least 1"),
         ({"tensor_parallel_size": 2, "page_store": f"{broken.__name__}:Store"}, "page_store: .* use 'none'"),
+        ({"tensor_parallel_size": 2, "page_store": "disk"}, "page_store: 'disk' copies pages of one device"),
         ({"tensor_parallel_size": 2, "control_plane": "smoke-signals"}, "control_plane: unknown name 'smoke-signals'"),
         ({"tensor_parallel_size": 2, "all_reduce": "abacus"}, "all_reduce: unknown name 'abacus'"),
         ({"distributed_timeout": 0}, "distributed_timeout: must be a positive number"),
