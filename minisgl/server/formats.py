@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.request import TokenLogprobs
+from minisgl.server.errors import to_json
 from minisgl.server.messages import Update
 from minisgl.server.tools import CallReader, ToolCall
 from minisgl.tokenizer import Tokenizer
@@ -59,9 +60,17 @@ class Format(ABC):
     def chunk(self, update: Update) -> Json | None:
         """An update as a chunk; None if it has nothing to show."""
 
+    def encoded(self, update: Update) -> bytes | None:
+        """The same in JSON."""
+        chunk = self.chunk(update)
+        return None if chunk is None else to_json(chunk)
+
     def closing(self, usage: Usage) -> list[Json]:
         """Chunks after the last token."""
         return []
+
+
+_MARK = uuid.uuid4().hex  # stands for the text of a chunk
 
 
 class OpenAIFormat(Format):
@@ -76,6 +85,7 @@ class OpenAIFormat(Format):
         self._tokenizer = tokenizer
         self._wants_logprobs = logprobs
         self._null_usage: Json = {"usage": None} if show_usage else {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the text of a chunk, by choice
 
     def whole(self, updates: Sequence[Update], usage: Usage) -> Json:
         choices = [self._choice(update) for update in updates]
@@ -85,6 +95,21 @@ class OpenAIFormat(Format):
         if not self._null_usage:
             return []
         return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": usage.body()}]
+
+    @property
+    def _only_text(self) -> bool:
+        """Whether the chunks between the first and the last differ in their text alone."""
+        return not self._wants_logprobs
+
+    def encoded(self, update: Update) -> bytes | None:
+        if update.finish_reason is not None or not self._only_text:
+            return super().encoded(update)
+        if not update.text:
+            return None
+        if (around := self._around.get(update.choice)) is None:
+            before, _, after = to_json(self.chunk(Update(0, update.choice, _MARK))).partition(to_json(_MARK))
+            around = self._around[update.choice] = before, after
+        return around[0] + to_json(update.text) + around[1]
 
     def _chunk(self, choice: Json) -> Json:
         return {"object": self.chunk_object, **self._identity, "choices": [choice], **self._null_usage}
@@ -114,6 +139,10 @@ class ChatFormat(OpenAIFormat):
         super().__init__(model, tokenizer, logprobs, show_usage)
         self._readers = None if make_reader is None else defaultdict[int, CallReader](make_reader)
         self._calls: Counter[int] = Counter()  # calls so far, by choice
+
+    @property
+    def _only_text(self) -> bool:
+        return super()._only_text and self._readers is None
 
     def opening(self, num_choices: int) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
