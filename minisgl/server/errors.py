@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -49,6 +50,10 @@ UNSUPPORTED = INSTEAD.keys() - {
     "prompt_cache_retention",
     "safety_identifier",
 }
+
+
+# Names of what is ignored of the body that is being read; None where it is refused instead. See `JsonRoute`.
+IGNORED_FIELDS: ContextVar[set[str] | None] = ContextVar("minisgl_ignored_fields", default=None)
 
 
 class ApiError(HTTPException):

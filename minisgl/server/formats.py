@@ -13,6 +13,7 @@ from typing import Any
 from minisgl.request import TokenLogprobs
 from minisgl.server.errors import to_json
 from minisgl.server.messages import Update
+from minisgl.server.requests import UsageChunks
 from minisgl.server.tools import CallReader, ToolCall
 from minisgl.tokenizer import Tokenizer
 
@@ -24,6 +25,7 @@ class Usage:
     """Counts the tokens of a job with ``n`` choices for each prompt."""
 
     def __init__(self, prompt_lens: Sequence[int], n: int) -> None:
+        self.prompt_lens = prompt_lens
         self.prompt_tokens = sum(prompt_lens)
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -46,10 +48,16 @@ class Usage:
 
 
 class Format(ABC):
-    """Writes the answer to one request, as one body or as the chunks of a stream."""
+    """Writes the answer to one request, as one body or as the chunks of a stream.
+
+    ``usage`` counts each update before it is written.
+    """
+
+    def __init__(self, usage: Usage) -> None:
+        self._usage = usage
 
     @abstractmethod
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
+    def whole(self, updates: Sequence[Update]) -> Json | list[Json]:
         """The body, from one finished update for each choice, in order."""
 
     def opening(self, num_choices: int) -> list[Json]:
@@ -65,7 +73,7 @@ class Format(ABC):
         chunk = self.chunk(update)
         return None if chunk is None else to_json(chunk)
 
-    def closing(self, usage: Usage) -> list[Json]:
+    def closing(self) -> list[Json]:
         """Chunks after the last token."""
         return []
 
@@ -74,32 +82,35 @@ _MARK = uuid.uuid4().hex  # stands for the text of a chunk
 
 
 class OpenAIFormat(Format):
-    """What chat and completions share. With ``show_usage``, a last chunk counts the tokens."""
+    """What chat and completions share. ``usage_chunks`` says which chunks of a stream count the tokens."""
 
     whole_object: str
     chunk_object: str
     id_prefix: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, show_usage: bool) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, usage: Usage, logprobs: bool, usage_chunks: UsageChunks
+    ) -> None:
+        super().__init__(usage)
         self._identity = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._wants_logprobs = logprobs
-        self._null_usage: Json = {"usage": None} if show_usage else {}
+        self._usage_chunks = usage_chunks
         self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the text of a chunk, by choice
 
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Json:
+    def whole(self, updates: Sequence[Update]) -> Json:
         choices = [self._choice(update) for update in updates]
-        return {"object": self.whole_object, **self._identity, "choices": choices, "usage": usage.body()}
+        return {"object": self.whole_object, **self._identity, "choices": choices, "usage": self._usage.body()}
 
-    def closing(self, usage: Usage) -> list[Json]:
-        if not self._null_usage:
+    def closing(self) -> list[Json]:
+        if self._usage_chunks == "none":
             return []
-        return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": usage.body()}]
+        return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": self._usage.body()}]
 
     @property
     def _only_text(self) -> bool:
         """Whether the chunks between the first and the last differ in their text alone."""
-        return not self._wants_logprobs
+        return not self._wants_logprobs and self._usage_chunks != "all"
 
     def encoded(self, update: Update) -> bytes | None:
         if update.finish_reason is not None or not self._only_text:
@@ -112,7 +123,10 @@ class OpenAIFormat(Format):
         return around[0] + to_json(update.text) + around[1]
 
     def _chunk(self, choice: Json) -> Json:
-        return {"object": self.chunk_object, **self._identity, "choices": [choice], **self._null_usage}
+        chunk = {"object": self.chunk_object, **self._identity, "choices": [choice]}
+        if self._usage_chunks != "none":
+            chunk["usage"] = self._usage.body() if self._usage_chunks == "all" else None
+        return chunk
 
     @abstractmethod
     def _choice(self, update: Update) -> Json: ...
@@ -132,11 +146,12 @@ class ChatFormat(OpenAIFormat):
         self,
         model: str,
         tokenizer: Tokenizer,
+        usage: Usage,
         logprobs: bool,
-        show_usage: bool,
+        usage_chunks: UsageChunks,
         make_reader: Callable[[], CallReader] | None,
     ) -> None:
-        super().__init__(model, tokenizer, logprobs, show_usage)
+        super().__init__(model, tokenizer, usage, logprobs, usage_chunks)
         self._readers = None if make_reader is None else defaultdict[int, CallReader](make_reader)
         self._calls: Counter[int] = Counter()  # calls so far, by choice
 
@@ -218,9 +233,15 @@ class CompletionFormat(OpenAIFormat):
     id_prefix = "cmpl"
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, logprobs: bool, show_usage: bool, echoes: Sequence[Echo]
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        usage: Usage,
+        logprobs: bool,
+        usage_chunks: UsageChunks,
+        echoes: Sequence[Echo],
     ) -> None:
-        super().__init__(model, tokenizer, logprobs, show_usage)
+        super().__init__(model, tokenizer, usage, logprobs, usage_chunks)
         self._echoes = echoes
         self._offsets: Counter[int] = Counter()  # characters so far, by choice
 
@@ -276,14 +297,14 @@ class CompletionFormat(OpenAIFormat):
 class GenerateFormat(Format):
     """Answers of ``/generate``: text, token ids and counts of each choice, as a list if there are ``several``."""
 
-    def __init__(self, prompt_lens: Sequence[int], n: int, several: bool) -> None:
+    def __init__(self, usage: Usage, n: int, several: bool) -> None:
+        super().__init__(usage)
         self._id = uuid.uuid4().hex
-        self._prompt_lens = prompt_lens
         self._n = n
         self._several = several
         self._so_far: dict[int, Update] = {}
 
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
+    def whole(self, updates: Sequence[Update]) -> Json | list[Json]:
         bodies = [self._body(update) for update in updates]
         return bodies if self._several else bodies[0]
 
@@ -302,7 +323,7 @@ class GenerateFormat(Format):
         meta = {
             "id": f"{self._id}-{update.choice}",
             "finish_reason": reason,
-            "prompt_tokens": self._prompt_lens[update.choice // self._n],
+            "prompt_tokens": self._usage.prompt_lens[update.choice // self._n],
             "completion_tokens": len(update.token_ids),
             "cached_tokens": update.cached_tokens,
         }

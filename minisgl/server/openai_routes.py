@@ -19,7 +19,7 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.chat_request import ChatRequest
 from minisgl.server.errors import ApiError
-from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo
+from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo, Usage
 from minisgl.server.json_body import JsonRoute
 from minisgl.server.messages import Conversation
 from minisgl.server.openapi import (
@@ -54,8 +54,8 @@ def openai_routes(
         check_model(engine, body.model)
         make_reader = body.reader_maker(syntax)
 
-        async def chat_format(prompt_lens: Sequence[int]) -> ChatFormat:
-            return ChatFormat(engine.model, engine.tokenizer, body.logprobs, body.shows_usage, make_reader)
+        async def chat_format(usage: Usage) -> ChatFormat:
+            return ChatFormat(engine.model, engine.tokenizer, usage, body.logprobs, body.usage_chunks, make_reader)
 
         return await handler.answer(body, request, chat_format)
 
@@ -64,11 +64,11 @@ def openai_routes(
         """Continue a text."""
         check_model(engine, body.model)
 
-        async def completion_format(prompt_lens: Sequence[int]) -> CompletionFormat:
+        async def completion_format(usage: Usage) -> CompletionFormat:
             echoes = [await _echo(engine, texts, prompt, body.logprobs) for prompt in body.prompts if body.echo]
             each_choice = [each for each in echoes for _ in range(body.n)]
-            wants_logprobs = body.logprobs is not None
-            return CompletionFormat(engine.model, engine.tokenizer, wants_logprobs, body.shows_usage, each_choice)
+            logprobs = body.logprobs is not None
+            return CompletionFormat(engine.model, engine.tokenizer, usage, logprobs, body.usage_chunks, each_choice)
 
         return await handler.answer(body, request, completion_format)
 

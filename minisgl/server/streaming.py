@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from minisgl.server.metrics import HttpRecord, ServerMetrics, record_of
 from minisgl.server.requests import EngineRequest, GenerationBody
 
 T = TypeVar("T")
-MakeFormat = Callable[[Sequence[int]], Awaitable[Format]]  # from the number of tokens of each prompt
+MakeFormat = Callable[[Usage], Awaitable[Format]]
 
 
 class GenerateHandler:
@@ -46,34 +46,37 @@ class GenerateHandler:
             asked = body.engine_request()
             limit = TimeLimit(_shorter(asked.time_limit, self._engine.config.request_timeout))
             work = self._begin(asked, make_format)
-            answer, written = await limit.keep(until_disconnect(request.receive, work))
+            answer, usage, style = await limit.keep(until_disconnect(request.receive, work))
         except InvalidRequest as error:
             raise body.with_client_field(error) from error
-        usage = record.usage = Usage(answer.accepted.result(), asked.params.n)
-        record.choices, record.streamed = answer.num_choices, asked.streaming
-        note = partial(self._note, record, usage)
+        record.usage, record.choices, record.streamed = usage, answer.num_choices, asked.streaming
+        note = partial(self._note, record, usage, asked.prompt_only)
         if asked.streaming:
-            return EventStream(answer, written, usage, limit, note)
+            return EventStream(answer, style, limit, note)
         try:
             updates = await limit.keep(until_disconnect(request.receive, _collect(answer)))
         finally:
             answer.abort()
         for update in updates:
             note(update)
-        return Response(to_json(written.whole(updates, usage)), media_type="application/json")
+        return Response(to_json(style.whole(updates)), media_type="application/json")
 
-    async def _begin(self, asked: EngineRequest, make_format: MakeFormat) -> tuple[Answer, Format]:
+    async def _begin(self, asked: EngineRequest, make_format: MakeFormat) -> tuple[Answer, Usage, Format]:
         answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user)
         try:
-            return answer, await make_format(answer.accepted.result())
+            usage = Usage(answer.accepted.result(), asked.params.n)
+            return answer, usage, await make_format(usage)
         except BaseException:
             answer.abort()
             raise
 
-    def _note(self, record: HttpRecord, usage: Usage, news: Update | ApiError) -> None:
+    def _note(self, record: HttpRecord, usage: Usage, prompt_only: bool, news: Update | ApiError) -> None:
         if isinstance(news, ApiError):
             record.code = news.code
             return
+        if prompt_only:
+            news.text, news.token_ids, news.logprobs = "", [], []
+            news.finish_reason = news.finish_reason and "length"
         usage.add(news)
         gap = record.note(news)
         if gap is not None:
@@ -138,14 +141,12 @@ class EventStream(StreamingResponse):
         self,
         answer: Answer,
         style: Format,
-        usage: Usage,
         limit: TimeLimit,
         note: Callable[[Update | ApiError], None],
     ) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
         self._answer = answer
         self._style = style
-        self._usage = usage
         self._limit = limit
         self._note = note
         self._written = asyncio.get_running_loop().create_future()  # all updates, or the error that ends the stream
@@ -170,7 +171,7 @@ class EventStream(StreamingResponse):
         try:
             self._write()  # what has come before there was a listener
             await self._limit.keep(self._written)
-            last = [*map(to_json, self._style.closing(self._usage)), b"[DONE]"]
+            last = [*map(to_json, self._style.closing()), b"[DONE]"]
         except (MiniSGLError, ApiError) as error:  # the status has been sent: an event reports it, without [DONE]
             failure = as_api_error(error)
             self._note(failure)

@@ -134,8 +134,8 @@ def streamed(story: Callable[[Answer, Connection], Awaitable[None]], num_choices
 
     async def scenario() -> Connection:
         connection, answer = Connection(), Answer(0, num_choices, abort=lambda answer: None)
-        style = CompletionFormat("model", Words(), False, False, [])  # type: ignore[arg-type]
-        stream = EventStream(answer, style, Usage([3], num_choices), TimeLimit(None), lambda news: None)
+        style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])  # type: ignore[arg-type]
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -194,8 +194,8 @@ def test_a_stream_that_cannot_be_written_ends_alone() -> None:
 
     async def scenario() -> None:
         connection, answer = Connection(), Answer(0, 1, abort=lambda answer: None)
-        style = Broken("model", Words(), False, False, [])  # type: ignore[arg-type]
-        stream = EventStream(answer, style, Usage([3], 1), TimeLimit(None), lambda news: None)
+        style = Broken("model", Words(), Usage([3], 1), False, "none", [])  # type: ignore[arg-type]
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0.01)
         put(answer, Update(0, 0, "a", [1]))  # raises nothing where other answers are delivered
@@ -221,8 +221,8 @@ def test_an_error_comes_after_what_was_written_before() -> None:
 @given(st.text(max_size=20), st.sampled_from([None, "stop"]))
 def test_a_chunk_is_the_same_in_pieces(text: str, reason: str | None) -> None:
     for style in (
-        CompletionFormat('a "model"', Words(), False, False, []),  # type: ignore[arg-type]
-        ChatFormat("m", Words(), False, True, None),  # type: ignore[arg-type]
+        CompletionFormat('a "model"', Words(), Usage([3], 1), False, "none", []),  # type: ignore[arg-type]
+        ChatFormat("m", Words(), Usage([3], 1), False, "last", None),  # type: ignore[arg-type]
     ):
         for choice in (0, 1, 0):
             update = Update(0, choice, text, [1], finish_reason=reason)
