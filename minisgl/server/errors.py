@@ -29,6 +29,9 @@ INSTEAD = {
     **dict.fromkeys(_LEAVE_OUT, "leave it out"),
     **dict.fromkeys(("chat_template", "chat_template_kwargs"), _OWN_TEMPLATE),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _CACHED),
+    **dict.fromkeys(
+        ("conversation", "previous_response_id"), "nothing is stored; send the whole conversation as input"
+    ),
     "audio": "answers are text only; leave it out",
     "function_call": "it is superseded; use tool_choice",
     "functions": "it is superseded; use tools",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.request import TokenLogprobs
-from minisgl.server.errors import to_json
+from minisgl.server.errors import ApiError, to_json
 from minisgl.server.messages import Update
 from minisgl.server.requests import UsageChunks
 from minisgl.server.tools import CallReader, ToolCall
@@ -53,6 +53,8 @@ class Format(ABC):
     ``usage`` counts each update before it is written.
     """
 
+    typed_events = False  # as in OpenAI's Responses API: each event has the name of its type, and none says [DONE]
+
     def __init__(self, usage: Usage) -> None:
         self._usage = usage
 
@@ -65,17 +67,20 @@ class Format(ABC):
         return []
 
     @abstractmethod
-    def chunk(self, update: Update) -> Json | None:
-        """An update as a chunk; None if it has nothing to show."""
+    def chunks(self, update: Update) -> list[Json]:
+        """An update as chunks: none if it has nothing to show."""
 
-    def encoded(self, update: Update) -> bytes | None:
+    def encoded(self, update: Update) -> list[bytes]:
         """The same in JSON."""
-        chunk = self.chunk(update)
-        return None if chunk is None else to_json(chunk)
+        return [to_json(chunk) for chunk in self.chunks(update)]
 
     def closing(self) -> list[Json]:
         """Chunks after the last token."""
         return []
+
+    def failed(self, error: ApiError) -> Json:
+        """The chunk that ends a stream with an error."""
+        return error.body()
 
 
 _MARK = uuid.uuid4().hex  # stands for the text of a chunk
@@ -112,15 +117,16 @@ class OpenAIFormat(Format):
         """Whether the chunks between the first and the last differ in their text alone."""
         return not self._wants_logprobs and self._usage_chunks != "all"
 
-    def encoded(self, update: Update) -> bytes | None:
+    def encoded(self, update: Update) -> list[bytes]:
         if update.finish_reason is not None or not self._only_text:
             return super().encoded(update)
         if not update.text:
-            return None
+            return []
         if (around := self._around.get(update.choice)) is None:
-            before, _, after = to_json(self.chunk(Update(0, update.choice, _MARK))).partition(to_json(_MARK))
+            (example,) = self.chunks(Update(0, update.choice, _MARK))
+            before, _, after = to_json(example).partition(to_json(_MARK))
             around = self._around[update.choice] = before, after
-        return around[0] + to_json(update.text) + around[1]
+        return [around[0] + to_json(update.text) + around[1]]
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {"object": self.chunk_object, **self._identity, "choices": [choice]}
@@ -166,14 +172,14 @@ class ChatFormat(OpenAIFormat):
             for index in range(num_choices)
         ]
 
-    def chunk(self, update: Update) -> Json | None:
+    def chunks(self, update: Update) -> list[Json]:
         text, calls = self._read(update)
         delta: Json = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = calls
         if not delta and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
-            return None
-        return self._chunk({"delta": delta, **self._common_fields(update)})
+            return []
+        return [self._chunk({"delta": delta, **self._common_fields(update)})]
 
     def _choice(self, update: Update) -> Json:
         text, calls = self._read(update)
@@ -251,10 +257,10 @@ class CompletionFormat(OpenAIFormat):
             for index, echo in enumerate(self._echoes)
         ]
 
-    def chunk(self, update: Update) -> Json | None:
+    def chunks(self, update: Update) -> list[Json]:
         if not update.text and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
-            return None
-        return self._chunk(self._body(update.choice, update.text, self._logprobs(update), update.finish_reason))
+            return []
+        return [self._chunk(self._body(update.choice, update.text, self._logprobs(update), update.finish_reason))]
 
     def _choice(self, update: Update) -> Json:
         if not self._echoes:
@@ -308,13 +314,13 @@ class GenerateFormat(Format):
         bodies = [self._body(update) for update in updates]
         return bodies if self._several else bodies[0]
 
-    def chunk(self, update: Update) -> Json | None:
+    def chunks(self, update: Update) -> list[Json]:
         so_far = self._so_far.setdefault(update.choice, update)
         if so_far is not update:
             so_far.merge(update)
         if not update.text and not update.finish_reason:
-            return None
-        return {**self._body(so_far), "index": update.choice}
+            return []
+        return [{**self._body(so_far), "index": update.choice}]
 
     def _body(self, update: Update) -> Json:
         reason: Json | None = None if update.finish_reason is None else {"type": update.finish_reason}

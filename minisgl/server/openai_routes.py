@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from minisgl.errors import check_token_ids
+from minisgl.errors import InvalidRequest, check_token_ids
 from minisgl.request import TokenLogprobs
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
@@ -29,10 +29,13 @@ from minisgl.server.openapi import (
     CompletionReply,
     ModelList,
     ModelReply,
+    ResponsesReply,
     error_responses,
     stream_responses,
 )
 from minisgl.server.requests import CompletionRequest
+from minisgl.server.responses_format import ResponsesFormat
+from minisgl.server.responses_request import ResponsesRequest
 from minisgl.server.streaming import GenerateHandler
 from minisgl.server.tools import ToolSyntax
 from minisgl.tokenizer import Tokenizer
@@ -44,7 +47,10 @@ _FORCING_BIAS = 100.0
 def openai_routes(
     engine: AsyncEngine, handler: GenerateHandler, texts: TextService, syntax: ToolSyntax | None
 ) -> APIRouter:
-    """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``. Without ``syntax``, no tools can be called."""
+    """``/v1/chat/completions``, ``/v1/completions``, ``/v1/responses`` and ``/v1/models``.
+
+    Without ``syntax``, no tools can be called.
+    """
     router = APIRouter(prefix="/v1", route_class=JsonRoute)
     created = int(time.time())
 
@@ -71,6 +77,21 @@ def openai_routes(
             return CompletionFormat(engine.model, engine.tokenizer, usage, logprobs, body.usage_chunks, each_choice)
 
         return await handler.answer(body, request, completion_format)
+
+    @router.post("/responses", responses={**stream_responses(ResponsesReply), **error_responses(*GENERATES)})
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Continue a conversation, by OpenAI's newer API."""
+        check_model(engine, body.model)
+        chat = body.as_chat()
+        try:
+            make_reader = chat.reader_maker(syntax)
+        except InvalidRequest as error:
+            raise body.with_client_field(error) from error
+
+        async def responses_format(usage: Usage) -> ResponsesFormat:
+            return ResponsesFormat(body, engine.model, engine.tokenizer, usage, make_reader)
+
+        return await handler.answer(body, request, responses_format)
 
     def described() -> dict[str, Any]:
         model = {"id": engine.model, "object": "model", "created": created, "owned_by": "minisgl"}

@@ -95,6 +95,7 @@ MinTokens = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 Seed = Annotated[
     StrictInt, documented(minimum=-1, maximum=2**63 - 1), AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
+Timeout = Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)]
 NumLogprobs = Annotated[StrictInt, documented(minimum=0, maximum=20)]
 _TopP = Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=1)]
 _Penalty = Annotated[StrictFloat, documented(minimum=-2, maximum=2)]
@@ -211,7 +212,7 @@ class OpenAIRequest(SamplingFields, ABC):
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
     response_format: ResponseFormat | None = None
-    timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
+    timeout: Timeout | None = None
     store: StrictBool = False
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
 

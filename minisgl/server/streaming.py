@@ -166,21 +166,21 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         """Send all events; `_write` sends those of the updates."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body(map(to_json, self._style.opening(self._answer.num_choices))))
+        await send(self._body(map(to_json, self._style.opening(self._answer.num_choices))))
         self._send, self._answer.listener = send, self._write
         try:
             self._write()  # what has come before there was a listener
             await self._limit.keep(self._written)
-            last = [*map(to_json, self._style.closing()), b"[DONE]"]
+            last = [*map(to_json, self._style.closing()), *([] if self._style.typed_events else [b"[DONE]"])]
         except (MiniSGLError, ApiError) as error:  # the status has been sent: an event reports it, without [DONE]
             failure = as_api_error(error)
             self._note(failure)
-            last = [to_json(failure.body())]
+            last = [to_json(self._style.failed(failure))]
         finally:
             self._answer.listener = None
         if self._blocked is not None:
             await self._blocked
-        await send(_body(last))
+        await send(self._body(last))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _write(self) -> None:
@@ -192,11 +192,10 @@ class EventStream(StreamingResponse):
         try:
             for update in self._answer.take():
                 self._note(update)
-                if (visible := self._style.encoded(update)) is not None:
-                    events.append(visible)
+                events += self._style.encoded(update)
         except Exception as error:  # of this stream alone: others are written from the same call
             failure = error
-        if events and (rest := run_until_wait(self._send(_body(events)))) is not None:
+        if events and (rest := run_until_wait(self._send(self._body(events)))) is not None:
             self._blocked = asyncio.ensure_future(rest)
             self._blocked.add_done_callback(self._unblock)
         if failure is not None:
@@ -204,14 +203,14 @@ class EventStream(StreamingResponse):
         elif self._answer.finished:
             self._written.set_result(None)
 
+    def _body(self, data: Iterable[bytes]) -> Message:
+        events = map(typed_event if self._style.typed_events else event, data)
+        return {"type": "http.response.body", "body": b"".join(events), "more_body": True}
+
     def _unblock(self, write: asyncio.Task[None]) -> None:
         self._blocked = None
         if not write.cancelled():
             self._write()
-
-
-def _body(data: Iterable[bytes]) -> Message:
-    return {"type": "http.response.body", "body": b"".join(map(event, data)), "more_body": True}
 
 
 def run_until_wait(work: Awaitable[None]) -> Awaitable[None] | None:
@@ -237,3 +236,8 @@ def _rest(steps: Generator[Any, Any, None], waits_for: object) -> Generator[Any,
 def event(data: bytes) -> bytes:
     """One server-sent event; ``data`` has no line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+def typed_event(data: bytes) -> bytes:
+    """The same for an object whose first field is its ``type``, which is the event's name too."""
+    return b"event: " + data.split(b'"', 4)[3] + b"\n" + event(data)
