@@ -159,7 +159,12 @@ class AsyncEngine(ABC):
         return bool(self._answers)
 
     async def submit(
-        self, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str = ""
+        self,
+        prompts: Sequence[JobPrompt],
+        params: SamplingParams,
+        streaming: bool,
+        user: str = "",
+        request_id: str = "",
     ) -> Answer:
         """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
@@ -173,7 +178,7 @@ class AsyncEngine(ABC):
         if self.error is not None:
             raise self.error
         job = next(self._numbers)
-        message = submit(job, prompts, params, streaming, user)
+        message = submit(job, prompts, params, streaming, user, request_id)
         answer = Answer(job, len(prompts) * params.n, self._abort)
         self._answers[job] = answer
         try:

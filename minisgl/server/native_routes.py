@@ -90,6 +90,7 @@ class GenerateRequest(ApiObject):
     sampling_params: GenerateParams = GenerateParams()
     stream: StrictBool = False
     return_logprob: Annotated[bool, only_default(False)] = False
+    logprob_start_len: StrictInt | None = None  # would count with log-probabilities
 
     @property
     def _given(self) -> Any:

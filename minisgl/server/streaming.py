@@ -45,7 +45,7 @@ class GenerateHandler:
         try:
             asked = body.engine_request()
             limit = TimeLimit(_shorter(asked.time_limit, self._engine.config.request_timeout))
-            work = self._begin(asked, make_format)
+            work = self._begin(asked, make_format, record.request_id)
             answer, usage, style = await limit.keep(until_disconnect(request.receive, work))
         except InvalidRequest as error:
             raise body.with_client_field(error) from error
@@ -61,8 +61,10 @@ class GenerateHandler:
             note(update)
         return Response(to_json(style.whole(updates)), media_type="application/json")
 
-    async def _begin(self, asked: EngineRequest, make_format: MakeFormat) -> tuple[Answer, Usage, Format]:
-        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user)
+    async def _begin(
+        self, asked: EngineRequest, make_format: MakeFormat, request_id: str
+    ) -> tuple[Answer, Usage, Format]:
+        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user, request_id)
         try:
             usage = Usage(answer.accepted.result(), asked.params.n)
             return answer, usage, await make_format(usage)
