@@ -218,6 +218,16 @@ def test_an_error_comes_after_what_was_written_before() -> None:
     assert [b'"text":"a"' in sent[1], b"the engine died" in sent[2], sent[3]] == [True, True, b""]
 
 
+def test_an_end_does_not_overtake_a_write_that_waited() -> None:
+    async def story(answer: Answer, connection: Connection) -> None:
+        connection.takes.clear()
+        put(answer, Update(0, 0, "a", [1]), Update(0, 1, error="no luck", finish_reason="error"))
+        connection.takes.set()
+
+    sent = streamed(story, num_choices=2).sent
+    assert [b'"text":"a"' in sent[1], b"no luck" in sent[2], sent[3]] == [True, True, b""]
+
+
 @given(st.text(max_size=20), st.sampled_from([None, "stop"]))
 def test_a_chunk_is_the_same_in_pieces(text: str, reason: str | None) -> None:
     for style in (
