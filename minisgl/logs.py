@@ -17,6 +17,12 @@ def configure_logs(process: str, style: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
+def log_request(logger: logging.Logger, event: str, request_id: str, **values: object) -> None:
+    """Log what has happened to a client's request, by the id that the client is told; without an id, nothing."""
+    if request_id:
+        logger.info(event, extra={FIELDS: {"request_id": request_id, **values}})
+
+
 class JsonFormatter(logging.Formatter):
     """Writes one JSON object a line, with the name of the process."""
 

@@ -23,6 +23,7 @@ class Tokenizer:
         self.path = path
         self.eos_ids = load_eos_ids(path)
         self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
+        self._raw = _raw_tokenizer(self._backend)
         self.special_ids = frozenset(self._find_special_ids())  # control tokens, which `decode` leaves out
         self.byte_tokens = {} if self._backend is None else find_byte_tokens(self._backend)
         # With byte fallback, a token that has text in any place: the byte of an A.
@@ -92,10 +93,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids`` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
-        text: str = self._require("token_ids").decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        backend, ids = self._require("token_ids"), list(token_ids)
+        if self._raw is not None:
+            return str(self._raw.decode(ids, skip_special_tokens=True))
+        return str(backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
         """Text of one token on its own, special tokens by name; bytes that are no whole character become U+FFFD."""
@@ -145,6 +146,17 @@ def _load(path: Path) -> Any:
         return loader.from_pretrained(path, local_files_only=True)
     except Exception as error:  # depending on the file that is broken: OSError, ValueError, KeyError, a bare Exception
         raise ModelLoadError(f"cannot read the tokenizer in {path} ({error}); download the model again") from error
+
+
+def _raw_tokenizer(backend: Any) -> Any:
+    """What transformers' tokenizer passes tokens on to, unless it changes the text; its checks of types are slow."""
+    if backend is None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    general, kind = PreTrainedTokenizerFast, type(backend)
+    passes_on = issubclass(kind, general) and (kind.decode, kind._decode) == (general.decode, general._decode)
+    return backend.backend_tokenizer if passes_on else None
 
 
 def _wants_general_class(path: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,19 @@ def test_text_round_trip(kind: str) -> None:
     assert max(ids) < tokenizer.vocab_size
     assert tokenizer.decode(ids) == text
     assert tokenizer.special_ids == {0, 1, 2, 3}
+
+
+def test_a_class_that_writes_text_its_own_way_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return super()._decode(*arguments, **options).upper()
+
+    path = save(byte_level(), tmp_path)
+    plain = Tokenizer(path)
+    ids = plain.encode("the dog")
+    assert plain.decode(memoryview(np.array(ids, dtype=np.int32))) == "the dog"
+    monkeypatch.setattr("minisgl.tokenizer._load", Loud.from_pretrained)
+    assert Tokenizer(path).decode(ids) == "THE DOG"
 
 
 def test_a_chat_prompt_has_one_bos() -> None:

@@ -42,6 +42,7 @@ _TIMEOUT = 60.0  # seconds that all streams have to begin, a request to end, and
 _SHORT_TIMEOUT = 5.0  # of the request that asks whether it serves, and for processes and sockets that end with others
 _INPUT_LEN = 16
 _SHARED_MEMORY = Path("/dev/shm")
+_HANG_TIMEOUT = 2.0  # seconds after which a process that stands still is killed
 _TOLD = (Outcome.FINISHED, Outcome.REFUSED, Outcome.FAILED)
 
 
@@ -146,7 +147,7 @@ def _served(
 
 
 class KillResult(NamedTuple):
-    """What one kill led to."""
+    """What one kill led to, or one stop: a stopped process (SIGSTOP) is there and does nothing."""
 
     kinds: tuple[str, ...]  # of all processes that the server had
     kind: str  # of the one that was killed
@@ -157,10 +158,11 @@ class KillResult(NamedTuple):
     seconds: float  # from when all clients knew until then
     noticed: bool  # whether its operator can tell: it has ended with an error, or it serves again
     left: list[str]  # what it left behind, in words: processes, open files, shared memory, temporary files
+    stopped: bool = False  # it was not killed
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, --restart" if self.restart else self.kind
+        return f"{self.kind}{', stopped' * self.stopped}{', --restart' * self.restart}"
 
 
 def run_faults(
@@ -170,21 +172,25 @@ def run_faults(
     users: int = 32,
     output_len: int = 1000,
 ) -> Report:
-    """Start two servers for each kind of process that they have, load them, and kill one such process with SIGKILL."""
+    """Start servers for each kind of process that they have, load them, and kill one such process with SIGKILL.
+
+    All but the first, which watches the others, are stopped too, with SIGSTOP.
+    """
     # Every fourth is answered in one piece.
     plan = [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
 
-    def kill(kind: str | None, restart: bool) -> KillResult:
+    def kill(kind: str | None, restart: bool, stop: bool = False) -> KillResult:
         """One server, one kill: of its first process of that kind, or of the process that was started first."""
+        wanted = {**options, "restart": restart, **({"hang_timeout": _HANG_TIMEOUT} if stop else {})}
         shared = _entries(_SHARED_MEMORY)
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
-            with server(served_model(model, root), {**options, "restart": restart}, root, start_timeout) as running:
+            with server(served_model(model, root), wanted, root, start_timeout) as running:
                 tree = ProcessTree(running.process.pid)
                 before = tree.descriptors()
                 kinds = tuple(dict.fromkeys(tree.kinds.values()))
                 victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
-                records, killed_at = asyncio.run(_load_and_kill(running, plan, victim))
+                records, killed_at = asyncio.run(_load_and_kill(running, plan, victim, stop))
                 begin = time.perf_counter()
                 state, noticed = _wait_for_the_end(running)
                 seconds = time.perf_counter() - begin
@@ -195,16 +201,17 @@ def run_faults(
             left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
         cost = [record.ended - killed_at for record in records if record.outcome is not Outcome.FINISHED]
         told = max(cost, default=None)
-        return KillResult(kinds, kind or kinds[0], restart, records, told, state, seconds, noticed, left)
+        return KillResult(kinds, kind or kinds[0], restart, records, told, state, seconds, noticed, left, stop)
 
     first = kill(None, restart=False)
     others = [kill(kind, restart=False) for kind in first.kinds[1:]]
     restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
-    return fault_report([*others, first, *restarted])
+    stopped = [kill(kind, restart, stop=True) for restart in (False, True) for kind in first.kinds[1:]]
+    return fault_report([*others, first, *restarted, *stopped])
 
 
 async def _load_and_kill(
-    running: RunningServer, plan: Sequence[PlannedRequest], victim: psutil.Process
+    running: RunningServer, plan: Sequence[PlannedRequest], victim: psutil.Process, stop: bool
 ) -> tuple[list[RequestRecord], float]:
     client = Client(running.address, seed=0, timeout=_TIMEOUT)
     asking = asyncio.create_task(closed_loop(client, plan, len(plan)))
@@ -214,7 +221,7 @@ async def _load_and_kill(
             asking.cancel()
             raise ServerFailed(f"not all of {len(plan)} requests were under way at the same time; raise --output-len")
         await asyncio.sleep(0.01)
-    victim.send_signal(signal.SIGKILL)
+    victim.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
     killed_at = time.perf_counter()
     return await asking, killed_at
 
@@ -273,7 +280,8 @@ def fault_report(results: Sequence[KillResult]) -> Report:
             report.targets.append(Target(title, told / sent, 1.0, at_least=True))
         if each.told is not None:
             title = f"{each.name}: until the last one knew, s"
-            report.targets.append(Target(title, each.told, 1.0, at_least=False))
+            limit = 1.0 + 2 * _HANG_TIMEOUT * each.stopped
+            report.targets.append(Target(title, each.told, limit, at_least=False))
         title = f"{each.name}: ended with an error or serves again, and left nothing"
         report.targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
     return report

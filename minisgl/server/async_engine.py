@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 
@@ -19,7 +19,6 @@ from minisgl.server.messages import (
     Accepted,
     EngineStats,
     JobPrompt,
-    Rejected,
     Reply,
     StatsReply,
     StatsRequest,
@@ -41,6 +40,8 @@ class Answer:
         self.num_choices = num_choices
         # Tokens of each prompt, once the engine has accepted the job
         self.accepted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        # Called when there is something to `take`, once for all updates of a step
+        self.listener: Callable[[], None] | None = None
         self.taken = False  # whether the engine has accepted the job; only then may it be aborted there
         self._unfinished = num_choices
         self._pending: dict[int, Update] = {}
@@ -73,23 +74,34 @@ class Answer:
         if not self.accepted.done():
             self.accepted.set_exception(error)
         self._news.set()
+        self.tell()
+
+    def tell(self) -> None:
+        """Call the listener, if there is one."""
+        if self.listener is not None:
+            self.listener()
 
     def abort(self) -> None:
         """Stop the choices that still run, if any."""
         self._abort(self)
 
-    async def updates(self) -> AsyncIterator[Update]:
-        """Yield updates until every choice is finished. Raises `GenerationFailed` or `EngineDead`."""
-        while self._pending or not self.finished:
-            await self._news.wait()
-            self._news.clear()
-            pending, self._pending = self._pending, {}
-            for update in pending.values():
-                if update.finish_reason == "error":
-                    raise GenerationFailed(update.error)
-                yield update
+    def take(self) -> Iterator[Update]:
+        """Yield what has not been read, one update a choice. Raises `GenerationFailed` or `EngineDead` after that."""
+        pending, self._pending = self._pending, {}
+        for update in pending.values():
+            if update.finish_reason == "error":
+                raise GenerationFailed(update.error)
+            yield update
         if self._error is not None:
             raise self._error
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """Yield updates until every choice is finished. Raises `GenerationFailed` or `EngineDead`."""
+        while self._pending or self._error is not None or not self.finished:
+            await self._news.wait()
+            self._news.clear()
+            for update in self.take():
+                yield update
 
 
 class GenerationFailed(MiniSGLError):
@@ -147,7 +159,12 @@ class AsyncEngine(ABC):
         return bool(self._answers)
 
     async def submit(
-        self, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str = ""
+        self,
+        prompts: Sequence[JobPrompt],
+        params: SamplingParams,
+        streaming: bool,
+        user: str = "",
+        request_id: str = "",
     ) -> Answer:
         """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
@@ -161,7 +178,7 @@ class AsyncEngine(ABC):
         if self.error is not None:
             raise self.error
         job = next(self._numbers)
-        message = submit(job, prompts, params, streaming, user)
+        message = submit(job, prompts, params, streaming, user, request_id)
         answer = Answer(job, len(prompts) * params.n, self._abort)
         self._answers[job] = answer
         try:
@@ -208,6 +225,7 @@ class AsyncEngine(ABC):
     # -- what the engine replies, brought to the event loop by the subclass ------------------------------------
 
     def _deliver(self, replies: Sequence[Reply]) -> None:
+        told: dict[int, Answer] = {}
         for reply in replies:
             if isinstance(reply, StatsReply):
                 self._resolve(reply)
@@ -215,15 +233,17 @@ class AsyncEngine(ABC):
                 if isinstance(reply, Accepted):  # abandoned before it was accepted
                     self._send_to_scheduler(Abort(reply.job))
             else:
-                match reply:
-                    case Accepted():
-                        answer.accept(reply.prompt_lens)
-                    case Rejected():
-                        answer.fail(reply.failure.error())
-                    case _:
-                        answer.put(reply)
+                if isinstance(reply, Update):
+                    answer.put(reply)
+                    told[reply.job] = answer
+                elif isinstance(reply, Accepted):
+                    answer.accept(reply.prompt_lens)
+                else:
+                    answer.fail(reply.failure.error())
                 if answer.finished:
                     del self._answers[answer.job]
+        for answer in told.values():
+            answer.tell()
 
     def _resolve(self, reply: StatsReply) -> None:
         future = self._stats_requests.get(reply.number)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, StrictBool, StrictStr
 
 from minisgl.errors import InvalidRequest
 from minisgl.server.messages import Conversation
-from minisgl.server.requests import ApiObject, MaxTokens, NumLogprobs, OpenAIRequest, documented
+from minisgl.server.requests import ApiObject, MaxTokens, NumLogprobs, OpenAIRequest, documented, only_default
 from minisgl.server.tools import FORCED, CallReader, NamedChoice, Tool, ToolChoice, ToolSyntax, forced_call, offered
 
 
@@ -48,7 +48,8 @@ class ChatMessage(ApiObject):
     """A message of a conversation. Content, a text or parts, is required unless there are tool calls.
 
     ``tool_calls`` belong to the role assistant, ``tool_call_id`` to the role tool; of other roles the ``name`` is left
-    out, since chat templates have no place for it.
+    out, since chat templates have no place for it. A ``refusal`` stands in for the content that it took the place of,
+    and ``reasoning_content`` is for templates that show it.
     """
 
     place = "messages[]"
@@ -59,6 +60,8 @@ class ChatMessage(ApiObject):
     tool_calls: list[PastCall] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
+    refusal: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
 
     def for_template(self, field: str) -> dict[str, Any]:
         """The message as a chat template reads it: its parts joined, arguments as objects.
@@ -68,9 +71,12 @@ class ChatMessage(ApiObject):
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) is not None and self.role != role:
                 raise InvalidRequest(f"{field}.{name}", f"is only allowed with role {role}, not with {self.role}")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.refusal is None:
             raise InvalidRequest(f"{field}.content", "this field is required")
-        message: dict[str, Any] = {"role": self.role, "content": "".join(part.text for part in self.content or ())}
+        text = "".join(part.text for part in self.content or ()) or self.refusal or ""
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if self.role == "assistant" and self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.role == "tool":
             message |= self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
         if self.tool_calls:
@@ -90,7 +96,11 @@ def _call(field: str, call: PastCall) -> dict[str, Any]:
 
 
 class ChatRequest(OpenAIRequest):
-    """Body of ``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``.
+
+    Routers send the last eight, which other servers have, at their defaults. Those about reasoning change nothing: it
+    stays in the text, as the model writes it.
+    """
 
     messages: Annotated[list[ChatMessage], documented(minItems=1)]
     max_tokens: MaxTokens | None = None
@@ -101,6 +111,14 @@ class ChatRequest(OpenAIRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
     modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: Annotated[bool, only_default(True)] = True
+    continue_final_message: Annotated[bool, only_default(False)] = False
+    no_stop_trim: Annotated[bool, only_default(False)] = False
+    return_hidden_states: Annotated[bool, only_default(False)] = False
+    skip_special_tokens: Annotated[bool, only_default(True)] = True
+    include_reasoning: StrictBool = True
+    separate_reasoning: StrictBool = True
+    stream_reasoning: StrictBool = True
 
     @property
     def prompts(self) -> list[Conversation]:
@@ -121,10 +139,12 @@ class ChatRequest(OpenAIRequest):
         form = super().constraint()
         if not self._offered:
             return form
-        if form:
-            raise InvalidRequest("response_format", "with tools, the answer may be a call, which has another form")
         if self._must_call:
             return forced_call(self._offered)
+        if "regex" in form:
+            raise InvalidRequest("response_format", "with tools, the answer may be a call, which no regex describes")
+        if form:
+            return forced_call(self._offered, or_else=json.loads(form["json_schema"]))
         if not self.parallel_tool_calls:
             raise InvalidRequest("parallel_tool_calls", "false is only allowed where tool_choice demands a call")
         return {}
@@ -140,7 +160,8 @@ class ChatRequest(OpenAIRequest):
         if syntax is None or not self._offered:
             return None
         names = frozenset(tool.function.name for tool in self._offered)
-        return partial(CallReader, FORCED if self._must_call else syntax, names)
+        has_form = self._must_call or "json_schema" in self.constraint()  # then the grammar is ours, for calls too
+        return partial(CallReader, FORCED if has_form else syntax, names)
 
     def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
         """The same error with OpenAI's name of the field."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import zmq
 
 from minisgl.child_process import Ready, child_process
+from minisgl.logs import log_request
 from minisgl.outputs import CompletionAssembler
 from minisgl.server.messages import (
     Accepted,
@@ -25,6 +27,8 @@ from minisgl.server.messages import (
 )
 from minisgl.server.sockets import STEPS, UNBOUNDED, Receiver, Sender, address
 from minisgl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -125,7 +129,10 @@ def main() -> None:
         stage = DetokenizerStage(Tokenizer(Path(options.model)))
         report(Ready())
         while True:
-            replies, stopped = stage.handle(inbox.receive())
+            progress = inbox.receive()
+            replies, stopped = stage.handle(progress)
+            for accepted in progress.accepted:
+                log_request(logger, "accepted", accepted.request_id, job=accepted.job)
             if stopped:
                 scheduler.send(Stop(stopped))
             if replies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -28,6 +29,9 @@ INSTEAD = {
     **dict.fromkeys(_LEAVE_OUT, "leave it out"),
     **dict.fromkeys(("chat_template", "chat_template_kwargs"), _OWN_TEMPLATE),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _CACHED),
+    **dict.fromkeys(
+        ("conversation", "previous_response_id"), "nothing is stored; send the whole conversation as input"
+    ),
     "audio": "answers are text only; leave it out",
     "function_call": "it is superseded; use tool_choice",
     "functions": "it is superseded; use tools",
@@ -49,6 +53,10 @@ UNSUPPORTED = INSTEAD.keys() - {
     "prompt_cache_retention",
     "safety_identifier",
 }
+
+
+# Names of what is ignored of the body that is being read; None where it is refused instead. See `JsonRoute`.
+IGNORED_FIELDS: ContextVar[set[str] | None] = ContextVar("minisgl_ignored_fields", default=None)
 
 
 class ApiError(HTTPException):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.request import TokenLogprobs
+from minisgl.server.errors import ApiError, to_json
 from minisgl.server.messages import Update
+from minisgl.server.requests import UsageChunks
 from minisgl.server.tools import CallReader, ToolCall
 from minisgl.tokenizer import Tokenizer
 
@@ -23,6 +25,7 @@ class Usage:
     """Counts the tokens of a job with ``n`` choices for each prompt."""
 
     def __init__(self, prompt_lens: Sequence[int], n: int) -> None:
+        self.prompt_lens = prompt_lens
         self.prompt_tokens = sum(prompt_lens)
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -45,10 +48,18 @@ class Usage:
 
 
 class Format(ABC):
-    """Writes the answer to one request, as one body or as the chunks of a stream."""
+    """Writes the answer to one request, as one body or as the chunks of a stream.
+
+    ``usage`` counts each update before it is written.
+    """
+
+    typed_events = False  # as in OpenAI's Responses API: each event has the name of its type, and none says [DONE]
+
+    def __init__(self, usage: Usage) -> None:
+        self._usage = usage
 
     @abstractmethod
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
+    def whole(self, updates: Sequence[Update]) -> Json | list[Json]:
         """The body, from one finished update for each choice, in order."""
 
     def opening(self, num_choices: int) -> list[Json]:
@@ -56,38 +67,72 @@ class Format(ABC):
         return []
 
     @abstractmethod
-    def chunk(self, update: Update) -> Json | None:
-        """An update as a chunk; None if it has nothing to show."""
+    def chunks(self, update: Update) -> list[Json]:
+        """An update as chunks: none if it has nothing to show."""
 
-    def closing(self, usage: Usage) -> list[Json]:
+    def encoded(self, update: Update) -> list[bytes]:
+        """The same in JSON."""
+        return [to_json(chunk) for chunk in self.chunks(update)]
+
+    def closing(self) -> list[Json]:
         """Chunks after the last token."""
         return []
 
+    def failed(self, error: ApiError) -> Json:
+        """The chunk that ends a stream with an error."""
+        return error.body()
+
+
+_MARK = uuid.uuid4().hex  # stands for the text of a chunk
+
 
 class OpenAIFormat(Format):
-    """What chat and completions share. With ``show_usage``, a last chunk counts the tokens."""
+    """What chat and completions share. ``usage_chunks`` says which chunks of a stream count the tokens."""
 
     whole_object: str
     chunk_object: str
     id_prefix: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, show_usage: bool) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, usage: Usage, logprobs: bool, usage_chunks: UsageChunks
+    ) -> None:
+        super().__init__(usage)
         self._identity = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._wants_logprobs = logprobs
-        self._null_usage: Json = {"usage": None} if show_usage else {}
+        self._usage_chunks = usage_chunks
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the text of a chunk, by choice
 
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Json:
+    def whole(self, updates: Sequence[Update]) -> Json:
         choices = [self._choice(update) for update in updates]
-        return {"object": self.whole_object, **self._identity, "choices": choices, "usage": usage.body()}
+        return {"object": self.whole_object, **self._identity, "choices": choices, "usage": self._usage.body()}
 
-    def closing(self, usage: Usage) -> list[Json]:
-        if not self._null_usage:
+    def closing(self) -> list[Json]:
+        if self._usage_chunks == "none":
             return []
-        return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": usage.body()}]
+        return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": self._usage.body()}]
+
+    @property
+    def _only_text(self) -> bool:
+        """Whether the chunks between the first and the last differ in their text alone."""
+        return not self._wants_logprobs and self._usage_chunks != "all"
+
+    def encoded(self, update: Update) -> list[bytes]:
+        if update.finish_reason is not None or not self._only_text:
+            return super().encoded(update)
+        if not update.text:
+            return []
+        if (around := self._around.get(update.choice)) is None:
+            (example,) = self.chunks(Update(0, update.choice, _MARK))
+            before, _, after = to_json(example).partition(to_json(_MARK))
+            around = self._around[update.choice] = before, after
+        return [around[0] + to_json(update.text) + around[1]]
 
     def _chunk(self, choice: Json) -> Json:
-        return {"object": self.chunk_object, **self._identity, "choices": [choice], **self._null_usage}
+        chunk = {"object": self.chunk_object, **self._identity, "choices": [choice]}
+        if self._usage_chunks != "none":
+            chunk["usage"] = self._usage.body() if self._usage_chunks == "all" else None
+        return chunk
 
     @abstractmethod
     def _choice(self, update: Update) -> Json: ...
@@ -107,13 +152,18 @@ class ChatFormat(OpenAIFormat):
         self,
         model: str,
         tokenizer: Tokenizer,
+        usage: Usage,
         logprobs: bool,
-        show_usage: bool,
+        usage_chunks: UsageChunks,
         make_reader: Callable[[], CallReader] | None,
     ) -> None:
-        super().__init__(model, tokenizer, logprobs, show_usage)
+        super().__init__(model, tokenizer, usage, logprobs, usage_chunks)
         self._readers = None if make_reader is None else defaultdict[int, CallReader](make_reader)
         self._calls: Counter[int] = Counter()  # calls so far, by choice
+
+    @property
+    def _only_text(self) -> bool:
+        return super()._only_text and self._readers is None
 
     def opening(self, num_choices: int) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -122,14 +172,14 @@ class ChatFormat(OpenAIFormat):
             for index in range(num_choices)
         ]
 
-    def chunk(self, update: Update) -> Json | None:
+    def chunks(self, update: Update) -> list[Json]:
         text, calls = self._read(update)
         delta: Json = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = calls
         if not delta and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
-            return None
-        return self._chunk({"delta": delta, **self._common_fields(update)})
+            return []
+        return [self._chunk({"delta": delta, **self._common_fields(update)})]
 
     def _choice(self, update: Update) -> Json:
         text, calls = self._read(update)
@@ -189,9 +239,15 @@ class CompletionFormat(OpenAIFormat):
     id_prefix = "cmpl"
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, logprobs: bool, show_usage: bool, echoes: Sequence[Echo]
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        usage: Usage,
+        logprobs: bool,
+        usage_chunks: UsageChunks,
+        echoes: Sequence[Echo],
     ) -> None:
-        super().__init__(model, tokenizer, logprobs, show_usage)
+        super().__init__(model, tokenizer, usage, logprobs, usage_chunks)
         self._echoes = echoes
         self._offsets: Counter[int] = Counter()  # characters so far, by choice
 
@@ -201,10 +257,10 @@ class CompletionFormat(OpenAIFormat):
             for index, echo in enumerate(self._echoes)
         ]
 
-    def chunk(self, update: Update) -> Json | None:
+    def chunks(self, update: Update) -> list[Json]:
         if not update.text and not update.finish_reason and not (self._wants_logprobs and update.logprobs):
-            return None
-        return self._chunk(self._body(update.choice, update.text, self._logprobs(update), update.finish_reason))
+            return []
+        return [self._chunk(self._body(update.choice, update.text, self._logprobs(update), update.finish_reason))]
 
     def _choice(self, update: Update) -> Json:
         if not self._echoes:
@@ -247,24 +303,24 @@ class CompletionFormat(OpenAIFormat):
 class GenerateFormat(Format):
     """Answers of ``/generate``: text, token ids and counts of each choice, as a list if there are ``several``."""
 
-    def __init__(self, prompt_lens: Sequence[int], n: int, several: bool) -> None:
+    def __init__(self, usage: Usage, n: int, several: bool) -> None:
+        super().__init__(usage)
         self._id = uuid.uuid4().hex
-        self._prompt_lens = prompt_lens
         self._n = n
         self._several = several
         self._so_far: dict[int, Update] = {}
 
-    def whole(self, updates: Sequence[Update], usage: Usage) -> Json | list[Json]:
+    def whole(self, updates: Sequence[Update]) -> Json | list[Json]:
         bodies = [self._body(update) for update in updates]
         return bodies if self._several else bodies[0]
 
-    def chunk(self, update: Update) -> Json | None:
+    def chunks(self, update: Update) -> list[Json]:
         so_far = self._so_far.setdefault(update.choice, update)
         if so_far is not update:
             so_far.merge(update)
         if not update.text and not update.finish_reason:
-            return None
-        return {**self._body(so_far), "index": update.choice}
+            return []
+        return [{**self._body(so_far), "index": update.choice}]
 
     def _body(self, update: Update) -> Json:
         reason: Json | None = None if update.finish_reason is None else {"type": update.finish_reason}
@@ -273,7 +329,7 @@ class GenerateFormat(Format):
         meta = {
             "id": f"{self._id}-{update.choice}",
             "finish_reason": reason,
-            "prompt_tokens": self._prompt_lens[update.choice // self._n],
+            "prompt_tokens": self._usage.prompt_lens[update.choice // self._n],
             "completion_tokens": len(update.token_ids),
             "cached_tokens": update.cached_tokens,
         }

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from minisgl.server.errors import ApiError, field_name
-from minisgl.server.requests import IGNORED_FIELDS
+from minisgl.server.errors import IGNORED_FIELDS, ApiError, field_name
 
 logger = logging.getLogger(__name__)
 

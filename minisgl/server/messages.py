@@ -43,6 +43,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     params: dict[str, Any]  # the fields of `SamplingParams` that are not at their defaults, for all prompts
     streaming: bool  # send updates while the generation runs, or a single one at its end
     user: str = ""  # empty where the client does not say
+    request_id: str = ""  # of the HTTP request, for logs; empty for the server's own jobs
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -53,6 +54,7 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=True):
     params: dict[str, Any]
     streaming: bool
     user: str = ""
+    request_id: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -77,11 +79,13 @@ class StatsRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToScheduler = Tokenized | Abort | Stop | StatsRequest
 
 
-def submit(job: int, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str) -> Submit:
+def submit(
+    job: int, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str, request_id: str = ""
+) -> Submit:
     """Make the message for a job. Raises `InvalidRequest` if a token id has more than 32 bits."""
     packed = [prompt if isinstance(prompt, (str, Conversation)) else TokenIds(pack(prompt)) for prompt in prompts]
     given = {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
-    return Submit(job, packed, given, streaming, user)
+    return Submit(job, packed, given, streaming, user, request_id)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -125,6 +129,7 @@ class RequestAccepted(msgspec.Struct, frozen=True, array_like=True):
     streaming: bool
     stop: list[str]  # strings that end the text
     min_tokens: int  # tokens that must come before a stop string counts
+    request_id: str = ""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

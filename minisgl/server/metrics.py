@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from importlib.metadata import version as package_version
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -78,6 +83,26 @@ STATS_TIMEOUT = 2.0  # seconds that a scrape waits for the engine, which answers
 STATS_AGE = 0.25  # seconds for which the engine's last answer is used again
 
 
+class TokenGaps(Collector):
+    """A histogram that is observed once a token, by the event loop alone: it takes no lock."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one gap."""
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> list[HistogramMetricFamily]:
+        """The histogram as Prometheus wants it: each bucket counts those below it too."""
+        text = "From one piece of a stream to the next, for each of its choices."
+        ends = [*map(floatToGoString, SECONDS), "+Inf"]
+        buckets = list(zip(ends, map(float, accumulate(self._counts)), strict=True))
+        return [HistogramMetricFamily("minisgl_inter_token_latency_seconds", text, buckets, self._sum)]
+
+
 class ServerMetrics:
     """Prometheus metrics: counts requests, and asks the engine for its state when scraped. Labels have few values."""
 
@@ -104,7 +129,8 @@ class ServerMetrics:
         )
         self._generated = counter("generation_tokens", "Tokens that were generated.")
         self._ttft = seconds("time_to_first_token", "From a request's arrival to its first token; streams only.")
-        self._gap = seconds("inter_token_latency", "From one piece of a stream to the next, for each of its choices.")
+        self._gap = TokenGaps()
+        registry.register(self._gap)
         self._latency = seconds("request_latency", "From a request's arrival to the end of its answer; generations.")
         self._queue = seconds("queue_time", "From a request's arrival in the engine's queue to its first step.")
         self._up = gauge("engine_up", f"1 if the engine answered this scrape within {STATS_TIMEOUT:g} s, else 0.")

@@ -13,8 +13,9 @@ from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.chat_request import ChatMessage
-from minisgl.server.formats import GenerateFormat
+from minisgl.server.formats import GenerateFormat, Usage
 from minisgl.server.json_body import JsonRoute
+from minisgl.server.json_schema import plain_schema_text
 from minisgl.server.messages import Conversation, JobPrompt
 from minisgl.server.openai_routes import TextService, check_model
 from minisgl.server.openapi import (
@@ -60,6 +61,8 @@ class GenerateParams(SamplingFields):
     def to_engine_params(self) -> SamplingParams:
         """The same by the engine's names. Raises `InvalidRequest`."""
         form = self.model_dump(include={"json_schema", "regex"}, exclude_none=True)
+        if self.json_schema is not None:
+            form["json_schema"] = plain_schema_text(self.json_schema, "sampling_params.json_schema")
         lengths = {"max_tokens": self.max_new_tokens, "min_tokens": self.min_new_tokens}
         return SamplingParams(**{**self.given_fields(), **form, **lengths, "seed": self.sampling_seed})
 
@@ -87,6 +90,7 @@ class GenerateRequest(ApiObject):
     sampling_params: GenerateParams = GenerateParams()
     stream: StrictBool = False
     return_logprob: Annotated[bool, only_default(False)] = False
+    logprob_start_len: StrictInt | None = None  # would count with log-probabilities
 
     @property
     def _given(self) -> Any:
@@ -154,8 +158,8 @@ def native_routes(engine: AsyncEngine, handler: GenerateHandler, texts: TextServ
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue texts or token ids."""
 
-        async def generate_format(prompt_lens: Sequence[int]) -> GenerateFormat:
-            return GenerateFormat(prompt_lens, body.sampling_params.n, body.several)
+        async def generate_format(usage: Usage) -> GenerateFormat:
+            return GenerateFormat(usage, body.sampling_params.n, body.several)
 
         return await handler.answer(body, request, generate_format)
 

@@ -13,13 +13,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from minisgl.errors import check_token_ids
+from minisgl.errors import InvalidRequest, check_token_ids
 from minisgl.request import TokenLogprobs
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.chat_request import ChatRequest
 from minisgl.server.errors import ApiError
-from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo
+from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo, Usage
 from minisgl.server.json_body import JsonRoute
 from minisgl.server.messages import Conversation
 from minisgl.server.openapi import (
@@ -29,10 +29,13 @@ from minisgl.server.openapi import (
     CompletionReply,
     ModelList,
     ModelReply,
+    ResponsesReply,
     error_responses,
     stream_responses,
 )
 from minisgl.server.requests import CompletionRequest
+from minisgl.server.responses_format import ResponsesFormat
+from minisgl.server.responses_request import ResponsesRequest
 from minisgl.server.streaming import GenerateHandler
 from minisgl.server.tools import ToolSyntax
 from minisgl.tokenizer import Tokenizer
@@ -44,7 +47,10 @@ _FORCING_BIAS = 100.0
 def openai_routes(
     engine: AsyncEngine, handler: GenerateHandler, texts: TextService, syntax: ToolSyntax | None
 ) -> APIRouter:
-    """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``. Without ``syntax``, no tools can be called."""
+    """``/v1/chat/completions``, ``/v1/completions``, ``/v1/responses`` and ``/v1/models``.
+
+    Without ``syntax``, no tools can be called.
+    """
     router = APIRouter(prefix="/v1", route_class=JsonRoute)
     created = int(time.time())
 
@@ -54,8 +60,8 @@ def openai_routes(
         check_model(engine, body.model)
         make_reader = body.reader_maker(syntax)
 
-        async def chat_format(prompt_lens: Sequence[int]) -> ChatFormat:
-            return ChatFormat(engine.model, engine.tokenizer, body.logprobs, body.shows_usage, make_reader)
+        async def chat_format(usage: Usage) -> ChatFormat:
+            return ChatFormat(engine.model, engine.tokenizer, usage, body.logprobs, body.usage_chunks, make_reader)
 
         return await handler.answer(body, request, chat_format)
 
@@ -64,13 +70,28 @@ def openai_routes(
         """Continue a text."""
         check_model(engine, body.model)
 
-        async def completion_format(prompt_lens: Sequence[int]) -> CompletionFormat:
+        async def completion_format(usage: Usage) -> CompletionFormat:
             echoes = [await _echo(engine, texts, prompt, body.logprobs) for prompt in body.prompts if body.echo]
             each_choice = [each for each in echoes for _ in range(body.n)]
-            wants_logprobs = body.logprobs is not None
-            return CompletionFormat(engine.model, engine.tokenizer, wants_logprobs, body.shows_usage, each_choice)
+            logprobs = body.logprobs is not None
+            return CompletionFormat(engine.model, engine.tokenizer, usage, logprobs, body.usage_chunks, each_choice)
 
         return await handler.answer(body, request, completion_format)
+
+    @router.post("/responses", responses={**stream_responses(ResponsesReply), **error_responses(*GENERATES)})
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Continue a conversation, by OpenAI's newer API."""
+        check_model(engine, body.model)
+        chat = body.as_chat()
+        try:
+            make_reader = chat.reader_maker(syntax)
+        except InvalidRequest as error:
+            raise body.with_client_field(error) from error
+
+        async def responses_format(usage: Usage) -> ResponsesFormat:
+            return ResponsesFormat(body, engine.model, engine.tokenizer, usage, make_reader)
+
+        return await handler.answer(body, request, responses_format)
 
     def described() -> dict[str, Any]:
         model = {"id": engine.model, "object": "model", "created": created, "owned_by": "minisgl"}

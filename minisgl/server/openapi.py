@@ -205,6 +205,18 @@ class CompletionReply(Generated):
     choices: list[CompletionChoice]
 
 
+class ResponsesReply(BaseModel):
+    """Answer of ``/v1/responses``; what it repeats of the request is not listed."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 class ModelReply(ApiReply):
     """The model; ``max_model_len`` is the most tokens of a prompt and its continuation."""
 

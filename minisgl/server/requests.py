@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -28,16 +27,13 @@ from pydantic import (
 
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
-from minisgl.server.errors import UNSUPPORTED
+from minisgl.server.errors import IGNORED_FIELDS, UNSUPPORTED
+from minisgl.server.json_schema import plain_schema
 from minisgl.server.messages import JobPrompt
 
 # Sampling parameters with the same name and meaning in the API
 _SAME_NAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 _MIN_TIMEOUT, _MAX_TIMEOUT = 0.001, 86400.0  # seconds
-
-
-# Names of unknown fields of the body that is being read; None where they are refused. See `JsonRoute`.
-IGNORED_FIELDS: ContextVar[set[str] | None] = ContextVar("minisgl_ignored_fields", default=None)
 
 
 def _document_nulls(schema: dict[str, Any]) -> None:
@@ -99,6 +95,7 @@ MinTokens = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 Seed = Annotated[
     StrictInt, documented(minimum=-1, maximum=2**63 - 1), AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
+Timeout = Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)]
 NumLogprobs = Annotated[StrictInt, documented(minimum=0, maximum=20)]
 _TopP = Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=1)]
 _Penalty = Annotated[StrictFloat, documented(minimum=-2, maximum=2)]
@@ -107,11 +104,15 @@ _Text = Annotated[StrictStr, documented(minLength=1)]
 _TokenId = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 
 
+UsageChunks = Literal["none", "last", "all"]
+
+
 class StreamOptions(ApiObject):
-    """Options of a stream."""
+    """Options of a stream: whether a last chunk counts tokens, and every other one those so far too (as in vLLM)."""
 
     place = "stream_options"
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class SamplingFields(ApiObject):
@@ -172,7 +173,7 @@ class ResponseFormat(ApiObject):
         if self.type == "regex":
             return {"regex": str(self.regex)}
         schema = _ANY_OBJECT if self.json_schema is None else self.json_schema.json_schema
-        return {"json_schema": json.dumps(schema)}
+        return {"json_schema": json.dumps(plain_schema(schema, "response_format.json_schema.schema"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ class EngineRequest:
     streaming: bool
     user: str = ""  # for the scheduler; empty where the client does not say
     time_limit: float | None = None  # seconds after which the client gets an error instead
+    prompt_only: bool = False  # the token that the engine must generate is not shown
 
 
 class GenerationBody(Protocol):
@@ -210,7 +212,7 @@ class OpenAIRequest(SamplingFields, ABC):
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
     response_format: ResponseFormat | None = None
-    timeout: Annotated[StrictFloat, Field(ge=_MIN_TIMEOUT, le=_MAX_TIMEOUT)] | None = None
+    timeout: Timeout | None = None
     store: StrictBool = False
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
 
@@ -228,13 +230,21 @@ class OpenAIRequest(SamplingFields, ABC):
         return {} if self.response_format is None else self.response_format.constraint()
 
     @property
-    def shows_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_chunks(self) -> UsageChunks:
+        """Which chunks of a stream count tokens."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return "none"
+        return "all" if self.stream_options.continuous_usage_stats else "last"
 
     def engine_request(self) -> EngineRequest:
         """The request for the engine. Raises `InvalidRequest`."""
-        return EngineRequest(self.prompts, self.to_engine_params(), self.stream, self.user or "", self.timeout)
+        user, params = self.user or "", self.to_engine_params()
+        return EngineRequest(self.prompts, params, self.stream, user, self.timeout, self.prompt_only)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is to be generated."""
+        return False
 
     def to_engine_params(self) -> SamplingParams:
         """The same by the engine's names. Raises `InvalidRequest`."""
@@ -276,12 +286,15 @@ IdLists = Annotated[list[Ids], documented(minItems=1)]
 
 
 class CompletionRequest(OpenAIRequest):
-    """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` must be 1."""
+    """Body of ``POST /v1/completions``. ``response_format`` is an extension; ``best_of`` must be 1.
+
+    With ``echo``, ``max_tokens`` may be 0: the answer is the prompt, and what the model thinks of it.
+    """
 
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_as_prompts, json_schema_input_type=str | Ids | Texts | IdLists)
     ]
-    max_tokens: MaxTokens = 16
+    max_tokens: Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)] = 16
     logprobs: NumLogprobs | None = None
     echo: StrictBool = False
     best_of: Annotated[int, only_default(1)] = 1
@@ -291,4 +304,10 @@ class CompletionRequest(OpenAIRequest):
         return self.prompt
 
     def own_params(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
+        if self.prompt_only and self.min_tokens:
+            raise InvalidRequest("min_tokens", "must be at most max_tokens, which is 0")
+        return {"max_tokens": 1 if self.prompt_only else self.max_tokens, "logprobs": self.logprobs}
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.echo and self.max_tokens == 0

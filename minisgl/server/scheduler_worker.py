@@ -13,6 +13,7 @@ import zmq
 from minisgl.child_process import Ready, child_process
 from minisgl.core import EngineCore
 from minisgl.errors import ConfigError, Failure, MiniSGLError
+from minisgl.logs import log_request
 from minisgl.outputs import RequestMetrics
 from minisgl.request import FinishReason, Request
 from minisgl.sampling_params import SamplingParams
@@ -97,7 +98,7 @@ class EngineStage:
                 self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
             if not isinstance(error, MiniSGLError):
-                logger.exception("job %d cannot be submitted", job.job)
+                logger.exception("job %d (%s) cannot be submitted", job.job, job.request_id)
             self._end([request.uid for request in requests], FinishReason.ABORT)
             self._progress.rejected.append(Rejected(job.job, Failure.of(error)))
             return
@@ -108,7 +109,9 @@ class EngineStage:
             self._step_by_step.update(uids)
         self._unstarted.update(uids)
         prompt_lens = [request.prompt_len for request in requests[:: params.n]]
-        accepted = RequestAccepted(job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens)
+        accepted = RequestAccepted(
+            job.job, uids, prompt_lens, job.streaming, list(params.stop), params.min_tokens, job.request_id
+        )
         self._progress.accepted.append(accepted)
 
     def _end(self, uids: Iterable[int], reason: FinishReason) -> None:
@@ -203,6 +206,8 @@ def main() -> None:
             while True:
                 for message in inbox.receive_all(0.0 if stage.has_work else IDLE_SECONDS):
                     stage.take(message)
+                    if isinstance(message, Tokenized):
+                        log_request(logger, "submitted", message.request_id, job=message.job)
                 if not stage.has_work:
                     core.check()
                 elif progress := stage.step():

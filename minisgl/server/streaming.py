@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidRequest, MiniSGLError
 from minisgl.server.async_engine import Answer, AsyncEngine
@@ -22,7 +23,7 @@ from minisgl.server.metrics import HttpRecord, ServerMetrics, record_of
 from minisgl.server.requests import EngineRequest, GenerationBody
 
 T = TypeVar("T")
-MakeFormat = Callable[[Sequence[int]], Awaitable[Format]]  # from the number of tokens of each prompt
+MakeFormat = Callable[[Usage], Awaitable[Format]]
 
 
 class GenerateHandler:
@@ -44,44 +45,49 @@ class GenerateHandler:
         try:
             asked = body.engine_request()
             limit = TimeLimit(_shorter(asked.time_limit, self._engine.config.request_timeout))
-            work = self._begin(asked, make_format)
-            answer, written = await limit.keep(until_disconnect(request.receive, work))
+            work = self._begin(asked, make_format, record.request_id)
+            answer, usage, style = await limit.keep(until_disconnect(request.receive, work))
         except InvalidRequest as error:
             raise body.with_client_field(error) from error
-        usage = record.usage = Usage(answer.accepted.result(), asked.params.n)
-        record.choices, record.streamed = answer.num_choices, asked.streaming
-        note = partial(self._note, record, usage)
+        record.usage, record.choices, record.streamed = usage, answer.num_choices, asked.streaming
+        note = partial(self._note, record, usage, asked.prompt_only)
         if asked.streaming:
-            return EventStream(answer, written, usage, limit, note)
+            return EventStream(answer, style, limit, note)
         try:
-            updates = await until_disconnect(request.receive, _collect(answer, limit))
+            updates = await limit.keep(until_disconnect(request.receive, _collect(answer)))
         finally:
             answer.abort()
         for update in updates:
             note(update)
-        return Response(to_json(written.whole(updates, usage)), media_type="application/json")
+        return Response(to_json(style.whole(updates)), media_type="application/json")
 
-    async def _begin(self, asked: EngineRequest, make_format: MakeFormat) -> tuple[Answer, Format]:
-        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user)
+    async def _begin(
+        self, asked: EngineRequest, make_format: MakeFormat, request_id: str
+    ) -> tuple[Answer, Usage, Format]:
+        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user, request_id)
         try:
-            return answer, await make_format(answer.accepted.result())
+            usage = Usage(answer.accepted.result(), asked.params.n)
+            return answer, usage, await make_format(usage)
         except BaseException:
             answer.abort()
             raise
 
-    def _note(self, record: HttpRecord, usage: Usage, news: Update | ApiError) -> None:
+    def _note(self, record: HttpRecord, usage: Usage, prompt_only: bool, news: Update | ApiError) -> None:
         if isinstance(news, ApiError):
             record.code = news.code
             return
+        if prompt_only:
+            news.text, news.token_ids, news.logprobs = "", [], []
+            news.finish_reason = news.finish_reason and "length"
         usage.add(news)
         gap = record.note(news)
         if gap is not None:
             self._metrics.observe_gap(gap)
 
 
-async def _collect(answer: Answer, limit: TimeLimit) -> list[Update]:
+async def _collect(answer: Answer) -> list[Update]:
     """One update for each choice, in order."""
-    updates = [update async for update in limit.updates(answer)]
+    updates = [update async for update in answer.updates()]
     return sorted(updates, key=lambda update: update.choice)
 
 
@@ -115,7 +121,7 @@ class TimeLimit:
         self._seconds = seconds
         self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
-    async def keep(self, work: Coroutine[Any, Any, T]) -> T:
+    async def keep(self, work: Awaitable[T]) -> T:
         """Await ``work``; when the time is over, cancel it and raise `ApiError` 408."""
         try:
             async with asyncio.timeout_at(self._end):
@@ -124,38 +130,29 @@ class TimeLimit:
             message = f"the answer was not finished within the time limit of {self._seconds:g} s"
             raise ApiError(408, message, code="timeout") from error
 
-    async def updates(self, answer: Answer) -> AsyncIterator[Update]:
-        """Yield the updates of ``answer``. Raises `ApiError` 408 when the time is over."""
-        updates = answer.updates()
-        if self._end is None:  # without a timeout, each token takes the shorter way
-            async for update in updates:
-                yield update
-            return
-        while (following := await self.keep(_next(updates))) is not None:
-            yield following
-
-
-async def _next(updates: AsyncIterator[Update]) -> Update | None:
-    return await anext(updates, None)
-
 
 class EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the rest of the answer is aborted.
 
-    ``note`` is called with every update before it is sent, and with the error that ends the stream, if any.
+    Events are written where the engine's updates are delivered, so that no task is woken for a token; all of a step for
+    this client are one write. While the connection takes no more, updates are merged in the `Answer`. ``note`` is
+    called with every update before it is sent, and with the error that ends the stream, if any.
     """
 
     def __init__(
         self,
         answer: Answer,
         style: Format,
-        usage: Usage,
         limit: TimeLimit,
         note: Callable[[Update | ApiError], None],
     ) -> None:
-        headers = {"Cache-Control": "no-cache"}
-        super().__init__(_events(answer, style, usage, limit, note), headers=headers, media_type="text/event-stream")
+        super().__init__((), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
         self._answer = answer
+        self._style = style
+        self._limit = limit
+        self._note = note
+        self._written = asyncio.get_running_loop().create_future()  # all updates, or the error that ends the stream
+        self._blocked: asyncio.Task[None] | None = None  # a write that waits for the client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream (ASGI)."""
@@ -164,29 +161,85 @@ class EventStream(StreamingResponse):
         except ClientDisconnect:
             pass  # the response has begun: no status can be sent any more
         finally:
+            if self._blocked is not None:
+                self._blocked.cancel()
             self._answer.abort()
 
+    async def stream_response(self, send: Send) -> None:
+        """Send all events; `_write` sends those of the updates."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(self._body(map(to_json, self._style.opening(self._answer.num_choices))))
+        self._send, self._answer.listener = send, self._write
+        try:
+            self._write()  # what has come before there was a listener
+            await self._limit.keep(self._written)
+            last = [*map(to_json, self._style.closing()), *([] if self._style.typed_events else [b"[DONE]"])]
+        except (MiniSGLError, ApiError) as error:  # the status has been sent: an event reports it, without [DONE]
+            failure = as_api_error(error)
+            self._note(failure)
+            last = [to_json(self._style.failed(failure))]
+        finally:
+            self._answer.listener = None
+        if self._blocked is not None:
+            await self._blocked
+        await send(self._body(last))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-async def _events(
-    answer: Answer, style: Format, usage: Usage, limit: TimeLimit, note: Callable[[Update | ApiError], None]
-) -> AsyncIterator[bytes]:
+    def _write(self) -> None:
+        """Write what is unread, unless the client is still to take what was written before."""
+        if self._blocked is not None or self._written.done():
+            return
+        events: list[bytes] = []
+        failure: Exception | None = None
+        try:
+            for update in self._answer.take():
+                self._note(update)
+                events += self._style.encoded(update)
+        except Exception as error:  # of this stream alone: others are written from the same call
+            failure = error
+        if events and (rest := run_until_wait(self._send(self._body(events)))) is not None:
+            self._blocked = asyncio.ensure_future(rest)
+            self._blocked.add_done_callback(self._unblock)
+        if failure is not None:
+            self._written.set_exception(failure)
+        elif self._answer.finished:
+            self._written.set_result(None)
+
+    def _body(self, data: Iterable[bytes]) -> Message:
+        events = map(typed_event if self._style.typed_events else event, data)
+        return {"type": "http.response.body", "body": b"".join(events), "more_body": True}
+
+    def _unblock(self, write: asyncio.Task[None]) -> None:
+        self._blocked = None
+        if not write.cancelled():
+            self._write()
+
+
+def run_until_wait(work: Awaitable[None]) -> Awaitable[None] | None:
+    """Run ``work`` at once, without a task, until it waits for the first time. Returns the rest, or None at its end."""
+    steps = work.__await__()
     try:
-        for chunk in style.opening(answer.num_choices):
-            yield event(to_json(chunk))
-        async for update in limit.updates(answer):
-            note(update)
-            visible = style.chunk(update)
-            if visible is not None:
-                yield event(to_json(visible))
-        for chunk in style.closing(usage):
-            yield event(to_json(chunk))
-        yield event(b"[DONE]")
-    except (MiniSGLError, ApiError) as error:  # the status has been sent: an event reports it, and no [DONE] follows
-        failure = as_api_error(error)
-        note(failure)
-        yield event(to_json(failure.body()))
+        waits_for = next(steps)
+    except StopIteration:
+        return None
+    return _rest(steps, waits_for)
+
+
+@types.coroutine
+def _rest(steps: Generator[Any, Any, None], waits_for: object) -> Generator[Any, Any, None]:
+    try:
+        yield waits_for  # to the task that takes over: it waits for the same future
+    except BaseException:
+        steps.close()
+        raise
+    yield from steps
 
 
 def event(data: bytes) -> bytes:
     """One server-sent event; ``data`` has no line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+def typed_event(data: bytes) -> bytes:
+    """The same for an object whose first field is its ``type``, which is the event's name too."""
+    return b"event: " + data.split(b'"', 4)[3] + b"\n" + event(data)

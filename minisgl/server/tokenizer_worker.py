@@ -9,6 +9,7 @@ import zmq
 
 from minisgl.child_process import Ready, child_process
 from minisgl.errors import Failure, MiniSGLError
+from minisgl.logs import log_request
 from minisgl.server.messages import (
     Conversation,
     PackedPrompt,
@@ -38,9 +39,9 @@ class TokenizerStage:
             prompts = [self._token_ids(prompt) for prompt in job.prompts]
         except Exception as error:
             if not isinstance(error, MiniSGLError):
-                logger.exception("job %d cannot be tokenized", job.job)
+                logger.exception("job %d (%s) cannot be tokenized", job.job, job.request_id)
             return Rejected(job.job, Failure.of(error))
-        return Tokenized(job.job, prompts, job.params, job.streaming, job.user)
+        return Tokenized(job.job, prompts, job.params, job.streaming, job.user, job.request_id)
 
     def _token_ids(self, prompt: PackedPrompt) -> bytes:
         if isinstance(prompt, TokenIds):
@@ -60,7 +61,9 @@ def main() -> None:
         stage = TokenizerStage(Tokenizer(Path(options.model)), options.limit)
         report(Ready())
         while True:
-            message = stage.tokenize(inbox.receive())
+            job = inbox.receive()
+            message = stage.tokenize(job)
+            log_request(logger, "tokenized", job.request_id, job=job.job)
             if isinstance(message, Rejected):
                 api.send([message])
             else:

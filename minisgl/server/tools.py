@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import PlainValidator, StrictBool, StrictStr, StringConstraints, ValidationError
 
 from minisgl.errors import InvalidRequest
+from minisgl.server.json_schema import plain_schema
 from minisgl.server.requests import ApiObject
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -90,14 +91,17 @@ def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[
     return chosen
 
 
-def forced_call(tools: list[Tool]) -> dict[str, str]:
-    """The fields of `SamplingParams` that make the answer a call of one of ``tools``."""
+def forced_call(tools: list[Tool], or_else: Any = None) -> dict[str, str]:
+    """The fields of `SamplingParams` that make the answer a call of one of ``tools``, or of the schema ``or_else``."""
     calls = []
     for index, tool in enumerate(tools):
-        parameters = _moved(tool.function.parameters or _NO_PARAMETERS, f"#/anyOf/{index}/properties/arguments")
+        schema = plain_schema(tool.function.parameters or _NO_PARAMETERS, f"tools[{index}].function.parameters")
+        parameters = _moved(schema, f"#/anyOf/{index}/properties/arguments")
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         fixed = {"required": ["name", "arguments"], "additionalProperties": False}
         calls.append({"type": "object", "properties": properties, **fixed})
+    if or_else is not None:
+        calls.append(_moved(or_else, f"#/anyOf/{len(calls)}"))
     return {"json_schema": json.dumps({"anyOf": calls})}
 
 

@@ -10,11 +10,17 @@ KINDS = ("serve", "scheduler")
 
 
 def killed(
-    kind: str, *outcomes: Outcome, restart: bool = False, noticed: bool = True, left: tuple[str, ...] = ()
+    kind: str,
+    *outcomes: Outcome,
+    restart: bool = False,
+    noticed: bool = True,
+    left: tuple[str, ...] = (),
+    told: float = 0.4,
+    stopped: bool = False,
 ) -> KillResult:
     records = [record(0.0, ended=1.0, outcome=outcome) for outcome in outcomes]
-    told = None if set(outcomes) == {Outcome.FINISHED} else 0.4
-    return KillResult(KINDS, kind, restart, records, told, "exit code 1", 0.2, noticed, list(left))
+    last = None if set(outcomes) == {Outcome.FINISHED} else told
+    return KillResult(KINDS, kind, restart, records, last, "exit code 1", 0.2, noticed, list(left), stopped)
 
 
 def verdicts(what: KillResult) -> list[bool]:
@@ -36,6 +42,14 @@ def test_a_kill_that_costs_nobody_anything_has_nobody_to_tell() -> None:
     harmless = killed("scheduler", Outcome.FINISHED, Outcome.FINISHED, restart=True)
     assert fault_report([harmless]).tables[0].rows == [["scheduler, --restart", 2, 2, "–"]]
     assert verdicts(harmless) == [True, True]
+
+
+def test_a_process_that_stands_still_is_noticed_later() -> None:
+    stopped = killed("scheduler", Outcome.FAILED, restart=True, stopped=True, told=4.5)
+    assert fault_report([stopped]).tables[0].rows == [["scheduler, stopped, --restart", 1, 1, 4.5]]
+    assert verdicts(stopped) == [True, True, True]
+    assert verdicts(killed("scheduler", Outcome.FAILED, told=4.5)) == [True, False, True]
+    assert verdicts(killed("scheduler", Outcome.FAILED, stopped=True, told=5.5)) == [True, False, True]
 
 
 def test_who_can_be_told_must_be_told() -> None:

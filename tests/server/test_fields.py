@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,10 +41,10 @@ def chat(server: RunningServer, **fields: Any) -> httpx.Response:
 def test_unknown_fields_are_ignored_and_named(server: RunningServer) -> None:
     plain = chat(server)
     assert "x-ignored-fields" not in plain.headers
-    messages = [{**MESSAGES[0], "cache_control": {"type": "ephemeral"}, "refusal": "", "annotations": []}]
+    messages = [{**MESSAGES[0], "cache_control": {"type": "ephemeral"}, "mood": "", "annotations": []}]
     reply = chat(server, messages=messages, stream_options=None, temprature=1, priority=3)
     assert reply.status_code == 200
-    names = "messages[].annotations, messages[].cache_control, messages[].refusal, priority, temprature"
+    names = "messages[].annotations, messages[].cache_control, messages[].mood, priority, temprature"
     assert reply.headers["x-ignored-fields"] == names
     assert reply.json()["choices"] == plain.json()["choices"]
 
@@ -138,6 +139,94 @@ CLIENTS: dict[str, dict[str, Any]] = {
 def test_what_common_clients_send_is_answered(caller: RunningServer, fields: dict[str, Any]) -> None:
     reply = chat(caller, **fields)
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("name", CLIENTS["vllm-router"])
+def test_only_the_defaults_of_what_would_change_the_answer(strict: RunningServer, name: str) -> None:
+    default = CLIENTS["vllm-router"][name]
+    assert chat(strict, model="tiny", **{name: default}).status_code == 200
+    other = chat(strict, model="tiny", **{name: not default})
+    assert other.status_code == (200 if "reasoning" in name else 400)
+    if other.status_code == 400:
+        assert other.json()["error"]["param"] == name
+
+
+def test_every_chunk_can_count_the_tokens(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for call in (server.chat, server.complete):
+        chunks = list(call(stream=True, max_tokens=6, n=2, temperature=1, stream_options=options))
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == counts[-2] == 12 or counts[-1] < 12, "some answers end earlier"
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+        assert len(set(counts)) > 3
+        last_only = list(call(stream=True, max_tokens=2, stream_options={"include_usage": True}))
+        assert [chunk.usage is None for chunk in last_only] == [True] * (len(last_only) - 1) + [False]
+
+
+def test_a_prompt_can_be_scored_without_a_continuation(server: RunningServer) -> None:
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    longer = server.complete(prompt=prompts, max_tokens=1, logprobs=2, echo=True)
+    scored = server.complete(prompt=prompts, max_tokens=0, logprobs=2, echo=True)
+    assert scored.usage.completion_tokens == 0
+    for prompt, choice, more in zip(prompts, scored.choices, longer.choices, strict=True):
+        assert choice.finish_reason == "length"
+        assert more.text.startswith(choice.text)
+        assert len(choice.logprobs.token_logprobs) == len(prompt)
+        assert choice.logprobs.token_logprobs == more.logprobs.token_logprobs[:-1]
+        assert choice.logprobs.text_offset == more.logprobs.text_offset[:-1]
+    chunks = list(server.complete(prompt=prompts, max_tokens=0, echo=True, stream=True))
+    texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == index) for index in (0, 1)]
+    assert texts == [choice.text for choice in scored.choices]
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": False}, {"echo": True, "min_tokens": 1}])
+def test_nothing_is_only_generated_where_a_prompt_comes_back(server: RunningServer, fields: dict[str, Any]) -> None:
+    body = {"model": server.model, "prompt": "x", "max_tokens": 0, **fields}
+    reply = server.http.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (
+        400,
+        list(fields)[-1] if "min_tokens" in fields else "max_tokens",
+    )
+
+
+FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "schema": {"$ref": "#/$defs/n", "$defs": {"n": {"enum": [12, 34]}}}},
+}
+
+
+def test_an_answer_of_a_form_or_a_call(caller: RunningServer) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"const": {"a": 1}}}}
+    seen = set()
+    for seed in range(40):
+        reply = chat(caller, tools=[tool], response_format=FORM, max_tokens=80, temperature=2, seed=seed)
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        if choice["message"].get("tool_calls"):
+            (call,) = choice["message"]["tool_calls"]
+            assert (call["function"]["name"], choice["finish_reason"]) == ("weather", "tool_calls")
+            assert json.loads(call["function"]["arguments"]) == {"a": 1}
+            seen.add("call")
+        else:
+            assert json.loads(choice["message"]["content"]) in (12, 34)
+            seen.add("answer")
+    assert seen == {"call", "answer"}
+    reply = chat(caller, tools=[tool], response_format=FORM, max_tokens=80, tool_choice="required")
+    assert reply.json()["choices"][0]["message"]["tool_calls"]
+    reply = chat(caller, tools=[tool], response_format={"type": "regex", "regex": "a"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_what_an_answer_of_before_held(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content or '' }}:{{ m.content }}]{% endfor %}"
+    with RunningServer(chat_checkpoint(tmp_path, template)) as running:
+        before = {"role": "assistant", "content": None, "refusal": "no", "reasoning_content": "hm"}
+        reply = chat(running, messages=[before, {**MESSAGES[0], "reasoning_content": "mine"}], logprobs=True)
+        prompt = f"[assistant:hm:no][user::{MESSAGES[0]['content']}]"
+        (same,) = running.complete(prompt=prompt, max_tokens=2, logprobs=0).choices
+        assert reply.json()["choices"][0]["message"]["content"] == same.text
+        assert reply.json()["usage"]["prompt_tokens"] == len(running.core.tokenizer.encode(prompt)) - 1
 
 
 def test_the_version_and_the_ping_of_load_balancers(server: RunningServer) -> None:

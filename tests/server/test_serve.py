@@ -84,7 +84,9 @@ def test_processes_keep_the_key_to_themselves_log_and_write_their_trace(checkpoi
         with client_of(log, "a-secret-key", process) as client:
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key="another").models.list()
-            answer = client.chat.completions.create(model=str(checkpoint), messages=MESSAGES, max_tokens=5)
+            answer = client.chat.completions.create(
+                model=str(checkpoint), messages=MESSAGES, max_tokens=5, extra_headers={"x-request-id": "the-request"}
+            )
             assert answer.usage is not None
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 0
@@ -92,6 +94,8 @@ def test_processes_keep_the_key_to_themselves_log_and_write_their_trace(checkpoi
         assert "a-secret-key" not in said
         lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         assert {"POST /v1/chat/completions", "GET /v1/models"} <= {line.get("endpoint") for line in lines}
+        told = {line["process"] for line in lines if line.get("request_id") == "the-request"}
+        assert told == {"api", "tokenizer-0", "scheduler", "detokenizer"}
         assert any(event.name == "launch" for event in Trace.load(tmp_path / "trace.json").events)
     finally:
         process.kill()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 
 import httpx
@@ -15,10 +16,12 @@ from starlette.types import Message
 
 from minisgl.chat import NoAnswer
 from minisgl.chat import _events as read_events
+from minisgl.errors import EngineDead
+from minisgl.server.async_engine import Answer
 from minisgl.server.errors import to_json
-from minisgl.server.formats import Usage
+from minisgl.server.formats import ChatFormat, CompletionFormat, Usage
 from minisgl.server.messages import Update
-from minisgl.server.streaming import event, until_disconnect
+from minisgl.server.streaming import EventStream, TimeLimit, event, until_disconnect
 
 CHUNKS = [{"text": "So"}, {"text": " be it\u2028\n\ndata: x"}, {"text": "è"}]
 
@@ -103,6 +106,137 @@ def test_an_error_of_the_work_is_nobody_elses() -> None:
             await until_disconnect(Client().receive, fails())
 
     asyncio.run(scenario())
+
+
+class Connection:
+    """A client's end: takes what is sent, or makes the sender wait while it takes nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+
+    async def send(self, message: Message) -> None:
+        await self.takes.wait()
+        if message["type"] == "http.response.body":
+            self.sent.append(message["body"])
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The texts of each write's events."""
+        events = [write.decode().split("\n\n")[:-1] for write in self.sent]
+        chunks = [[json.loads(event[6:]) for event in write if event != "data: [DONE]"] for write in events]
+        return [[chunk["choices"][0]["text"] for chunk in write] for write in chunks if write]
+
+
+def streamed(story: Callable[[Answer, Connection], Awaitable[None]], num_choices: int = 1) -> Connection:
+    """What a client gets of an answer that has the ``story``."""
+
+    async def scenario() -> Connection:
+        connection, answer = Connection(), Answer(0, num_choices, abort=lambda answer: None)
+        style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])  # type: ignore[arg-type]
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
+        responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await story(answer, connection)
+        await asyncio.wait_for(responding, 5)
+        assert len(asyncio.all_tasks()) == 1
+        return connection
+
+    return asyncio.run(scenario())
+
+
+class Words:
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+
+def put(answer: Answer, *updates: Update) -> None:
+    """Bring the updates of one step."""
+    for update in updates:
+        answer.put(update)
+    answer.tell()
+
+
+def test_a_step_is_written_at_once_and_its_choices_together() -> None:
+    async def story(answer: Answer, connection: Connection) -> None:
+        put(answer, Update(0, 0, "a", [1]), Update(0, 1, "b", [2]))
+        assert connection.texts == [["a", "b"]], "without a turn of the event loop"
+        put(answer, Update(0, 0, "c", [3], finish_reason="stop"), Update(0, 1, "", [4]))
+        put(answer, Update(0, 1, "d", [5], finish_reason="stop"))
+
+    connection = streamed(story, num_choices=2)
+    assert connection.texts == [["a", "b"], ["c"], ["d"]]
+    assert connection.sent[-2:] == [b"data: [DONE]\n\n", b""]
+
+
+def test_what_comes_while_a_client_takes_nothing_is_one_event() -> None:
+    async def story(answer: Answer, connection: Connection) -> None:
+        put(answer, Update(0, 0, "a", [1]))
+        connection.takes.clear()
+        for number in range(100):
+            put(answer, Update(0, 0, f" {number}", [number]))
+            await asyncio.sleep(0)
+        assert len(answer._pending) == 1
+        assert len(asyncio.all_tasks()) <= 5, "one waits for the client, however many updates there are"
+        put(answer, Update(0, 0, "!", [5], finish_reason="stop"))
+        connection.takes.set()
+
+    after_the_first = "".join(f" {number}" for number in range(1, 100)) + "!"
+    assert streamed(story).texts == [["a"], [" 0"], [after_the_first]]
+
+
+def test_a_stream_that_cannot_be_written_ends_alone() -> None:
+    class Broken(CompletionFormat):
+        def encoded(self, update: Update) -> list[bytes]:
+            raise ZeroDivisionError
+
+    async def scenario() -> None:
+        connection, answer = Connection(), Answer(0, 1, abort=lambda answer: None)
+        style = Broken("model", Words(), Usage([3], 1), False, "none", [])  # type: ignore[arg-type]
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
+        responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
+        await asyncio.sleep(0.01)
+        put(answer, Update(0, 0, "a", [1]))  # raises nothing where other answers are delivered
+        with pytest.raises(ZeroDivisionError):
+            await responding
+
+    asyncio.run(scenario())
+
+
+def test_an_error_comes_after_what_was_written_before() -> None:
+    async def story(answer: Answer, connection: Connection) -> None:
+        connection.takes.clear()
+        put(answer, Update(0, 0, "a", [1]))
+        answer.fail(EngineDead("the engine died"))
+        await asyncio.sleep(0.01)
+        assert connection.sent == [b""]
+        connection.takes.set()
+
+    sent = streamed(story).sent
+    assert [b'"text":"a"' in sent[1], b"the engine died" in sent[2], sent[3]] == [True, True, b""]
+
+
+def test_an_end_does_not_overtake_a_write_that_waited() -> None:
+    async def story(answer: Answer, connection: Connection) -> None:
+        connection.takes.clear()
+        put(answer, Update(0, 0, "a", [1]), Update(0, 1, error="no luck", finish_reason="error"))
+        connection.takes.set()
+
+    sent = streamed(story, num_choices=2).sent
+    assert [b'"text":"a"' in sent[1], b"no luck" in sent[2], sent[3]] == [True, True, b""]
+
+
+@given(st.text(max_size=20), st.sampled_from([None, "stop"]))
+def test_a_chunk_is_the_same_in_pieces(text: str, reason: str | None) -> None:
+    for style in (
+        CompletionFormat('a "model"', Words(), Usage([3], 1), False, "none", []),  # type: ignore[arg-type]
+        ChatFormat("m", Words(), Usage([3], 1), False, "last", None),  # type: ignore[arg-type]
+    ):
+        for choice in (0, 1, 0):
+            update = Update(0, choice, text, [1], finish_reason=reason)
+            assert [json.loads(written) for written in style.encoded(update)] == style.chunks(update)
 
 
 def test_tokens_are_counted_as_they_come() -> None:
