@@ -269,8 +269,9 @@ def _gptq(declared: _Declared) -> QuantizedCheckpoint:
     size = declared.group_size()
     offset = 1 if version == "gptq" else 0
     format = GptqFormat(size, offset, declared.file)
-    # `g_idx` says which group a column is in, which is known without act-order.
-    return QuantizedCheckpoint("gptq", Int4(size or 0, True), format, (), ("g_idx",), ("int4", "int4-zero-point"))
+    # `g_idx` says which group a column is in, which is known without act-order. Some exports add biases of zeros.
+    ignored = ("g_idx", "_proj.bias")
+    return QuantizedCheckpoint("gptq", Int4(size or 0, True), format, (), ignored, ("int4", "int4-zero-point"))
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,15 @@ def load_model(
         _fill_randomly(targets, device, seed)
         _fill_quantized_randomly(quantized, dtype, device, seed)
     else:
-        unused = () if declared is None else declared.ignored
-        headers = {name: header for name, header in read_headers(path).items() if not _ignored(name, config, unused)}
         expected = {name: SourceTensor(target.shape) for name, target in targets.items()}
-        _check(expected | {name: source for _, name, source in source_names(quantized)}, headers, path)
+        expected |= {name: source for _, name, source in source_names(quantized)}
+        unused = () if declared is None else declared.ignored
+        headers = {
+            name: header
+            for name, header in read_headers(path).items()
+            if name in expected or not _ignored(name, config, unused)
+        }
+        _check(expected, headers, path)
         _materialize(model, dtype, device)
         _fill(targets, {name: header for name, header in headers.items() if name in targets})
         _fill_quantized(quantized, headers, device)

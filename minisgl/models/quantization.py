@@ -67,7 +67,7 @@ class QuantizedCheckpoint:
     quantizer: Quantizer
     format: WeightFormat
     kept: tuple[str, ...] = ()  # modules that are not quantised: names, parts of names, or "re:" and a pattern
-    ignored: tuple[str, ...] = ()  # ends of names of tensors that are not needed
+    ignored: tuple[str, ...] = ()  # ends of names of tensors that are not needed, unless the model has them
     options: tuple[str, ...] = ()  # names in `QUANTIZERS` that mean the same
 
     def keeps(self, module: str) -> bool:
@@ -211,6 +211,8 @@ def quantize_weights(
     chosen = {name: target for name, target in targets.items() if _is_chosen(name, target, plan)}
     _check_mixed(chosen, targets)
     shapes = {name: target.shape for name, target in chosen.items()}
+    for rows, columns in shapes.values():
+        plan.format.sources(rows, columns)  # refuses a shape before the quantiser does, and names the file
     weights: dict[Linear | Embedding, QuantizedWeight] = {}
     found = {}
     for name, target in chosen.items():
@@ -218,12 +220,12 @@ def quantize_weights(
         if plan.quantizer is not None:
             module = target.module
             assert isinstance(module, Linear | Embedding)
-            rows, columns, first = _parts(target, shapes[name], module.weight.shape[0])
+            part, inputs, first = _parts(target, shapes[name], module.weight.shape[0])
             if module not in weights:
-                weights[module] = QuantizedWeight(plan.quantizer, module.weight.shape[0], columns, dtype)
+                weights[module] = QuantizedWeight(plan.quantizer, module.weight.shape[0], inputs, dtype)
             weight = weights[module]
-            check_blocks(name, weight.layout, rows, columns)
-            check_blocks(name, weight.layout, Shard(first, first + rows.size, weight.rows), columns)
+            check_blocks(name, weight.layout, part, inputs)
+            check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs)
         found[name] = QuantizedTarget(plan, target, shapes[name], weight)
         del targets[name]
     for module, weight in weights.items():

@@ -1,4 +1,4 @@
-"""What every quantiser must fulfil: it is near the weight, its parts are the parts of the whole, and rows are its own."""
+"""What every quantiser must fulfil: near the weight, parts are parts of the whole, rows are independent."""
 
 from __future__ import annotations
 
