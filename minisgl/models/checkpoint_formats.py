@@ -297,6 +297,36 @@ class GptqFormat(WeightFormat):
         return _int4_tensors(_unpack(sources["qweight"].T), sources["scales"].T, zero.T)
 
 
+# -- ours --------------------------------------------------------------------------------------------------------------
+
+
+def _gguf(declared: _Declared) -> QuantizedCheckpoint:
+    """What `minisgl.models.gguf` writes."""
+    bits = declared.require("bits", None, 4, 8)
+    size = declared.group_size() or 0
+    zeros = declared.require("zero_point", False, True, False)
+    quantizer: Quantizer = Int8(size) if bits == 8 else Int4(size, zeros)
+    return QuantizedCheckpoint("gguf", quantizer, OwnFormat(quantizer), declared.names("modules_to_not_convert"))
+
+
+@dataclass(frozen=True)
+class OwnFormat(WeightFormat):
+    """The quantiser's tensors, under its names."""
+
+    quantizer: Quantizer
+
+    def sources(self, rows: int, columns: int) -> dict[str, SourceTensor]:
+        dtypes = {torch.uint8: "U8", torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
+        layout = self.quantizer.layout(columns).items()
+        return {
+            name: SourceTensor(blocks.shape(rows, columns), frozenset({dtypes[blocks.dtype]}))
+            for name, blocks in layout
+        }
+
+    def convert(self, sources: Tensors) -> dict[str, torch.Tensor]:
+        return dict(sources)
+
+
 def _groups(file: Path, columns: int, group_size: int | None) -> int:
     size = group_size or columns
     if columns % size or columns % 8:
@@ -331,4 +361,5 @@ _METHODS: dict[str, Callable[[_Declared], QuantizedCheckpoint]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
+    "gguf": _gguf,
 }
