@@ -1,0 +1,345 @@
+"""Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
+
+A product with few tokens takes as long as its weights take to arrive, so one of 4 bits can take a quarter of the time
+of bfloat16. Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs
+(split-K). Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3
+(``torch._scaled_mm``), other weights are written out as bfloat16 once, which is little beside the product.
+
+The twins are the quantisers in `minisgl.layers.quantizers`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from minisgl.kernels.experts import sum_parts
+from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, to_kv_dtype
+
+# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel.
+DEQUANTIZE_TOKENS = 1024
+_PROGRAMS = 264  # two for each multiprocessor of an H200
+_MAX_SPLITS = 8
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    block: tuple[int, int],
+    bias: torch.Tensor | None,
+    quantize_activations: bool,
+) -> torch.Tensor:
+    """``x Wᵀ + b`` for e4m3[N, K] and float32 scales of blocks, [N / rows, K / columns]; 0 columns are all.
+
+    ``quantize_activations``: round ``x`` to e4m3 too, each row with its own scale.
+    """
+    rows, columns = weight.shape
+    if quantize_activations and block == (1, 0) and rows % 16 == 0 and columns % 16 == 0:
+        x_fp8, x_scale = quantize_rows(x)
+        # Row-wise scales are only there with bfloat16 results.
+        half = None if bias is None else bias.to(torch.bfloat16)
+        out: torch.Tensor = torch._scaled_mm(
+            x_fp8, weight.T, x_scale, weight_scale.T, bias=half, out_dtype=torch.bfloat16
+        )
+        return out.to(x.dtype)
+    return _linear(x, weight, weight_scale, None, block, bias)
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, group_size: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``x Wᵀ + b`` for int8[N, K] and float32 scales of rows, [N, 1], or of groups, [N, K / group_size]."""
+    return _linear(x, weight, weight_scale, None, (1, group_size), bias)
+
+
+def int4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``x Wᵀ + b`` for uint8[N, K / 2], in the order of `minisgl.layers.quantizers.Int4`.
+
+    Scales and zero points are float16[N, K / group_size].
+    """
+    group_size = 2 * weight.shape[1] // weight_scale.shape[1]
+    return _linear(x, weight, weight_scale, weight_zero, (1, group_size), bias)
+
+
+class _Layout(NamedTuple):
+    """How the kernels walk along a row: in chunks, each inside of one group."""
+
+    bits: int
+    columns: int  # K
+    block_rows: int  # rows that share a scale
+    groups: int  # scales of a row
+    stored: int  # stored numbers (bytes) of a group
+    chunk: int  # of these, how many at a time: a power of two
+
+
+def _layout(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> _Layout:
+    bits = 4 if weight.dtype == torch.uint8 else 8
+    columns = x.shape[1]
+    stored = (block[1] or columns) * bits // 8
+    chunk = 128 if block[1] == 0 else min(stored & -stored, 128)
+    return _Layout(bits, columns, block[0], scale.shape[1], stored, chunk)
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    block: tuple[int, int],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    x = x.contiguous()
+    layout = _layout(x, weight, scale, block)
+    tokens, rows = len(x), len(weight)
+    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < 16:  # tensor cores multiply 16 columns at least
+        return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
+    out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    block_m, block_n, num_warps, num_stages = _tile(tokens, x.dtype)
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
+    chunks = triton.cdiv(layout.columns * layout.bits // 8, layout.chunk)
+    splits = max(1, min(_PROGRAMS // tiles, _MAX_SPLITS, chunks // 4))
+    sums = torch.promote_types(x.dtype, torch.float32)
+    target = out if splits == 1 else torch.empty((tokens, splits, rows), dtype=sums, device=x.device)
+    _gemm_kernel[(triton.cdiv(rows, block_n), triton.cdiv(tokens, block_m), splits)](
+        x,
+        weight,
+        scale,
+        scale if zero is None else zero,
+        x if bias is None else bias,
+        target,
+        tokens,
+        N=rows,
+        K=layout.columns,
+        BITS=layout.bits,
+        BLOCK_ROWS=layout.block_rows,
+        GROUPS=layout.groups,
+        STORED=layout.stored,
+        CHUNK=layout.chunk,
+        CHUNKS=chunks,
+        SPLITS=splits,
+        ZERO=zero is not None,
+        BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        DTYPE=compute_dtype(x.dtype),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **pdl_launch_args(x),
+    )
+    if splits > 1:
+        sum_parts(target, out)
+    return out
+
+
+def _tile(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return BLOCK_M, BLOCK_N, warps and stages.
+
+    The numbers follow from the sizes of Hopper, not from measurements: with few tokens many loads should be in flight,
+    with many the tile should be as large as registers allow.
+    """
+    if dtype.itemsize > 2:  # no fast matrix instruction; the multiplications are unrolled
+        return 16, 32, 4, 2
+    if tokens <= 16:
+        return 16, 64, 4, 5
+    if tokens <= 32:
+        return 32, 64, 4, 4
+    if tokens <= 64:
+        return 64, 64, 4, 4
+    return 128, 128, 8, 3
+
+
+@triton.jit
+def _gemm_kernel(
+    x_ptr,  # [tokens, K]
+    weight_ptr,  # [N, K], or [N, K / 2] of pairs
+    scale_ptr,  # [N / BLOCK_ROWS, GROUPS]
+    zero_ptr,  # the same
+    bias_ptr,  # [N]
+    out_ptr,  # [tokens, N], or float32[tokens, SPLITS, N]
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STORED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (n, m, s): BLOCK_N outputs of BLOCK_M tokens, summed over the chunks of part s of the inputs.
+
+    A chunk lies in one group, so its product is multiplied by one scale for each output, after the sum.
+    """
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_token, is_row = token < tokens, row < N
+    x_rows = x_ptr + token.to(tl.int64)[:, None] * K
+    width: tl.constexpr = K * BITS // 8
+    weight_rows = weight_ptr + row.to(tl.int64)[:, None] * width
+    scales = row // BLOCK_ROWS * GROUPS
+    along = tl.arange(0, CHUNK)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
+    per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    first = tl.program_id(2) * per_split
+    for step in range(0, per_split):
+        stored = (first + step) * CHUNK
+        place = stored + along
+        inside = place < width
+        group = tl.minimum(stored // STORED, GROUPS - 1)
+        mask = is_row[:, None] & inside[None, :]
+        scale = tl.load(scale_ptr + scales + group, mask=is_row, other=0.0).to(DTYPE)
+        if BITS == 4:
+            zero = tl.full((BLOCK_N,), 8.0, tl.float32)
+            if ZERO:
+                zero = tl.load(zero_ptr + scales + group, mask=is_row, other=0.0).to(tl.float32)
+            numbers = tl.load(weight_rows + place[None, :], mask=mask, other=0)
+            low = group * STORED + place  # a group has twice as many columns as bytes
+            mask = is_token[:, None] & inside[None, :]
+            x = tl.load(x_rows + low[None, :], mask=mask, other=0.0)
+            part = _dot(x, (numbers & 15).to(tl.float32) - zero[:, None], DTYPE)
+            x = tl.load(x_rows + low[None, :] + STORED, mask=mask, other=0.0)
+            part += _dot(x, (numbers >> 4).to(tl.float32) - zero[:, None], DTYPE)
+        else:
+            numbers = tl.load(weight_rows + place[None, :], mask=mask, other=0.0)
+            x = tl.load(x_rows + place[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
+            part = _dot(x, numbers.to(tl.float32), DTYPE)
+        total += part * scale[None, :]
+    if BIAS:  # of which one part of the sum gets all
+        is_first = tl.program_id(2) == 0
+        total += tl.load(bias_ptr + row, mask=is_row & is_first, other=0.0).to(DTYPE)[None, :]
+    target = out_ptr + (token.to(tl.int64)[:, None] * SPLITS + tl.program_id(2)) * N + row[None, :]
+    tl.store(target, total, mask=is_token[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _dot(x, weight, DTYPE: tl.constexpr):
+    """``x weightᵀ`` in the dtype of ``x``: [M, K] and [N, K] → [M, N]."""
+    if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
+        x = x.to(DTYPE)
+    return tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision="ieee", out_dtype=DTYPE)
+
+
+def dequantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    block: tuple[int, int],
+) -> torch.Tensor:
+    """Write the weight out in the dtype of ``x``: [N, K], where K is that of ``x``, [T, K]."""
+    layout = _layout(x, weight, scale, block)
+    out = torch.empty((len(weight), layout.columns), dtype=x.dtype, device=x.device)
+    size = 1024
+    _dequantize_kernel[(len(weight), triton.cdiv(weight.shape[1], size))](
+        weight,
+        scale,
+        scale if zero is None else zero,
+        out,
+        K=layout.columns,
+        BITS=layout.bits,
+        BLOCK_ROWS=layout.block_rows,
+        GROUPS=layout.groups,
+        STORED=layout.stored,
+        ZERO=zero is not None,
+        SIZE=size,
+        DTYPE=compute_dtype(x.dtype),
+        **pdl_launch_args(weight),
+    )
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,  # [N, K]
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STORED: tl.constexpr,
+    ZERO: tl.constexpr,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (n, b): SIZE stored numbers of row n."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    width: tl.constexpr = K * BITS // 8
+    inside = place < width
+    group = place // STORED
+    at = row // BLOCK_ROWS * GROUPS + group
+    scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(DTYPE)
+    if BITS == 4:
+        zero = tl.full((SIZE,), 8.0, tl.float32)
+        if ZERO:
+            zero = tl.load(zero_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        numbers = tl.load(weight_ptr + row * width + place, mask=inside, other=0)
+        low = out_ptr + row * K + group * STORED + place
+        tl.store(low, ((numbers & 15).to(tl.float32) - zero).to(DTYPE) * scale, mask=inside)
+        tl.store(low + STORED, ((numbers >> 4).to(tl.float32) - zero).to(DTYPE) * scale, mask=inside)
+    else:
+        numbers = tl.load(weight_ptr + row * width + place, mask=inside, other=0.0)
+        tl.store(out_ptr + row * K + place, numbers.to(tl.float32).to(DTYPE) * scale, mask=inside)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows to e4m3, each with its own scale: [T, K] → e4m3[T, K] and float32[T, 1]. Twin: `Fp8.linear`."""
+    x = x.contiguous()
+    numbers = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    if len(x):
+        size = triton.next_power_of_2(x.shape[1])
+        _quantize_rows_kernel[(len(x),)](
+            x,
+            numbers,
+            scale,
+            K=x.shape[1],
+            SIZE=size,
+            num_warps=min(max(size // 1024, 1), 16),
+            **pdl_launch_args(x),
+        )
+    return numbers, scale
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, numbers_ptr, scale_ptr, K: tl.constexpr, SIZE: tl.constexpr, USE_PDL: tl.constexpr):
+    """Program t: row t."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
+    tl.store(scale_ptr + row, scale)
+    target = numbers_ptr + row * K + column
+    tl.store(target, to_kv_dtype(x / scale, numbers_ptr), mask=column < K)
