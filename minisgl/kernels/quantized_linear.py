@@ -22,6 +22,8 @@ from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, 
 
 # From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel.
 DEQUANTIZE_TOKENS = 1024
+LEAST_CHUNK = 16
+"""Tensor cores multiply so many columns at least."""
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _MAX_SPLITS = 8
 
@@ -72,7 +74,7 @@ def int4_linear(
     return _linear(x, weight, weight_scale, weight_zero, (1, group_size), bias)
 
 
-class _Layout(NamedTuple):
+class QuantizedLayout(NamedTuple):
     """How the kernels walk along a row: in chunks, each inside of one group."""
 
     bits: int
@@ -83,12 +85,15 @@ class _Layout(NamedTuple):
     chunk: int  # of these, how many at a time: a power of two
 
 
-def _layout(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> _Layout:
+def quantized_layout(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> QuantizedLayout:
+    """The layout of a weight for inputs [T, K], where ``block`` is the weights that share a scale."""
     bits = 4 if weight.dtype == torch.uint8 else 8
     columns = x.shape[1]
     stored = (block[1] or columns) * bits // 8
     chunk = 128 if block[1] == 0 else min(stored & -stored, 128)
-    return _Layout(bits, columns, block[0], scale.shape[1], stored, chunk)
+    return QuantizedLayout(bits, columns, block[0], scale.shape[1], stored, chunk)
 
 
 def _linear(
@@ -100,9 +105,9 @@ def _linear(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     x = x.contiguous()
-    layout = _layout(x, weight, scale, block)
+    layout = quantized_layout(x, weight, scale, block)
     tokens, rows = len(x), len(weight)
-    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < 16:  # tensor cores multiply 16 columns at least
+    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < LEAST_CHUNK:
         return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -186,56 +191,107 @@ def _gemm_kernel(
     DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (n, m, s): BLOCK_N outputs of BLOCK_M tokens, summed over the chunks of part s of the inputs.
-
-    A chunk lies in one group, so its product is multiplied by one scale for each output, after the sum.
-    """
+    """Program (n, m, s): BLOCK_N outputs of BLOCK_M tokens, summed over the chunks of part s of the inputs."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_token, is_row = token < tokens, row < N
-    x_rows = x_ptr + token.to(tl.int64)[:, None] * K
-    width: tl.constexpr = K * BITS // 8
-    weight_rows = weight_ptr + row.to(tl.int64)[:, None] * width
-    scales = row // BLOCK_ROWS * GROUPS
-    along = tl.arange(0, CHUNK)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
     per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    first = tl.program_id(2) * per_split
-    for step in range(0, per_split):
-        stored = (first + step) * CHUNK
-        place = stored + along
-        inside = place < width
-        group = tl.minimum(stored // STORED, GROUPS - 1)
-        mask = is_row[:, None] & inside[None, :]
-        scale = tl.load(scale_ptr + scales + group, mask=is_row, other=0.0).to(DTYPE)
-        if BITS == 4:
-            zero = tl.full((BLOCK_N,), 8.0, tl.float32)
-            if ZERO:
-                zero = tl.load(zero_ptr + scales + group, mask=is_row, other=0.0).to(tl.float32)
-            numbers = tl.load(weight_rows + place[None, :], mask=mask, other=0)
-            low = group * STORED + place  # a group has twice as many columns as bytes
-            mask = is_token[:, None] & inside[None, :]
-            x = tl.load(x_rows + low[None, :], mask=mask, other=0.0)
-            lows, highs = unpack_pairs(numbers, x.dtype)
-            if ZERO:
-                shift = (8.0 - zero).to(x.dtype)[:, None]
-                lows, highs = _add(lows, shift), _add(highs, shift)
-            part = _dot(x, lows, DTYPE)
-            x = tl.load(x_rows + low[None, :] + STORED, mask=mask, other=0.0)
-            part += _dot(x, highs, DTYPE)
-        else:
-            numbers = tl.load(weight_rows + place[None, :], mask=mask, other=0.0)
-            x = tl.load(x_rows + place[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
-            part = _dot(x, numbers.to(tl.float32), DTYPE)
-        total += part * scale[None, :]
+    total, _, _ = sum_chunks(
+        x_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, token, token < tokens, row, tl.program_id(2) * per_split,
+        per_split, N, K, BITS, BLOCK_ROWS, GROUPS, STORED, CHUNK, 1, ZERO, False, False, BLOCK_M, BLOCK_N, DTYPE,
+    )  # fmt: skip
     if BIAS:  # of which one part of the sum gets all
         is_first = tl.program_id(2) == 0
-        total += tl.load(bias_ptr + row, mask=is_row & is_first, other=0.0).to(DTYPE)[None, :]
+        total += tl.load(bias_ptr + row, mask=(row < N) & is_first, other=0.0).to(DTYPE)[None, :]
     target = out_ptr + (token.to(tl.int64)[:, None] * SPLITS + tl.program_id(2)) * N + row[None, :]
-    tl.store(target, total, mask=is_token[:, None] & is_row[None, :])
+    tl.store(target, total, mask=(token < tokens)[:, None] & (row < N)[None, :])
+
+
+@triton.jit
+def sum_chunks(
+    x_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, token, is_token, row, first, count: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    STORED: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Products of some tokens with some rows, over ``count`` chunks of their inputs, a multiple of UNROLL.
+
+    A chunk lies in one group, so its product is multiplied by one scale for each output, after the sum. Returns
+    [BLOCK_M, BLOCK_N]; GATED, the same for rows N further on; and NORM, where inputs are multiplied by the norm's
+    weight, the sums of their squares, [BLOCK_M].
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
+    up_total = total
+    squares = tl.zeros((BLOCK_M, CHUNK), dtype=DTYPE)
+    along = tl.arange(0, CHUNK)
+    width: tl.constexpr = K * BITS // 8
+    x_rows = x_ptr + token.to(tl.int64)[:, None] * K
+    for step in range(0, count, UNROLL):
+        for further in tl.static_range(UNROLL):
+            stored = (first + step + further) * CHUNK
+            place = stored + along
+            inside = place < width
+            group = tl.minimum(stored // STORED, GROUPS - 1)
+            # A group of pairs has twice as many columns as bytes.
+            column = place + group * STORED if BITS == 4 else place
+            mask = is_token[:, None] & inside[None, :]
+            x, squares = _load_inputs(x_rows, norm_ptr, column, mask, inside, squares, NORM, DTYPE)
+            high = x
+            if BITS == 4:
+                high, squares = _load_inputs(x_rows, norm_ptr, column + STORED, mask, inside, squares, NORM, DTYPE)
+            total += _chunk(
+                x, high, weight_ptr, scale_ptr, zero_ptr, row, row < N, place, inside, group, width, BITS, BLOCK_ROWS,
+                GROUPS, ZERO, BLOCK_N, DTYPE,
+            )  # fmt: skip
+            if GATED:
+                up_total += _chunk(
+                    x, high, weight_ptr, scale_ptr, zero_ptr, row + N, row < N, place, inside, group, width, BITS,
+                    BLOCK_ROWS, GROUPS, ZERO, BLOCK_N, DTYPE,
+                )  # fmt: skip
+    if GROUPS == 1:
+        total *= tl.load(scale_ptr + row // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)[None, :]
+        if GATED:
+            up_total *= tl.load(scale_ptr + (row + N) // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)[None, :]
+    return total, up_total, tl.sum(squares, axis=1)
+
+
+@triton.jit
+def _load_inputs(x_rows, norm_ptr, column, mask, inside, squares, NORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Some columns of the tokens, times the norm's weight, in the dtype of the tokens; and their squares, added up."""
+    x = tl.load(x_rows + column[None, :], mask=mask, other=0.0)
+    if NORM:
+        wide = x.to(DTYPE)
+        squares += wide * wide
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(DTYPE)
+        product = wide * norm[None, :]
+        x = product if INTERPRETED else product.to(x.dtype)  # the interpreter cuts bfloat16 off where a GPU rounds
+    return x, squares
+
+
+@triton.jit
+def _chunk(
+    x, high, weight_ptr, scale_ptr, zero_ptr, row, is_row, place, inside, group, width: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The product of a chunk; ``high`` are the inputs of the high halves of pairs."""
+    numbers = weight_ptr + row.to(tl.int64)[:, None] * width + place[None, :]
+    mask = is_row[:, None] & inside[None, :]
+    scales = row // BLOCK_ROWS * GROUPS + group
+    if BITS == 4:
+        low_numbers, high_numbers = unpack_pairs(tl.load(numbers, mask=mask, other=0), x.dtype)
+        if ZERO:
+            zero = tl.load(zero_ptr + scales, mask=is_row, other=8.0).to(tl.float32)
+            shift = (8.0 - zero).to(x.dtype)[:, None]
+            low_numbers, high_numbers = _add(low_numbers, shift), _add(high_numbers, shift)
+        part = _dot(x, low_numbers, DTYPE) + _dot(high, high_numbers, DTYPE)
+    else:
+        part = _dot(x, tl.load(numbers, mask=mask, other=0.0).to(tl.float32), DTYPE)
+    if GROUPS > 1:
+        part *= tl.load(scale_ptr + scales, mask=is_row, other=0.0).to(DTYPE)[None, :]
+    return part
 
 
 @triton.jit
@@ -294,7 +350,7 @@ def dequantize(
     block: tuple[int, int],
 ) -> torch.Tensor:
     """Write the weight out in the dtype of ``x``: [N, K], where K is that of ``x``, [T, K]."""
-    layout = _layout(x, weight, scale, block)
+    layout = quantized_layout(x, weight, scale, block)
     out = torch.empty((len(weight), layout.columns), dtype=x.dtype, device=x.device)
     size = 1024
     _dequantize_kernel[(len(weight), triton.cdiv(weight.shape[1], size))](

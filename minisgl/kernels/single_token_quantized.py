@@ -1,8 +1,9 @@
 """Matrix times vector with quantised weights: `minisgl.kernels.single_token_linear` for numbers of 8 and 4 bits.
 
-All time goes into loading, if few instructions are spent on a weight: 13 billion weights a token leave the cores of an
-H200 about four each. So a number is converted and multiplied with the input, and no more. Scales come after the sum of
-a group; and ``Σ s (q − z) x = s (Σ q x − z Σ x)`` takes the zero point out of the sum as well.
+All time goes into loading only if few instructions are spent on a weight. A model of 14B multiplies 13 billion weights
+with a token, and an H200 can issue 30,000 billion instructions a second: with ten instructions a weight, they would
+take three times as long as 4 bits take to arrive. Tensor cores need the fewest, though they multiply one token as if it
+were 16 of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.launch import compute_dtype, pdl_launch_args
+from minisgl.kernels.quantized_linear import quantized_layout, sum_chunks
 from minisgl.kernels.single_token_linear import store_outputs
+
+_UNROLL = 4  # chunks whose scales are loaded at the same time
+_FEW_ROWS = 8192
 
 
 def quantized_linear(
@@ -37,12 +42,12 @@ def quantized_linear(
         scale: [N / rows, K / columns] of ``block``, (rows, columns); 0 columns are all.
         zero: the same, for 4 bits; None: 8.
     """
-    size, width = out.shape[-1], x.shape[-1]
-    bits = 4 if weight.dtype == torch.uint8 else 8
-    grouped = block[1] != 0
-    stored = (block[1] or 128) * bits // 8
-    block_n, groups, num_warps = _block_sizes(stored, gated)
-    _quantized_linear_kernel[(triton.cdiv(size, block_n),)](
+    size = out.shape[-1]
+    layout = quantized_layout(x.unsqueeze(0), weight, scale, block)
+    # Enough programs for all multiprocessors, each with enough rows in flight.
+    block_n, num_warps = (16, 2) if size <= _FEW_ROWS else (32, 4)
+    chunks = triton.cdiv(layout.columns * layout.bits // 8, layout.chunk)
+    _single_token_kernel[(triton.cdiv(size, block_n),)](
         x,
         x if norm is None else norm,
         weight,
@@ -53,14 +58,15 @@ def quantized_linear(
         out,
         eps,
         N=size,
-        K=width,
-        BITS=bits,
-        BLOCK_ROWS=block[0],
-        STORED=stored,
-        SCALES=scale.shape[1],
+        K=layout.columns,
+        BITS=layout.bits,
+        BLOCK_ROWS=layout.block_rows,
+        GROUPS=layout.groups,
+        STORED=layout.stored,
+        CHUNK=layout.chunk,
+        COUNT=triton.cdiv(chunks, _UNROLL) * _UNROLL,
+        UNROLL=_UNROLL,
         BLOCK_N=block_n,
-        BLOCK_GROUPS=groups,
-        GROUPED=grouped,
         ZERO=zero is not None,
         NORM=norm is not None,
         BIAS=bias is not None,
@@ -68,27 +74,17 @@ def quantized_linear(
         ADD=residual is not None,
         DTYPE=compute_dtype(x.dtype),
         num_warps=num_warps,
+        num_stages=3,
         **pdl_launch_args(x.unsqueeze(0)),
     )
 
 
-def fits(stored: int) -> bool:
-    """Whether the kernel takes groups of so many bytes: powers of two."""
-    return stored & (stored - 1) == 0 and 8 <= stored <= 1024
-
-
-def _block_sizes(stored: int, gated: bool) -> tuple[int, int, int]:
-    """Return BLOCK_N, BLOCK_GROUPS and warps, by calculation: 4 KB of weights at a time in each program."""
-    rows = 4 if gated else 8
-    return rows, max(512 // stored, 1), 4
-
-
 @triton.jit
-def _quantized_linear_kernel(
+def _single_token_kernel(
     x_ptr,  # [K]
     norm_ptr,  # [K]
     weight_ptr,  # [N or 2 N, K or K / 2]
-    scale_ptr,  # [N or 2 N / BLOCK_ROWS, SCALES]
+    scale_ptr,  # [N or 2 N / BLOCK_ROWS, GROUPS]
     zero_ptr,  # the same
     bias_ptr,  # [N or 2 N]
     residual_ptr,  # [N]
@@ -98,11 +94,12 @@ def _quantized_linear_kernel(
     K: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STORED: tl.constexpr,
-    SCALES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNT: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    GROUPED: tl.constexpr,
     ZERO: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -111,109 +108,18 @@ def _quantized_linear_kernel(
     DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program p: BLOCK_N of the N outputs, BLOCK_GROUPS groups of STORED bytes of each row at a time.
-
-    With a scale for each row (not GROUPED), the groups are only pieces of it.
-    """
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    groups = tl.arange(0, BLOCK_GROUPS)
-    width: tl.constexpr = K * BITS // 8
-    numbers, scale, zero = _load(
-        weight_ptr, scale_ptr, zero_ptr, rows, groups, N, width, BITS, BLOCK_ROWS, STORED, SCALES, GROUPED, ZERO
-    )
-    up_numbers, up_scale, up_zero = numbers, scale, zero
-    if GATED:
-        up_numbers, up_scale, up_zero = _load(
-            weight_ptr, scale_ptr, zero_ptr, rows + N, groups, 2 * N, width, BITS, BLOCK_ROWS, STORED, SCALES, GROUPED,
-            ZERO,
-        )  # fmt: skip
+    """Program p: BLOCK_N of the N outputs."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.arange(0, 1)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-    sums = tl.zeros((BLOCK_N, BLOCK_GROUPS), dtype=DTYPE)
-    up_sums = sums
-    squares = tl.zeros((BLOCK_GROUPS,), dtype=DTYPE)
-    for start in range(0, tl.cdiv(width, STORED), BLOCK_GROUPS):
-        here = start + groups
-        next_numbers, next_scale, next_zero = numbers, scale, zero
-        next_up, next_up_scale, next_up_zero = up_numbers, up_scale, up_zero
-        if width > BLOCK_GROUPS * STORED:  # the next weights are on their way while these are used
-            ahead = here + BLOCK_GROUPS
-            next_numbers, next_scale, next_zero = _load(
-                weight_ptr, scale_ptr, zero_ptr, rows, ahead, N, width, BITS, BLOCK_ROWS, STORED, SCALES, GROUPED, ZERO
-            )
-            if GATED:
-                next_up, next_up_scale, next_up_zero = _load(
-                    weight_ptr, scale_ptr, zero_ptr, rows + N, ahead, 2 * N, width, BITS, BLOCK_ROWS, STORED, SCALES,
-                    GROUPED, ZERO,
-                )  # fmt: skip
-        if BITS == 4:
-            low, squares = _load_x(x_ptr, norm_ptr, here, 0, squares, K, 2 * STORED, STORED, NORM, DTYPE)
-            high, squares = _load_x(x_ptr, norm_ptr, here, STORED, squares, K, 2 * STORED, STORED, NORM, DTYPE)
-            x_sum = tl.sum(low + high, axis=1)[None, :]
-            sums += (_dot_pairs(numbers, low, high, DTYPE) - zero * x_sum) * scale
-            if GATED:
-                up_sums += (_dot_pairs(up_numbers, low, high, DTYPE) - up_zero * x_sum) * up_scale
-        else:
-            x, squares = _load_x(x_ptr, norm_ptr, here, 0, squares, K, STORED, STORED, NORM, DTYPE)
-            sums += tl.sum(numbers.to(tl.float32).to(DTYPE) * x[None, :, :], axis=2) * scale
-            if GATED:
-                up_sums += tl.sum(up_numbers.to(tl.float32).to(DTYPE) * x[None, :, :], axis=2) * up_scale
-        numbers, scale, zero = next_numbers, next_scale, next_zero
-        up_numbers, up_scale, up_zero = next_up, next_up_scale, next_up_zero
-
-    factor = 1.0
+    out, up, squares = sum_chunks(
+        x_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, token, token < 1, row, 0, COUNT, N, K, BITS, BLOCK_ROWS,
+        GROUPS, STORED, CHUNK, UNROLL, ZERO, NORM, GATED, 1, BLOCK_N, DTYPE,
+    )  # fmt: skip
     if NORM:
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-    out, up = tl.sum(sums, axis=1) * factor, tl.sum(up_sums, axis=1) * factor
-    if not GROUPED:
-        out *= tl.load(scale_ptr + rows // BLOCK_ROWS, mask=rows < N, other=0.0).to(DTYPE)
-        if GATED:
-            up *= tl.load(scale_ptr + (rows + N) // BLOCK_ROWS, mask=rows < N, other=0.0).to(DTYPE)
-    store_outputs(out, up, rows, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
-
-
-@triton.jit
-def _load(
-    weight_ptr, scale_ptr, zero_ptr, rows, groups, stop, width: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, STORED: tl.constexpr, SCALES: tl.constexpr, GROUPED: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """Numbers of some groups of some rows, [rows, groups, STORED], and their scales and zero points, [rows, groups]."""
-    place = groups[:, None] * STORED + tl.arange(0, STORED)[None, :]
-    mask = (rows < stop)[:, None, None] & (place < width)[None, :, :]
-    tile = weight_ptr + rows[:, None, None].to(tl.int64) * width + place[None, :, :]
-    scale = tl.full((rows.shape[0], groups.shape[0]), 1.0, tl.float32)
-    zero = tl.full((rows.shape[0], groups.shape[0]), 8.0, tl.float32)
-    if BITS == 4:  # as an if, since both sides of an expression are compiled  # noqa: SIM108
-        numbers = tl.load(tile, mask=mask, other=0)
-    else:
-        numbers = tl.load(tile, mask=mask, other=0.0)
-    if GROUPED:
-        at = (rows // BLOCK_ROWS)[:, None] * SCALES + groups[None, :]
-        exists = (rows < stop)[:, None] & (groups < SCALES)[None, :]
-        scale = tl.load(scale_ptr + at, mask=exists, other=0.0).to(tl.float32)
-        if ZERO:
-            zero = tl.load(zero_ptr + at, mask=exists, other=0.0).to(tl.float32)
-    return numbers, scale, zero
-
-
-@triton.jit
-def _load_x(
-    x_ptr, norm_ptr, groups, offset, squares, K: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr,
-    NORM: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """STORED inputs from ``offset`` on of some groups, [groups, STORED], times the norm's weight; and their squares."""
-    column = groups[:, None] * GROUP + offset + tl.arange(0, STORED)[None, :]
-    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(DTYPE)
-    if NORM:
-        squares += tl.sum(x * x, axis=1)
-        x *= tl.load(norm_ptr + column, mask=column < K, other=0.0).to(DTYPE)
-    return x, squares
-
-
-@triton.jit
-def _dot_pairs(numbers, low, high, DTYPE: tl.constexpr):
-    """Products of pairs of 4 bits, [rows, groups, STORED], with both halves of each group's inputs: [rows, groups]."""
-    products = (numbers & 15).to(DTYPE) * low[None, :, :] + (numbers >> 4).to(DTYPE) * high[None, :, :]
-    return tl.sum(products, axis=2)
+        factor = tl.rsqrt(squares / K + eps)[:, None]
+        out, up = out * factor, up * factor
+    out, up = tl.sum(out, axis=0), tl.sum(up, axis=0)
+    store_outputs(out, up, row, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)

@@ -9,9 +9,10 @@ from torch import nn
 
 from minisgl.batch import DeviceBatch
 from minisgl.context import KVTensors
+from minisgl.kernels.quantized_linear import LEAST_CHUNK
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
-from minisgl.kernels.single_token_quantized import fits, quantized_linear
+from minisgl.kernels.single_token_quantized import quantized_linear
 from minisgl.layers.linear import RowParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.quantization import QuantizedWeight
@@ -109,8 +110,8 @@ class SingleTokenDecoder:
 def _kernels_know(weight: QuantizedWeight) -> bool:
     scales = weight.layout["weight_scale"]
     known = isinstance(weight.quantizer, Fp8 | Int4 | Int8)
-    bits = 4 if isinstance(weight.quantizer, Int4) else 8
-    return known and (scales.columns == 0 or fits(scales.columns * bits // 8))
+    stored = scales.columns // 2 if isinstance(weight.quantizer, Int4) else scales.columns
+    return known and (stored & -stored >= LEAST_CHUNK or stored == 0)
 
 
 def _multiply(x: torch.Tensor, weight: Weight, out: torch.Tensor, **fused: Any) -> None:
