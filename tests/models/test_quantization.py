@@ -170,20 +170,16 @@ def test_a_section_that_is_no_object_names_the_file(wide: Path, tmp_path: Path) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_gpu_replays_what_it_computes_eagerly(wide: Path, scheme: str) -> None:
+def test_a_gpu_replays_what_it_computes_eagerly(tmp_path: Path, scheme: str) -> None:
     """Prefill of many tokens, decode steps of several rows, and of one: graphs, the decoder for single tokens."""
+    path = text_checkpoint(tmp_path, **WIDE)
     tokens = [prompt.tolist() for prompt in random_tokens(70, 9, 33, seed=5)]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    options: dict[str, Any] = {
-        "num_pages": 64,
-        "max_seq_len": 128,
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "quantization": scheme,
-    }
+    options: dict[str, Any] = {"num_pages": 64, "max_seq_len": 128, "device": "cuda", "dtype": "bfloat16"}
     answers = []
-    for how in ({"enforce_eager": True, "fusions": ()}, {}):
-        with LLM(wide, **options, **how) as llm:
+    plain: dict[str, Any] = {"enforce_eager": True, "fusions": ()}
+    for how in (plain, {}):
+        with LLM(path, quantization=scheme, **options, **how) as llm:
             together = [output.token_ids for output in llm.generate(tokens, params)]
             alone = [output.token_ids for output in llm.generate(tokens[:1], params)]
             answers.append((together, alone))
