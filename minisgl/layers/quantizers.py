@@ -17,8 +17,6 @@ FP8_MAX = 448.0
 """The largest number of e4m3 (Micikevicius et al. 2022): 1.75 × 2⁸."""
 GROUP_SIZES = (128, 64, 32)
 """Weights that share a scale in int4: the first of these that divides a row."""
-# In int4 it can cost less to cut off a group's largest weights than to divide all of its range into 16 steps.
-_CLIPPED = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 # With so few tokens a product waits for its weights, and quantised activations would gain nothing.
 WEIGHT_ONLY_TOKENS = 16
@@ -182,27 +180,17 @@ class Int4(Quantizer):
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         groups = weight.float().unflatten(1, (-1, self._group(weight.shape[1])))
-        scale, zero = self._scale(groups, 1.0)
-        numbers, error = _round_groups(groups, scale, zero)
-        for share in _CLIPPED:
-            other_scale, other_zero = self._scale(groups, share)
-            other_numbers, other_error = _round_groups(groups, other_scale, other_zero)
-            better = other_error < error
-            scale, zero = torch.where(better, other_scale, scale), torch.where(better, other_zero, zero)
-            numbers = torch.where(better[:, :, None], other_numbers, numbers)
-            error = torch.minimum(error, other_error)
-        tensors = {"weight": pack_int4(numbers), "weight_scale": scale.half()}
-        return tensors | ({"weight_zero": zero.half()} if self.zero_points else {})
-
-    def _scale(self, groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and zero points of float[N, groups, g] that reach to a ``share`` of the largest weights."""
-        least, most = groups.amin(dim=2).clamp_(max=0.0) * share, groups.amax(dim=2).clamp_(min=0.0) * share
+        least, most = groups.amin(dim=2).clamp_(max=0.0), groups.amax(dim=2).clamp_(min=0.0)
         if self.zero_points:
             scale = _half((most - least) / 15.0)
-            return scale, (-least / scale).round_().clamp_(0.0, 15.0)
-        # The side that reaches further gets -8, which has no counterpart; so a scale may be negative.
-        scale = _half(torch.where(most > -least, most, least) / -8.0)
-        return scale, torch.full_like(scale, 8.0)
+            zero = (-least / scale).round_().clamp_(0.0, 15.0)
+        else:
+            # The side that reaches further gets -8, which has no counterpart; so a scale may be negative.
+            scale = _half(torch.where(most > -least, most, least) / -8.0)
+            zero = torch.full_like(scale, 8.0)
+        numbers = (groups / scale[:, :, None] + zero[:, :, None]).round_().clamp_(0.0, 15.0).to(torch.uint8)
+        tensors = {"weight": pack_int4(numbers), "weight_scale": scale.half()}
+        return tensors | ({"weight_zero": zero.half()} if self.zero_points else {})
 
     def dequantize(self, tensors: Tensors) -> torch.Tensor:
         scale = tensors["weight_scale"]
@@ -233,13 +221,6 @@ class Int4ZeroPoint(Int4):
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
     """Round to e4m3; what is too large becomes the largest number, not NaN."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-def _round_groups(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float[N, groups, g] → the nearest of 16 numbers, uint8, and the sum of squared errors of each group."""
-    numbers = (groups / scale[:, :, None] + zero[:, :, None]).round_().clamp_(0.0, 15.0)
-    error = ((numbers - zero[:, :, None]) * scale[:, :, None] - groups).square_().sum(dim=2)
-    return numbers.to(torch.uint8), error
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
