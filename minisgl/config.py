@@ -14,6 +14,7 @@ _STRINGS = (
     "model",
     "device",
     "architecture",
+    "quantization",
     "prefix_cache",
     "eviction_policy",
     "page_store",
@@ -43,6 +44,10 @@ class EngineConfig:
             checkpoint's on CUDA and float32 on the CPU.
         kv_dtype: of keys and values: ``"auto"`` is the model's; ``"fp8"`` (e4m3) takes half the memory of bfloat16 and
             is less precise.
+        quantization: of the weights of linear layers: ``"none"``, ``"fp8"`` (e4m3, a scale a row), ``"fp8-block"`` (a
+            scale for 128 × 128 weights), ``"int4"`` or ``"int4-zero-point"`` (a scale, or also a zero point, for 128),
+            or ``"int8"`` (with embedding and LM head; for the CPU). ``"auto"`` is what the checkpoint declares. Plain
+            checkpoints and dummy weights are quantised while they are loaded; ``"none"`` dequantises a quantised one.
         max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
         max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
         max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
@@ -106,6 +111,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
+    quantization: str = "auto"
     max_seq_len: int | None = None
     max_running_requests: int = 256
     max_queued_requests: int = 65536

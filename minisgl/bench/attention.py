@@ -38,7 +38,7 @@ _QUERY_HEADS = {"0.6B": 16, "14B": 40}  # of Qwen3
 _MIXED = "256 × 100…2,000"
 _GROUPS = (1, 2, 4, 8, 16)
 _ALONE, _SHARES = "a program for each row and query head", "equal shares of all keys"
-_TEXT = Path("chapters", "04-paged-kv.md")
+TEXT = Path("chapters", "04-paged-kv.md")
 _ROUNDINGS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, KV in fp8": {"dtype": "float32", "kv_dtype": "fp8"},
@@ -235,7 +235,7 @@ class TextScores(NamedTuple):
     largest: torch.Tensor  # float32[1, 2] absolute value among the keys, and among the values
 
 
-def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048, window: int = 1024) -> Report:
+def run_fp8_error(model: str = "default", text: Path = TEXT, tokens: int = 2048, window: int = 1024) -> Report:
     """Compare the predictions of engines that round differently, along the same text.
 
     All attention reads what is stored, so one pass over a text shows the error that decoding it would have.
@@ -266,6 +266,18 @@ def run_fp8_error(model: str = "default", text: Path = _TEXT, tokens: int = 2048
 @torch.inference_mode()
 def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
     """Feed all of ``ids`` but the last as one prompt, over the first pages of an idle engine."""
+    logits, count, kv_cache = text_logits(engine, ids), len(ids) - 1, engine.kv_cache
+    following = torch.tensor(ids[1:], device=logits.device)
+    logprobs = logits.log_softmax(-1).gather(1, following[:, None]).squeeze(1)
+    pages = -(-count // kv_cache.page_size)
+    written = [memory[:, :pages].flatten(1, 2)[:, :count] for memory in (kv_cache.k, kv_cache.v)]
+    largest = torch.stack([memory.float().abs().max() for memory in written])
+    return TextScores(logprobs, logits.argmax(-1), largest[None])
+
+
+@torch.inference_mode()
+def text_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
+    """What follows each of ``ids`` but the last, fed as one prompt over the first pages of an idle engine: float32."""
     runner, count = engine.runner, len(ids) - 1
     page_size = runner.kv_cache.page_size
     pages = np.arange(-(-count // page_size), dtype=np.int32)[None]
@@ -276,11 +288,7 @@ def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
     inputs = device_batch(staged, tokens[:-1], torch.from_numpy(pages).to(runner.device))
     inputs = replace(inputs, logit_rows=torch.arange(count, dtype=torch.int32, device=runner.device))
     runner.attention.plan(batch, inputs)
-    logits = runner.forward(inputs).float()
-    logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None].long()).squeeze(1)
-    written = [memory[:, : pages.size].flatten(1, 2)[:, :count] for memory in (runner.kv_cache.k, runner.kv_cache.v)]
-    largest = torch.stack([memory.float().abs().max() for memory in written])
-    return TextScores(logprobs, logits.argmax(-1), largest[None])
+    return runner.forward(inputs).float()
 
 
 def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:

@@ -190,6 +190,6 @@ def _bytes_read(runner: ModelRunner, length: int) -> int:
     model = cast(CausalLM, runner.model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if model.lm_head is not None:  # of an embedding that is only an embedding a step reads one row
-        weights -= model.model.embed_tokens.weight.nbytes
+        weights -= sum(parameter.nbytes for parameter in model.model.embed_tokens.parameters())
     cache = runner.kv_cache
     return weights + 2 * cache.k[:, 0, 0].nbytes * length

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, Point, circle, counted, request_colors, shorten, visible
 from minisgl.context import AttentionSpec
-from minisgl.layers.linear import MergedColumnParallelLinear
+from minisgl.layers.linear import MergedColumnParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP, MoE
 from minisgl.layers.rotary import Rotary, rotate
 from minisgl.models.decoder import DecoderLayer
@@ -185,7 +185,7 @@ def layer_flow(layer: DecoderLayer) -> Picture:
     return canvas.picture(298.0)
 
 
-def _widths(weight: torch.Tensor) -> str:
+def _widths(weight: Weight) -> str:
     return f"{weight.shape[1]} → {weight.shape[0]}"
 
 

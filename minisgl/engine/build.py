@@ -37,6 +37,7 @@ from minisgl.kernels import has_triton
 from minisgl.kvcache.host_store import STAGING_PAGES, HostPages, slots_that_fit
 from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import free_memory, page_bytes, total_memory
+from minisgl.layers.quantization import check_device
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide_kv_heads
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import prepack_weights
@@ -45,8 +46,6 @@ from minisgl.models.loader import load_model
 from minisgl.registry import resolve
 
 logger = logging.getLogger(__name__)
-
-_FP8_CAPABILITY = (8, 9)
 
 
 def build_engine(config: EngineConfig, path: Path, communicator: Communicator = SINGLE_RANK) -> Engine:
@@ -95,6 +94,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         load_format=config.load_format,
         seed=config.seed,
         communicator=communicator,
+        quantization=config.quantization,
     )
     if device.type == "cpu":
         prepack_weights(model)
@@ -219,11 +219,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     """The dtype of the KV cache; ``"auto"`` is the model's. Raises `ConfigError` if this GPU has no 8-bit floats."""
     if name == "auto":
         return dtype
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FP8_CAPABILITY:
-        needed, found = (".".join(map(str, version)) for version in (_FP8_CAPABILITY, capability))
-        raise ConfigError(
-            f"kv_dtype: 'fp8' needs a GPU of compute capability {needed} or later, this has {found}; use 'auto'"
-        )
+    check_device("kv_dtype", [torch.float8_e4m3fn], device, "'auto'")
     return torch.float8_e4m3fn
 
 

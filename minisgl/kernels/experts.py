@@ -62,18 +62,24 @@ def fused_experts(
     parts = torch.empty((experts.numel(), hidden_size), dtype=x.dtype, device=x.device)
     _grouped_gemm(between, down_proj, weights, parts, tiles, top_k, plan.down, gated=False)
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(hidden_size), 512)
-    _sum_experts_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+    sum_parts(parts.view(num_tokens, top_k, hidden_size), out)
+    return out
+
+
+def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of each token's parts, [T, parts, size], to ``out``, [T, size]. Both contiguous."""
+    num_tokens, num_parts, size = parts.shape
+    block = min(triton.next_power_of_2(size), 512)
+    _sum_parts_kernel[(num_tokens, triton.cdiv(size, block))](
         parts,
         out,
-        TOP_K=top_k,
-        SIZE=hidden_size,
-        PARTS=triton.next_power_of_2(top_k),
+        TOP_K=num_parts,
+        SIZE=size,
+        PARTS=triton.next_power_of_2(num_parts),
         BLOCK=block,
-        DTYPE=compute_dtype(x.dtype),
-        **pdl_launch_args(x),
+        DTYPE=compute_dtype(out.dtype),
+        **pdl_launch_args(out),
     )
-    return out
 
 
 def choose_moe_plan(dtype: torch.dtype, num_pairs: int, num_experts: int) -> MoEPlan:
@@ -305,7 +311,7 @@ def _dot(x: tl.tensor, weight: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _sum_experts_kernel(
+def _sum_parts_kernel(
     parts_ptr: tl.tensor,  # [T, TOP_K, SIZE]
     out_ptr: tl.tensor,  # [T, SIZE]
     TOP_K: tl.constexpr,

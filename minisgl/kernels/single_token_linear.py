@@ -117,12 +117,29 @@ def _linear_kernel(
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    out, up = tl.sum(sums, axis=1) * scale, tl.sum(up_sums, axis=1) * scale
+    store_outputs(out, up, rows, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
+
+
+@triton.jit
+def store_outputs(
+    out,
+    up,
+    rows,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Add the bias to the products of some rows, gate them, add the residual stream, and store them."""
     exists = rows < N
-    out = tl.sum(sums, axis=1) * scale
     if BIAS:
         out += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(DTYPE)
     if GATED:
-        up = tl.sum(up_sums, axis=1) * scale
         if BIAS:
             up += tl.load(bias_ptr + N + rows, mask=exists, other=0.0).to(DTYPE)
         out = out / (1.0 + tl.exp(-out)) * up

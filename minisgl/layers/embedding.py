@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.linear import Linear
+from minisgl.layers.linear import Linear, Weight, linear
+from minisgl.layers.quantization import QuantizedWeight
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, ShardSpec, divide_vocabulary, empty_parameter
 
 
@@ -16,22 +17,28 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         self.shard = divide_vocabulary(vocab_size, communicator)
+        self.hidden_size = hidden_size
         self.communicator = communicator
-        self.weight = empty_parameter(self.shard.size, hidden_size)
+        self.weight: Weight = empty_parameter(self.shard.size, hidden_size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int32 → [T, hidden_size]."""
         if self.communicator.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
         # Each row is on one rank. The others have zeros in its place, so the sum has all rows.
         row = input_ids - self.shard.start
         elsewhere = (row < 0) | (row >= self.shard.size)
-        rows = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        rows = self._rows(row.masked_fill(elsewhere, 0))
         return self.communicator.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, QuantizedWeight):
+            return self.weight.lookup(ids)
+        return F.embedding(ids, self.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] → [S, vocab_size]: the table as a tied LM head (Press and Wolf 2017)."""
-        return self.gather_logits(F.linear(hidden, self.weight))
+        return self.gather_logits(linear(hidden, self.weight, None))
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits, [S, shard.size] → those of all ranks, [S, vocab_size]."""

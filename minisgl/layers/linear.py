@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minisgl.layers.quantization import QuantizedWeight
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec, WeightPart, empty_parameter
+
+Weight = torch.Tensor | QuantizedWeight
+"""What a linear layer multiplies with: the loader puts a quantised weight in a parameter's place."""
 
 
 class Linear(nn.Module):
@@ -16,7 +20,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features)
+        self.weight: Weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,16 +78,23 @@ class RowParallelLinear(Linear):
         return {"weight": ShardSpec(1, self.in_shard)}
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x Wᵀ + b`` for a row-major weight, [out_features, in_features], or a prepacked one."""
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x Wᵀ + b`` for a row-major weight, [out_features, in_features], a prepacked or a quantised one."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.linear(x, bias)
     if weight.is_mkldnn:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
 
 
-def prepack_weight(weight: nn.Parameter) -> nn.Parameter:
-    """Copy a float32 CPU weight into oneDNN's faster blocked layout (undo: ``to_dense()``); others stay unchanged."""
+def prepack_weight(weight: Weight) -> Weight:
+    """Copy a float32 CPU weight into oneDNN's faster blocked layout (undo: ``to_dense()``); others stay unchanged.
+
+    A quantised weight has a faster layout if its quantiser knows one.
+    """
+    if isinstance(weight, QuantizedWeight):
+        return weight.prepack()
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return weight
     return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight), requires_grad=False)

@@ -150,6 +150,7 @@ def prepack_weights(model: nn.Module) -> None:
 
 def _untied_lm_head(table: Embedding) -> LMHead:
     with torch.device("meta"):
-        head = LMHead(table.weight.shape[1], table.shard.total, table.communicator)
+        head = LMHead(table.hidden_size, table.shard.total, table.communicator)
+    del head.weight  # a parameter, which a quantised table could not replace
     head.weight = table.weight
     return head

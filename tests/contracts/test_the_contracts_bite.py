@@ -17,6 +17,7 @@ COMMUNICATORS = "test_communicator.py"
 PLANES = "test_control_plane.py"
 POLICIES = "test_policy.py"
 STORES = "test_page_store.py"
+QUANTIZERS = "test_quantizer.py"
 
 
 class Verdict:
@@ -134,6 +135,15 @@ def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
             "test_many_messages_while_ranks_read_at_their_own_pace",
             "test_every_rank_gets_every_message_in_order",
         ),
+        (
+            "ScalesAllTokensAlike",
+            QUANTIZERS,
+            "test_a_row_does_not_depend_on_the_others",
+            "test_what_comes_back_is_near",
+        ),
+        ("ShrinksWeights", QUANTIZERS, "test_what_comes_back_is_near", "test_a_token_of_zeros_is_the_bias"),
+        ("ForgetsTheZeroPoint", QUANTIZERS, "test_a_product_is_that_of_the_weight", "test_what_comes_back_is_near"),
+        ("PacksAcrossGroups", QUANTIZERS, "test_parts_are_those_of_the_whole", "test_what_comes_back_is_near"),
     ],
 )
 def test_a_broken_part_fails(mutant: str, suite: str, broken: str, passed: str) -> None:

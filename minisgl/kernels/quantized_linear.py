@@ -1,0 +1,445 @@
+"""Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
+
+A product with few tokens takes as long as its weights take to arrive, so one of 4 bits can take a quarter of the time
+of bfloat16. Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs
+(split-K). Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3
+(``torch._scaled_mm``), other weights are written out as bfloat16 once, which is little beside the product.
+
+The twins are the quantisers in `minisgl.layers.quantizers`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from minisgl.kernels.experts import sum_parts
+from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, to_kv_dtype
+
+# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel.
+DEQUANTIZE_TOKENS = 1024
+LEAST_CHUNK = 16
+"""Tensor cores multiply so many columns at least."""
+_PROGRAMS = 264  # two for each multiprocessor of an H200
+_MAX_SPLITS = 8
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    block: tuple[int, int],
+    bias: torch.Tensor | None,
+    quantize_activations: bool,
+) -> torch.Tensor:
+    """``x Wᵀ + b`` for e4m3[N, K] and float32 scales of blocks, [N / rows, K / columns]; 0 columns are all.
+
+    ``quantize_activations``: round ``x`` to e4m3 too, each row with its own scale.
+    """
+    rows, columns = weight.shape
+    if quantize_activations and block == (1, 0) and rows % 16 == 0 and columns % 16 == 0:
+        x_fp8, x_scale = quantize_rows(x)
+        # Row-wise scales are only there with bfloat16 results.
+        half = None if bias is None else bias.to(torch.bfloat16)
+        out: torch.Tensor = torch._scaled_mm(
+            x_fp8, weight.T, x_scale, weight_scale.T, bias=half, out_dtype=torch.bfloat16
+        )
+        return out.to(x.dtype)
+    return _linear(x, weight, weight_scale, None, block, bias)
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, group_size: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``x Wᵀ + b`` for int8[N, K] and float32 scales of rows, [N, 1], or of groups, [N, K / group_size]."""
+    return _linear(x, weight, weight_scale, None, (1, group_size), bias)
+
+
+def int4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``x Wᵀ + b`` for uint8[N, K / 2], in the order of `minisgl.layers.quantizers.Int4`.
+
+    Scales and zero points are float16[N, K / group_size].
+    """
+    group_size = 2 * weight.shape[1] // weight_scale.shape[1]
+    return _linear(x, weight, weight_scale, weight_zero, (1, group_size), bias)
+
+
+class QuantizedLayout(NamedTuple):
+    """How the kernels walk along a row: in chunks, each inside of one group."""
+
+    bits: int
+    columns: int  # K
+    block_rows: int  # rows that share a scale
+    groups: int  # scales of a row
+    stored: int  # stored numbers (bytes) of a group
+    chunk: int  # of these, how many at a time: a power of two
+
+
+def quantized_layout(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> QuantizedLayout:
+    """The layout of a weight for inputs [T, K], where ``block`` is the weights that share a scale."""
+    bits = 4 if weight.dtype == torch.uint8 else 8
+    columns = x.shape[1]
+    stored = (block[1] or columns) * bits // 8
+    chunk = 128 if block[1] == 0 else min(stored & -stored, 128)
+    return QuantizedLayout(bits, columns, block[0], scale.shape[1], stored, chunk)
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    block: tuple[int, int],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    x = x.contiguous()
+    layout = quantized_layout(x, weight, scale, block)
+    tokens, rows = len(x), len(weight)
+    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < LEAST_CHUNK:
+        return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
+    out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    block_m, block_n, num_warps, num_stages = _tile(tokens, x.dtype)
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
+    chunks = triton.cdiv(layout.columns * layout.bits // 8, layout.chunk)
+    splits = max(1, min(_PROGRAMS // tiles, _MAX_SPLITS, chunks // 4))
+    sums = torch.promote_types(x.dtype, torch.float32)
+    target = out if splits == 1 else torch.empty((tokens, splits, rows), dtype=sums, device=x.device)
+    _gemm_kernel[(triton.cdiv(rows, block_n), triton.cdiv(tokens, block_m), splits)](
+        x,
+        weight,
+        scale,
+        scale if zero is None else zero,
+        x if bias is None else bias,
+        target,
+        tokens,
+        N=rows,
+        K=layout.columns,
+        BITS=layout.bits,
+        BLOCK_ROWS=layout.block_rows,
+        GROUPS=layout.groups,
+        STORED=layout.stored,
+        CHUNK=layout.chunk,
+        CHUNKS=chunks,
+        SPLITS=splits,
+        ZERO=zero is not None,
+        BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        DTYPE=compute_dtype(x.dtype),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **pdl_launch_args(x),
+    )
+    if splits > 1:
+        sum_parts(target, out)
+    return out
+
+
+def _tile(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return BLOCK_M, BLOCK_N, warps and stages.
+
+    The numbers follow from the sizes of Hopper, not from measurements: with few tokens many loads should be in flight,
+    with many the tile should be as large as registers allow.
+    """
+    if dtype.itemsize > 2:  # no fast matrix instruction; the multiplications are unrolled
+        return 16, 32, 4, 2
+    if tokens <= 16:
+        return 16, 64, 4, 5
+    if tokens <= 32:
+        return 32, 64, 4, 4
+    if tokens <= 64:
+        return 64, 64, 4, 4
+    return 128, 128, 8, 3
+
+
+@triton.jit
+def _gemm_kernel(
+    x_ptr,  # [tokens, K]
+    weight_ptr,  # [N, K], or [N, K / 2] of pairs
+    scale_ptr,  # [N / BLOCK_ROWS, GROUPS]
+    zero_ptr,  # the same
+    bias_ptr,  # [N]
+    out_ptr,  # [tokens, N], or float32[tokens, SPLITS, N]
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STORED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (n, m, s): BLOCK_N outputs of BLOCK_M tokens, summed over the chunks of part s of the inputs."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    total, _, _ = sum_chunks(
+        x_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, token, token < tokens, row, tl.program_id(2) * per_split,
+        per_split, N, K, BITS, BLOCK_ROWS, GROUPS, STORED, CHUNK, 1, ZERO, False, False, BLOCK_M, BLOCK_N, DTYPE,
+    )  # fmt: skip
+    if BIAS:  # of which one part of the sum gets all
+        is_first = tl.program_id(2) == 0
+        total += tl.load(bias_ptr + row, mask=(row < N) & is_first, other=0.0).to(DTYPE)[None, :]
+    target = out_ptr + (token.to(tl.int64)[:, None] * SPLITS + tl.program_id(2)) * N + row[None, :]
+    tl.store(target, total, mask=(token < tokens)[:, None] & (row < N)[None, :])
+
+
+@triton.jit
+def sum_chunks(
+    x_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, token, is_token, row, first, count: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    STORED: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Products of some tokens with some rows, over ``count`` chunks of their inputs, a multiple of UNROLL.
+
+    A chunk lies in one group, so its product is multiplied by one scale for each output, after the sum. Returns
+    [BLOCK_M, BLOCK_N]; GATED, the same for rows N further on; and NORM, where inputs are multiplied by the norm's
+    weight, the sums of their squares, [BLOCK_M].
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
+    up_total = total
+    squares = tl.zeros((BLOCK_M, CHUNK), dtype=DTYPE)
+    along = tl.arange(0, CHUNK)
+    width: tl.constexpr = K * BITS // 8
+    x_rows = x_ptr + token.to(tl.int64)[:, None] * K
+    for step in range(0, count, UNROLL):
+        for further in tl.static_range(UNROLL):
+            stored = (first + step + further) * CHUNK
+            place = stored + along
+            inside = place < width
+            group = tl.minimum(stored // STORED, GROUPS - 1)
+            # A group of pairs has twice as many columns as bytes.
+            column = place + group * STORED if BITS == 4 else place
+            mask = is_token[:, None] & inside[None, :]
+            x, squares = _load_inputs(x_rows, norm_ptr, column, mask, inside, squares, NORM, DTYPE)
+            high = x
+            if BITS == 4:
+                high, squares = _load_inputs(x_rows, norm_ptr, column + STORED, mask, inside, squares, NORM, DTYPE)
+            total += _chunk(
+                x, high, weight_ptr, scale_ptr, zero_ptr, row, row < N, place, inside, group, width, BITS, BLOCK_ROWS,
+                GROUPS, ZERO, BLOCK_N, DTYPE,
+            )  # fmt: skip
+            if GATED:
+                up_total += _chunk(
+                    x, high, weight_ptr, scale_ptr, zero_ptr, row + N, row < N, place, inside, group, width, BITS,
+                    BLOCK_ROWS, GROUPS, ZERO, BLOCK_N, DTYPE,
+                )  # fmt: skip
+    if GROUPS == 1:
+        total *= tl.load(scale_ptr + row // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)[None, :]
+        if GATED:
+            up_total *= tl.load(scale_ptr + (row + N) // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)[None, :]
+    return total, up_total, tl.sum(squares, axis=1)
+
+
+@triton.jit
+def _load_inputs(x_rows, norm_ptr, column, mask, inside, squares, NORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Some columns of the tokens, times the norm's weight, in the dtype of the tokens; and their squares, added up."""
+    x = tl.load(x_rows + column[None, :], mask=mask, other=0.0)
+    if NORM:
+        wide = x.to(DTYPE)
+        squares += wide * wide
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(DTYPE)
+        product = wide * norm[None, :]
+        x = product if INTERPRETED else product.to(x.dtype)  # the interpreter cuts bfloat16 off where a GPU rounds
+    return x, squares
+
+
+@triton.jit
+def _chunk(
+    x, high, weight_ptr, scale_ptr, zero_ptr, row, is_row, place, inside, group, width: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The product of a chunk; ``high`` are the inputs of the high halves of pairs."""
+    numbers = weight_ptr + row.to(tl.int64)[:, None] * width + place[None, :]
+    mask = is_row[:, None] & inside[None, :]
+    scales = row // BLOCK_ROWS * GROUPS + group
+    if BITS == 4:
+        low_numbers, high_numbers = unpack_pairs(tl.load(numbers, mask=mask, other=0), x.dtype)
+        if ZERO:
+            zero = tl.load(zero_ptr + scales, mask=is_row, other=8.0).to(tl.float32)
+            shift = (8.0 - zero).to(x.dtype)[:, None]
+            low_numbers, high_numbers = _add(low_numbers, shift), _add(high_numbers, shift)
+        part = _dot(x, low_numbers, DTYPE) + _dot(high, high_numbers, DTYPE)
+    else:
+        part = _dot(x, tl.load(numbers, mask=mask, other=0.0).to(tl.float32), DTYPE)
+    if GROUPS > 1:
+        part *= tl.load(scale_ptr + scales, mask=is_row, other=0.0).to(DTYPE)[None, :]
+    return part
+
+
+@triton.jit
+def unpack_pairs(pairs, dtype: tl.constexpr):
+    """Two numbers of 4 bits in each byte, minus 8: the low ones and the high ones, in ``dtype``."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        return ((pairs & 15).to(tl.float32) - 8.0).to(dtype), ((pairs >> 4).to(tl.float32) - 8.0).to(dtype)
+    # Four bytes at a time: 0x4300 is 128 in bfloat16, and its last bits count in ones, so 0x4300 + q is 128 + q. Then
+    # 136 is subtracted (0xC308 is -136). A conversion of each number would take six times as many instructions.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, one, minus;
+        and.b32 low, $4, 0x0F0F0F0F;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0F0F0F0F;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 minus, 0xC308C308;
+        prmt.b32 $0, low, 0x43434343, 0x4140;
+        prmt.b32 $1, low, 0x43434343, 0x4342;
+        prmt.b32 $2, high, 0x43434343, 0x4140;
+        prmt.b32 $3, high, 0x43434343, 0x4342;
+        fma.rn.bf16x2 $0, $0, one, minus;
+        fma.rn.bf16x2 $1, $1, one, minus;
+        fma.rn.bf16x2 $2, $2, one, minus;
+        fma.rn.bf16x2 $3, $3, one, minus;
+        }""",
+        "=&r,=&r,=&r,=&r,r",
+        [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _add(numbers, shift):
+    """Their sum, which is exact."""
+    if INTERPRETED:  # which does not know how to add bfloat16
+        return (numbers.to(tl.float32) + shift.to(tl.float32)).to(numbers.dtype)
+    return numbers + shift
+
+
+@triton.jit
+def _dot(x, weight, DTYPE: tl.constexpr):
+    """``x weightᵀ`` in the dtype of ``x``: [M, K] and [N, K] → [M, N]."""
+    if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
+        x = x.to(DTYPE)
+    return tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision="ieee", out_dtype=DTYPE)
+
+
+def dequantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    block: tuple[int, int],
+) -> torch.Tensor:
+    """Write the weight out in the dtype of ``x``: [N, K], where K is that of ``x``, [T, K]."""
+    layout = quantized_layout(x, weight, scale, block)
+    out = torch.empty((len(weight), layout.columns), dtype=x.dtype, device=x.device)
+    size = 1024
+    _dequantize_kernel[(len(weight), triton.cdiv(weight.shape[1], size))](
+        weight,
+        scale,
+        scale if zero is None else zero,
+        out,
+        K=layout.columns,
+        BITS=layout.bits,
+        BLOCK_ROWS=layout.block_rows,
+        GROUPS=layout.groups,
+        STORED=layout.stored,
+        ZERO=zero is not None,
+        SIZE=size,
+        DTYPE=compute_dtype(x.dtype),
+        **pdl_launch_args(weight),
+    )
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,  # [N, K]
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STORED: tl.constexpr,
+    ZERO: tl.constexpr,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (n, b): SIZE stored numbers of row n."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    width: tl.constexpr = K * BITS // 8
+    inside = place < width
+    group = place // STORED
+    at = row // BLOCK_ROWS * GROUPS + group
+    scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(DTYPE)
+    if BITS == 4:
+        zero = tl.full((SIZE,), 8.0, tl.float32)
+        if ZERO:
+            zero = tl.load(zero_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        numbers = tl.load(weight_ptr + row * width + place, mask=inside, other=0)
+        low = out_ptr + row * K + group * STORED + place
+        tl.store(low, ((numbers & 15).to(tl.float32) - zero).to(DTYPE) * scale, mask=inside)
+        tl.store(low + STORED, ((numbers >> 4).to(tl.float32) - zero).to(DTYPE) * scale, mask=inside)
+    else:
+        numbers = tl.load(weight_ptr + row * width + place, mask=inside, other=0.0)
+        tl.store(out_ptr + row * K + place, numbers.to(tl.float32).to(DTYPE) * scale, mask=inside)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows to e4m3, each with its own scale: [T, K] → e4m3[T, K] and float32[T, 1]. Twin: `Fp8.linear`."""
+    x = x.contiguous()
+    numbers = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    if len(x):
+        size = triton.next_power_of_2(x.shape[1])
+        _quantize_rows_kernel[(len(x),)](
+            x,
+            numbers,
+            scale,
+            K=x.shape[1],
+            SIZE=size,
+            num_warps=min(max(size // 1024, 1), 16),
+            **pdl_launch_args(x),
+        )
+    return numbers, scale
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, numbers_ptr, scale_ptr, K: tl.constexpr, SIZE: tl.constexpr, USE_PDL: tl.constexpr):
+    """Program t: row t."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
+    tl.store(scale_ptr + row, scale)
+    target = numbers_ptr + row * K + column
+    tl.store(target, to_kv_dtype(x / scale, numbers_ptr), mask=column < K)

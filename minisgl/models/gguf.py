@@ -1,0 +1,162 @@
+"""GGUF files, llama.cpp's format: converted to a model directory, once, in which Q4_0, Q4_1 and Q8_0 stay quantised.
+
+A group is 32 weights of a row. Q4_0 has a scale d for each, and numbers q that mean ``d (q − 8)``; Q4_1 has a minimum m
+too, ``d q + m``; Q8_0 has signed bytes. Weights of other types become bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from minisgl.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+GROUP_SIZE = 32
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FAMILIES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # type → bits
+# Projections that we merge must be quantised alike.
+_MERGED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+_SINGLE = (("self_attn.o_proj",), ("mlp.down_proj",))
+
+
+def convert_gguf(file: Path, target: Path) -> None:
+    """Write config and weights of ``file`` into the directory ``target``; the tokenizer is another matter.
+
+    Raises `ModelLoadError` if the file is damaged, or its architecture is not supported.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        named = str(reader.fields["general.architecture"].contents())
+    except (ValueError, KeyError, OSError, IndexError) as error:
+        raise ModelLoadError(f"{file}: truncated or corrupt ({error}); download it again") from error
+    if named not in _ARCHITECTURES:
+        raise ModelLoadError(
+            f"{file}: architecture {named!r} is not supported in GGUF; choose from {', '.join(_ARCHITECTURES)}"
+        )
+    config = _config(file, reader, named)
+    weights = _by_hf_name(file, reader, named, config["num_hidden_layers"])
+    quantized, bits, zero_points = _choose(weights, config["num_hidden_layers"])
+    if quantized:
+        # Everything else that is a projection is kept as floats.
+        projections = {name.removesuffix(".weight") for name in weights if name.endswith("_proj.weight")}
+        config["quantization_config"] = {
+            "quant_method": "gguf",
+            "bits": bits,
+            "group_size": GROUP_SIZE,
+            "zero_point": zero_points,
+            "modules_to_not_convert": sorted(projections - quantized),
+        }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        rows = _row_order(named, name, config, int(tensor.shape[-1]) if len(tensor.shape) > 1 else int(tensor.shape[0]))
+        if name.removesuffix(".weight") in quantized:
+            parts = _unpack(tensor, zero_points)
+        else:
+            parts = {"weight": _dequantized(tensor)}
+        for end, part in parts.items():
+            ordered = part if rows is None else part[torch.from_numpy(rows)]
+            tensors[f"{name.removesuffix('weight')}{end}" if name.endswith("weight") else name] = ordered.contiguous()
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _config(file: Path, reader: GGUFReader, named: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    config: dict[str, Any] = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return {**config, "architectures": [_ARCHITECTURES[named]], "tie_word_embeddings": tied, "dtype": "bfloat16"}
+
+
+def _by_hf_name(file: Path, reader: GGUFReader, named: str, num_layers: int) -> dict[str, ReaderTensor]:
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == named)
+    mapping = get_tensor_name_map(arch, num_layers)
+    layer = [part for group in (*_MERGED, *_SINGLE) for part in group]
+    layer += ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+    modules = ["model.embed_tokens", "model.norm", "lm_head"]
+    modules += [f"model.layers.{index}.{part}" for index in range(num_layers) for part in layer]
+    ours = {mapping.get_name(module): module for module in modules}
+    found: dict[str, ReaderTensor] = {}
+    for tensor in reader.tensors:
+        module, _, end = tensor.name.rpartition(".")
+        if module in ours:
+            found[f"{ours[module]}.{end}"] = tensor
+        elif module != "rope_freqs":  # derived from the config
+            raise ModelLoadError(f"{file}: tensor {tensor.name} is not one of architecture {named!r}")
+    return found
+
+
+def _choose(weights: dict[str, ReaderTensor], num_layers: int) -> tuple[set[str], int, bool]:
+    """The projections that stay quantised: those of the commonest width in bits, if all that are merged have it."""
+    bits = {
+        name.removesuffix(".weight"): _FAMILIES.get(tensor.tensor_type.name)
+        for name, tensor in weights.items()
+        if name.endswith("_proj.weight")
+    }
+    common = Counter(each for each in bits.values() if each is not None).most_common(1)
+    if not common:
+        return set(), 0, False
+    chosen = common[0][0]
+    quantized: set[str] = set()
+    for layer in range(num_layers):
+        for group in (*_MERGED, *_SINGLE):
+            names = [f"model.layers.{layer}.{part}" for part in group]
+            if all(bits.get(name) == chosen for name in names):
+                quantized.update(names)
+    zero_points = any(weights[f"{name}.weight"].tensor_type.name == "Q4_1" for name in quantized)
+    return quantized, chosen, zero_points
+
+
+def _unpack(tensor: ReaderTensor, zero_points: bool) -> dict[str, torch.Tensor]:
+    """The tensors of `Int4` or `Int8` with groups of 32; only zero points are rounded, to float16."""
+    kind = tensor.tensor_type.name
+    scales = 2 if kind == "Q4_1" else 1  # float16 numbers before those of a group
+    rows = len(tensor.data)
+    blocks = np.ascontiguousarray(tensor.data).reshape(rows, -1, 2 * scales + (32 if kind == "Q8_0" else 16))
+    head = np.ascontiguousarray(blocks[:, :, : 2 * scales]).view(np.float16)
+    numbers, scale = blocks[:, :, 2 * scales :], head[:, :, 0].astype(np.float32)
+    if kind == "Q8_0":
+        weight = np.ascontiguousarray(numbers).view(np.int8).reshape(rows, -1)
+        return {"weight": torch.from_numpy(weight), "weight_scale": torch.from_numpy(scale)}
+    zero = np.full_like(scale, 8.0)
+    if kind == "Q4_1":
+        least = head[:, :, 1].astype(np.float32)
+        flat = scale == 0.0  # all weights of the group are `least`: it is the scale, and the numbers are one too large
+        zero = np.where(flat, -1.0, -least / np.where(flat, 1.0, scale))
+        scale = np.where(flat, least, scale)
+        numbers = np.where(flat[:, :, None], 0, numbers).astype(np.uint8)
+    tensors = {
+        "weight": torch.from_numpy(np.ascontiguousarray(numbers).reshape(rows, -1)),
+        "weight_scale": torch.from_numpy(scale).half(),
+    }
+    return tensors | ({"weight_zero": torch.from_numpy(zero).half()} if zero_points else {})
+
+
+def _dequantized(tensor: ReaderTensor) -> torch.Tensor:
+    from gguf.quants import dequantize
+
+    floats = dequantize(tensor.data, tensor.tensor_type)
+    return torch.from_numpy(np.array(floats, dtype=np.float32)).to(torch.bfloat16)
+
+
+def _row_order(named: str, name: str, config: dict[str, Any], rows: int) -> np.ndarray[Any, Any] | None:
+    """Llama's rows that rotate together are neighbours in GGUF, and half a head apart in Hugging Face's order."""
+    projection = name.split(".")[-2]
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(projection)
+    if named != "llama" or heads is None:
+        return None
+    return np.arange(rows).reshape(config[heads], -1, 2).swapaxes(1, 2).reshape(-1)
