@@ -53,8 +53,8 @@ def _origin(record: dict[str, Any]) -> str:
     workloads = "; ".join(f"`{name}`: {summary}" for name, summary in record["settings"]["workloads"].items())
     return (
         f"The least and the most of several runs on one {hardware['gpu']} (driver {hardware['driver']}, torch "
-        f"{versions['torch']}), bfloat16, random weights in the shapes of the checkpoints, measured on {record['date'][:10]} by `{record['command']}`. "
-        f"{workloads}. The other engines ran the same workloads on the same kind of machine on "
+        f"{versions['torch']}), bfloat16, random weights in the shapes of the checkpoints, measured on "
+        f"{record['date'][:10]} by `{record['command']}`. {workloads}. The other engines ran the same workloads on the same kind of machine on "
         f"the date in `benchmarks/reference/h200.json`."
     )
 
