@@ -26,6 +26,7 @@ from minisgl.request import Int32Array
 
 STAGING_PAGES = 64  # pages of device memory for copies in flight; 160 MB for a 14B model, 3 ms over PCIe 5
 _SAVE, _LOAD = 0, 1
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class PageCopier(Protocol):
@@ -286,7 +287,7 @@ def _pin(owner: object, host: torch.Tensor, device: torch.device) -> Callable[[]
     Raises `ConfigError` if the system refuses.
     """
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)) != 0:
+    if int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, _PORTABLE)) != 0:
         raise ConfigError(
             f"page_store_gib: the system refuses to pin {host.nbytes} bytes of host memory; lower it, or raise the "
             "limit (ulimit -l)"
