@@ -54,8 +54,8 @@ def _origin(record: dict[str, Any]) -> str:
     return (
         f"The least and the most of several runs on one {hardware['gpu']} (driver {hardware['driver']}, torch "
         f"{versions['torch']}), bfloat16, random weights in the shapes of the checkpoints, measured on "
-        f"{record['date'][:10]} by `{record['command']}`. {workloads}. The other engines ran the same workloads on the same kind of machine on "
-        f"the date in `benchmarks/reference/h200.json`."
+        f"{record['date'][:10]} by `{record['command']}`. {workloads}. The other engines ran the same workloads on the "
+        "same kind of machine on the date in `benchmarks/reference/h200.json`."
     )
 
 
