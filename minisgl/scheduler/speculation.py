@@ -51,7 +51,7 @@ class Speculation:
 
     A row that may get drafts needs the host to know its tokens, so its steps do not overlap; a paused row's do.
     Whatever the drafter does, answers are not affected: a draft is verified, and a drafter that raises, answers
-    nonsense or takes over ``time_limit`` seconds is asked nothing more about the request.
+    nonsense or takes over `TIME_LIMIT` seconds is asked nothing more about the request.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Speculation:
         drafter: Drafter,
         num_draft_tokens: int,
         vocab_size: int,
-        time_limit: float = TIME_LIMIT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.stats = DraftStats()
@@ -68,8 +67,8 @@ class Speculation:
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._vocab_size = vocab_size
-        self._worker = DraftThread(time_limit)
-        self._costs = StepCosts()
+        self._worker = DraftThread(TIME_LIMIT)
+        self.costs = StepCosts()
         self._clock = clock
         self._started: deque[float] = deque()  # when each step in flight was scheduled
         self._processed = 0.0  # when the last one was processed
@@ -128,7 +127,7 @@ class Speculation:
         # The row samples one token behind its drafts, and may not outgrow its request.
         counts = np.minimum(self._limit[slots], table.max_len[slots] - table.token_len[slots] - 1)
         wanted = np.flatnonzero(self._drafting(slots) & (counts > 0))
-        if len(wanted) == 0 or self._costs.wants_plain_step(len(slots)):
+        if len(wanted) == 0 or self.costs.wants_plain_step(len(slots)):
             return drafts
         rows = [
             DraftRow(table.request(slot).uid, slot, table.tokens[slot, : table.known_len[slot]], count)
@@ -190,7 +189,7 @@ class Speculation:
         began = max(self._started.popleft(), self._processed)
         self._processed = now
         if not prefills:
-            self._costs.note(batch.num_rows, len(batch.drafts) > 0, now - began)
+            self.costs.note(batch.num_rows, len(batch.drafts) > 0, now - began)
 
     def verified(self, request: Request, slot: int, drafted: int, accepted: int, num_rows: int) -> None:
         """Account for the drafts of a row in a step of ``num_rows`` rows."""
@@ -204,7 +203,7 @@ class Speculation:
     def _learn(self, slot: int, accepted: int, weight: float, num_rows: int) -> None:
         """Update a row's mean, and pause its drafting where a plain step would have got further in the same time."""
         self._mean[slot] += weight * (accepted - self._mean[slot])
-        break_even = self._costs.of_verification(num_rows) - 1
+        break_even = self.costs.of_verification(num_rows) - 1
         if self._mean[slot] >= break_even:
             if self._mean[slot] >= 2 * break_even:
                 self._pause[slot] = _FIRST_PAUSE
