@@ -156,6 +156,7 @@ class DeviceBatch:
     # The tensors keep their addresses and are longer than the step: rows past its end have no tokens and no keys, and
     # the last row is always such a row. Tokens past its end belong to no row.
     padded: bool = False
+    verifies: bool = False  # padded inputs of steps that verify drafts: all rows may have tokens, but few each
 
 
 def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
