@@ -122,11 +122,13 @@ class Speculation:
     def draft(self, slots: Int32Array) -> list[Int32Array]:
         """Drafts for each of the ``slots`` of a step, none where drafting pauses or there is no guess."""
         drafts = [_NO_DRAFT] * len(slots)
-        self._step += 1
         table = self._table
         # The row samples one token behind its drafts, and may not outgrow its request.
         counts = np.minimum(self._limit[slots], table.max_len[slots] - table.token_len[slots] - 1)
         wanted = np.flatnonzero(self._drafting(slots) & (counts > 0))
+        self._step += (
+            1  # not before: `ready` has made sure that rows which draft in this step, and only they, are known
+        )
         if len(wanted) == 0 or self.costs.wants_plain_step(len(slots)):
             return drafts
         rows = [
