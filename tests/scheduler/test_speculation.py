@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -123,15 +125,13 @@ def test_a_period_is_measured_between_two_steps() -> None:
 
 
 def test_a_thread_that_stands_still_is_left_behind() -> None:
-    import threading
-
     gate = threading.Event()
     thread = DraftThread(0.05)
     assert thread.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 // 0)
     for _ in range(4):
-        with pytest.raises(TimeoutError, match="did not answer within 0.05 s"):
+        with pytest.raises(TimeoutError, match="did not answer within"):
             thread.call(gate.wait)
     with pytest.raises(TimeoutError, match="it stood still 4 times"):
         thread.call(lambda: 3)
