@@ -19,8 +19,12 @@ _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 class Batch:
     """A step: which tokens of which slots are fed to the model, where their KV goes, and which rows sample.
 
-    Flat int32 arrays for prefill, decode and mixed steps: decode rows (one token each) first, then prefill rows, each
-    in order of arrival. R rows, T tokens, S sampling rows. It is also the message that tensor-parallel ranks receive.
+    Flat int32 arrays for prefill, decode and mixed steps: decode rows (one token each) first, then rows that verify
+    drafts, then prefill rows, each in order of arrival. R rows, T tokens, S sampling rows. It is also the message that
+    tensor-parallel ranks receive.
+
+    A row that verifies k drafts feeds its newest token and the drafts, and samples behind each of them: it is k + 1 of
+    the S sampling rows. What is sampled behind a wrong draft means nothing.
     """
 
     slots: Int32Array  # [R] row of each request in the token and page tables
@@ -30,7 +34,7 @@ class Batch:
     token_slots: Int32Array  # [T] slot of each fed token
     out_locs: Int32Array  # [T] where the token's K and V are written: page id × page_size + offset
     sample_rows: Int32Array  # [S] rows whose last token's logits are sampled: all but unfinished prefill chunks
-    output_index: Int32Array  # [S] tokens that the row has generated before this one
+    output_index: Int32Array  # [S] tokens that the row has generated before this one, drafts included
     num_decode: int  # leading rows that are decode rows
     new_requests: tuple[NewRequest, ...] = ()  # requests that get their slot with this step
     # [U] entries of the flattened page table that change before this step, and their new values
@@ -41,6 +45,23 @@ class Batch:
     masks: Int32Array = field(default_factory=lambda: _EMPTY)
     # [3 × copies] what ranks in other processes copy to and from host memory before this step: see `QueuedCopies`
     page_moves: Int32Array = field(default_factory=lambda: _EMPTY)
+    # [D] draft tokens of the rows that verify, in the order of the rows
+    drafts: Int32Array = field(default_factory=lambda: _EMPTY)
+
+    @property
+    def logit_rows(self) -> Int32Array:
+        """[S] flat index of the fed token behind which each sampling row samples."""
+        ends = self.cu_seqlens_q[1:][self.sample_rows]
+        if len(self.drafts) == 0:
+            return ends - 1
+        # A row that occurs n times samples behind each of its last n tokens.
+        last = np.searchsorted(self.sample_rows, self.sample_rows, side="right")
+        return (ends - last + np.arange(len(last))).astype(np.int32)
+
+    @property
+    def draft_rows(self) -> Int32Array:
+        """[D] sampling rows that are fed a draft: index into S of each of the ``drafts``."""
+        return np.flatnonzero(self.sample_rows[1:] == self.sample_rows[:-1]).astype(np.int32) + 1
 
     @property
     def num_rows(self) -> int:
@@ -88,6 +109,7 @@ def build_batch(
     new_requests: Sequence[NewRequest] = (),
     page_index: Int32Array = _EMPTY,
     page_value: Int32Array = _EMPTY,
+    drafts: Int32Array = _EMPTY,
 ) -> Batch:
     """Lay out a step as flat arrays. Other arguments are fields of the `Batch`.
 
@@ -115,6 +137,7 @@ def build_batch(
         new_requests=tuple(new_requests),
         page_index=page_index,
         page_value=page_value,
+        drafts=drafts,
     )
 
 
@@ -133,10 +156,12 @@ class DeviceBatch:
     # The tensors keep their addresses and are longer than the step: rows past its end have no tokens and no keys, and
     # the last row is always such a row. Tokens past its end belong to no row.
     padded: bool = False
+    verifies: bool = False  # padded inputs of steps that verify drafts: all rows may have tokens, but few each
 
 
 def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
     """The arrays of a batch that the device needs, by name, for `to_device`."""
+    logit_rows = batch.logit_rows
     return {
         "slots": batch.slots,
         "cu_seqlens_q": batch.cu_seqlens_q,
@@ -145,8 +170,8 @@ def batch_arrays(batch: Batch) -> dict[str, Int32Array]:
         "token_slots": batch.token_slots,
         "out_locs": batch.out_locs,
         "sample_slots": batch.slots[batch.sample_rows],
-        "sample_positions": batch.seq_lens[batch.sample_rows],
-        "logit_rows": batch.cu_seqlens_q[1:][batch.sample_rows] - 1,
+        "sample_positions": batch.positions[logit_rows] + 1,
+        "logit_rows": logit_rows,
     }
 
 

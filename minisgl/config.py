@@ -24,9 +24,11 @@ _STRINGS = (
     "batch_policy",
     "admission_policy",
     "sampler",
+    "drafter",
     "control_plane",
     "all_reduce",
 )
+_MAX_DRAFT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,10 @@ class EngineConfig:
             eagerly, and with 0 all do. None is ``max_prefill_tokens``, up to 8,192.
         overlap: schedule and launch the next step while the device computes this one. None is True on CUDA, which works
             asynchronously, and False on the CPU. The tokens are the same.
+        drafter: guesses the next tokens of a request, which one step then verifies (speculative decoding); the answers
+            are the same. ``"ngram"`` (what followed the last tokens where they occurred before), ``"suffix"`` (the
+            same for any length of match, and in earlier answers too) or ``"none"``.
+        num_draft_tokens: most tokens to draft for a request in a step, from 1 to 64; a request can ask for fewer.
         tensor_parallel_size: ranks that share the model, each on its own GPU, or as a process on the CPU.
         control_plane: how the driver sends steps to the ranks: ``"shared-memory"`` or ``"zmq"``.
         all_reduce: how ranks add up partial results: ``"torch"`` (NCCL between GPUs, gloo on the CPU), ``"ring"`` (on
@@ -137,6 +143,8 @@ class EngineConfig:
     graph_batches: tuple[int, ...] | None = None
     max_graph_tokens: int | None = None
     overlap: bool | None = None
+    drafter: str = "none"
+    num_draft_tokens: int = 4
     tensor_parallel_size: int = 1
     control_plane: str = "shared-memory"
     all_reduce: str = "auto"
@@ -159,6 +167,10 @@ class EngineConfig:
             raise ConfigError(f"max_graph_tokens: must be None or an integer of at least 0, got {tokens!r}")
         if not _is_int(self.page_size) or not 1 <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size: must be a power of two from 1 to 256, got {self.page_size!r}")
+        if not _is_int(self.num_draft_tokens) or not 1 <= self.num_draft_tokens <= _MAX_DRAFT:
+            raise ConfigError(
+                f"num_draft_tokens: must be an integer from 1 to {_MAX_DRAFT}, got {self.num_draft_tokens!r}"
+            )
         if self.max_running_requests > _MAX_RUNNING:
             raise ConfigError(f"max_running_requests: must be at most {_MAX_RUNNING}, got {self.max_running_requests}")
         for name in _STRINGS:

@@ -14,6 +14,7 @@ from minisgl.batch import StepLauncher, StepObserver
 from minisgl.config import EngineConfig
 from minisgl.context import AttentionChoice
 from minisgl.distributed.remote_executor import RemoteExecutor
+from minisgl.drafters.protocol import DRAFTERS, Drafter, DraftTarget
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.engine.nvtx import NvtxObserver, check_nvtx
@@ -32,6 +33,7 @@ from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler, StepOutput
+from minisgl.scheduler.speculation import Speculation
 from minisgl.table import RunningTable
 from minisgl.tokenizer import Tokenizer
 from minisgl.trace import Trace, TraceObserver, observed
@@ -54,6 +56,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         policies = Policies.named(config.queue_policy, config.batch_policy, config.admission_policy)
         make_cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)
+        make_drafter = None if config.drafter == "none" else resolve("drafter", config.drafter, DRAFTERS)
         make_store = resolve("page_store", config.page_store, PAGE_STORES)
         if config.tensor_parallel_size > 1 and config.page_store not in ("none", "host"):
             raise ConfigError(
@@ -94,6 +97,7 @@ class EngineCore:
             max_prefill_tokens=config.max_prefill_tokens,
             max_queued_requests=config.max_queued_requests,
             make_masks=self.input_processor.grammars.masks,
+            speculation=None if make_drafter is None else self._speculation(make_drafter, table),
         )
         overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
         self.loop = EngineLoop(self.scheduler, self.executor, depth=int(overlap))
@@ -101,6 +105,18 @@ class EngineCore:
             ranges = NvtxObserver()  # one for both, since "compute" lies within "launch"
             self.loop.observers.append(ranges)
             self.executor.observers.append(ranges)
+
+    def _speculation(self, make_drafter: Callable[[DraftTarget], Drafter], table: RunningTable) -> Speculation:
+        engine, model = self.executor.local_engine, self.executor.model_config
+        target = DraftTarget(
+            self.config,
+            model.vocab_size,
+            model.hidden_size,
+            self.max_seq_len,
+            None if engine is None else engine.dtype,
+            engine,
+        )
+        return Speculation(table, make_drafter(target), self.config.num_draft_tokens, model.vocab_size)
 
     def __enter__(self) -> EngineCore:
         return self

@@ -60,6 +60,9 @@ class Grammar:
         if self.matcher.is_error():
             self._on_error()
 
+    def fork(self) -> Grammar:
+        return Grammar(self.matcher.deep_copy(), self._field, on_error=lambda: None)
+
 
 class Grammars:
     """Makes the constraints of requests, and the masks of steps.

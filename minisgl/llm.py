@@ -228,13 +228,18 @@ class Generation:
         self._incremental = streaming or bool(stop)
         self._assembler = CompletionAssembler(tokenizer, index, stop, request.params.min_tokens)
         self._text = ""
+        self._num_tokens = 0  # that `on_token` has taken
+        self._length: int | None = None  # tokens up to a stop string; a step with drafts may bring more
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Take a new token. Returns True if its text completes a stop string, so that the request must end."""
-        if not self._incremental:
+        if not self._incremental or self._assembler.ended:
             return False
         self._assembler.add([token_id], [logprobs] if logprobs else [])
+        self._num_tokens += 1
         self._take()
+        if self._assembler.ended:
+            self._length = self._num_tokens
         return self._assembler.ended
 
     def on_finish(self) -> None:
@@ -251,12 +256,12 @@ class Generation:
             self._end()
         assert self._assembler.finish_reason is not None
         return Completion(
-            token_ids=request.output,
+            token_ids=request.output[: self._length],
             text=self._text,
             finish_reason=self._assembler.finish_reason,
             error=request.error,
             cached_tokens=request.cached_tokens,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            logprobs=request.logprobs[: self._length] if request.params.logprobs is not None else None,
             metrics=RequestMetrics.of(request),
         )
 

@@ -79,6 +79,8 @@ class Request:
     error: str | None = None  # what went wrong, if finish_reason is "error"
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache at the first admission
     preemptions: int = 0
+    accepted_drafts: int = 0  # tokens of the output that a drafter had guessed
+    rejected_drafts: int = 0  # guesses that were wrong, or behind a wrong one
     bypassed: int = 0  # how often a later request was admitted before this one
     times: RequestTimes = field(default_factory=RequestTimes)
 
@@ -106,6 +108,10 @@ class TokenConstraint(Protocol):
 
     def accept(self, token: int) -> None:
         """Take the next token of the output, including one that ends the request."""
+        ...
+
+    def fork(self) -> TokenConstraint:
+        """Return a copy in the same state, which may take tokens that turn out not to be output."""
         ...
 
 

@@ -11,6 +11,7 @@ from minisgl.errors import InvalidRequest, check_type, reject_unknown, short_rep
 
 _MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
+_MAX_DRAFT = 64
 _MAX_SCHEMA = 65536
 _MAX_REGEX = 8192
 
@@ -43,6 +44,9 @@ class SamplingParams:
         regex: regular expression that all of the output matches, of up to 8,192 characters, without look-around and
             back-references; ``\\d``, ``\\w`` and ``\\s`` are ASCII.
 
+        num_draft_tokens: most tokens that the engine's drafter guesses at a time, 0 to 64; 0 is none, and None is the
+            engine's ``num_draft_tokens``, which is the most. The answer is the same.
+
     With a schema or an expression, end-of-sequence tokens are sampled only where the output may end, and the request
     ends where nothing can follow, even before ``min_tokens``. What ``max_tokens`` or ``stop`` cut off need not match.
 
@@ -68,6 +72,7 @@ class SamplingParams:
     n: int = 1
     json_schema: str | None = None
     regex: str | None = None
+    num_draft_tokens: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         reject_unknown(kwargs, {f.name for f in fields(cls)}, "SamplingParams")
@@ -90,6 +95,8 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, 20)
         _integer("n", self.n, 1, 128)
+        if self.num_draft_tokens is not None:
+            _integer("num_draft_tokens", self.num_draft_tokens, 0, _MAX_DRAFT)
         self._check_constraint()
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))

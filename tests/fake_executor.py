@@ -71,6 +71,8 @@ class ShadowExecutor:
     def launch(self, batch: Batch) -> Launched:
         for new in batch.new_requests:
             self.tokens[new.slot, : len(new.tokens)] = new.tokens
+        positions, slots = batch.positions[batch.logit_rows], batch.token_slots[batch.logit_rows]
+        self.tokens[slots[batch.draft_rows], positions[batch.draft_rows]] = batch.drafts
         self.page_table.reshape(-1)[batch.page_index] = batch.page_value
         assert len(np.unique(batch.out_locs)) == batch.num_tokens, "two tokens of one step are written to one place"
         rows = zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
@@ -79,20 +81,20 @@ class ShadowExecutor:
             start = int(batch.cu_seqlens_q[row])
             self.kv[batch.out_locs[start : start + q_len]] = hashes[row][len(hashes[row]) - q_len :]
         for row, slot in enumerate(batch.slots.tolist()):
-            positions = np.arange(batch.seq_lens[row])
-            pages = self.page_table[slot, positions // self.page_size]
-            seen = self.kv[pages * self.page_size + positions % self.page_size]
+            seen_positions = np.arange(batch.seq_lens[row])
+            pages = self.page_table[slot, seen_positions // self.page_size]
+            seen = self.kv[pages * self.page_size + seen_positions % self.page_size]
             assert np.array_equal(seen, hashes[row]), f"slot {slot} reads KV that is not its own"
         allowed: list[Sequence[int]] = [range(self.vocab)] * len(batch.sample_rows)
         for row, mask in zip(
             batch.mask_rows.tolist(), np.split(batch.masks, max(len(batch.mask_rows), 1)), strict=False
         ):
             allowed[row] = allowed_by(mask)
-        ends = [int(hashes[row][-1]) for row in batch.sample_rows.tolist()]
+        ends = [int(hashes[row][position]) for row, position in zip(batch.sample_rows, positions, strict=True)]
         sampled = [next_token(end, tokens) for end, tokens in zip(ends, allowed, strict=True)]
-        for row, token in zip(batch.sample_rows.tolist(), sampled, strict=True):
-            if batch.seq_lens[row] < self.tokens.shape[1]:
-                self.tokens[batch.slots[row], batch.seq_lens[row]] = token
+        for slot, position, token in zip(slots.tolist(), positions.tolist(), sampled, strict=True):
+            if position + 1 < self.tokens.shape[1]:
+                self.tokens[slot, position + 1] = token
         self.fed_tokens += batch.num_tokens
         self.steps += 1
         return Launched(StepResult(np.asarray(sampled, dtype=np.int32)))

@@ -46,6 +46,11 @@ class Rule:
         if len(self.accepted) == self._breaks_at:
             self.error = "the rule is broken"
 
+    def fork(self) -> Rule:
+        copy = Rule(self.vocab, self._state, self._breaks_at)
+        copy.accepted, copy.error, copy._ends = list(self.accepted), self.error, self._ends
+        return copy
+
 
 def mask_of(allowed: Sequence[int], words: int = 1) -> Int32Array:
     """int32[words] with the bits of these tokens set."""

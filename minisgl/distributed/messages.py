@@ -58,6 +58,7 @@ class StepReport(msgspec.Struct, frozen=True):
 _ARRAYS = (
     "slots", "cu_seqlens_q", "seq_lens", "positions", "token_slots", "out_locs",
     "sample_rows", "output_index", "page_index", "page_value", "mask_rows", "masks", "page_moves",
+    "drafts",
 )  # fmt: skip
 _PARAM_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 

@@ -32,6 +32,7 @@ from minisgl.engine.model_runner import DeviceState, ModelRunner
 from minisgl.engine.nvtx import add_layer_ranges
 from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory, tokens_to_capture
 from minisgl.engine.sampler import SAMPLERS
+from minisgl.engine.verify_graph import build_verify_runner, measure_verify_memory
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
 from minisgl.kvcache.host_store import STAGING_PAGES, HostPages, slots_that_fit
@@ -129,6 +130,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         trial = make_runner(num_pages=1)
         graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
         graph_bytes += measure_prefill_memory(trial, tokens_to_capture(config, trial))
+        graph_bytes += measure_verify_memory(config, trial)
         del trial
         num_pages = pages_that_fit(
             config,
@@ -147,6 +149,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     eager = make_runner(num_pages)
     capture: GraphCapture = CudaGraphCapture(device) if device.type == "cuda" else CpuGraph
     runner = build_prefill_runner(config, eager, capture)  # first: these graphs need the most memory
+    runner = build_verify_runner(config, runner, capture)
     runner = build_runner(config, runner, fusions, capture)
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)

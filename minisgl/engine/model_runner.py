@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from minisgl.batch import Batch, DeviceBatch, NewRequest, batch_arrays, device_batch, to_device
+from minisgl.batch import Batch, DeviceBatch, batch_arrays, device_batch, to_device
 from minisgl.context import AttentionBackend, ForwardContext, forward_context
 from minisgl.engine.sampler import SampledTokens, Sampler
 from minisgl.engine.sampling import HostSampling
@@ -54,7 +54,7 @@ class ModelRunner:
         self, batch: Batch, sampling: HostSampling, arrays: Mapping[str, Int32Array]
     ) -> Mapping[str, torch.Tensor]:
         """Copy ``arrays`` and what else a step needs to the device, and update the token and page tables."""
-        token_index, token_value = self.state.token_writes(batch.new_requests)
+        token_index, token_value = self.state.token_writes(batch)
         updates = {
             "token_index": token_index,
             "token_value": token_value,
@@ -94,11 +94,17 @@ class DeviceState:
         width = table_width(max_seq_len, page_size)
         self.page_table = torch.full((max_running + 1, width), dummy_page, dtype=torch.int32, device=device)
 
-    def token_writes(self, new_requests: Sequence[NewRequest]) -> tuple[Int32Array, Int32Array]:
-        """Flat indices into the token table, and values, that put the admitted requests' tokens in place."""
+    def token_writes(self, batch: Batch) -> tuple[Int32Array, Int32Array]:
+        """Flat indices into the token table, and values, that put tokens of admitted requests, and drafts, in place.
+
+        Drafts are history of what is sampled behind them, for penalties too. What is sampled replaces them, and what is
+        behind the first wrong draft is beyond the sequence.
+        """
         width = self.tokens.shape[1]
-        index, value = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)]
-        for new in new_requests:
+        fed = batch.logit_rows[batch.draft_rows]
+        index = [batch.token_slots[fed] * width + batch.positions[fed]]
+        value = [batch.drafts]
+        for new in batch.new_requests:
             index.append(np.arange(new.slot * width, new.slot * width + len(new.tokens), dtype=np.int32))
             value.append(new.tokens)
         return np.concatenate(index), np.concatenate(value)

@@ -57,8 +57,8 @@ class PrefillGraphRunner(ModelRunner):
         """
         graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
         try:
-            buffers = StepBuffers(self.state, self.kv_cache.page_size, size)
-            for batch in _dummy_steps(buffers):
+            buffers = self.make_buffers(size)
+            for batch in self.dummy_steps(buffers):
                 buffers.load(torch.from_numpy(buffers.pack(batch)))
                 key = self.attention.plan(batch, buffers.inputs)
                 if not (self.graphs or graphs):  # layers that have attended may have told the backend what to plan for
@@ -80,7 +80,7 @@ class PrefillGraphRunner(ModelRunner):
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
         size = self.size_for(batch)
         if size is None:
-            return super().run(batch, sampling)
+            return self.run_eagerly(batch, sampling)
         buffers, arrays = self.buffers[size], batch_arrays(batch)
         sample = {name: arrays[name] for name in ("sample_slots", "sample_positions")}
         staged = self.stage(batch, sampling, {"step": buffers.pack(batch), **sample})
@@ -97,9 +97,21 @@ class PrefillGraphRunner(ModelRunner):
 
     def size_for(self, batch: Batch) -> int | None:
         """Tokens of the smallest graph that holds the step; None if it has to run eagerly."""
-        if batch.num_decode == batch.num_rows:
+        if batch.num_decode == batch.num_rows or len(batch.drafts):
             return None
         return min((size for size in self.buffers if size >= batch.num_tokens), default=None)
+
+    def run_eagerly(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
+        """Run a step for which there is no graph."""
+        return super().run(batch, sampling)
+
+    def make_buffers(self, size: int) -> StepBuffers:
+        """Inputs of steps of ``size`` tokens."""
+        return StepBuffers(self.state, self.kv_cache.page_size, size)
+
+    def dummy_steps(self, buffers: StepBuffers) -> Iterator[Batch]:
+        """Steps over the dummy slot, one for each graph that a size may need."""
+        return _dummy_steps(buffers)
 
     @property
     def _model(self) -> CausalLM:
@@ -113,13 +125,16 @@ class PrefillGraphRunner(ModelRunner):
 
 
 class StepBuffers:
-    """Inputs of steps of at most ``tokens`` tokens, at addresses that never change."""
+    """Inputs of steps of at most ``tokens`` tokens, at addresses that never change.
 
-    def __init__(self, state: DeviceState, page_size: int, tokens: int) -> None:
+    With ``verified_rows``, of steps with so many rows at most, which sample behind each of their tokens.
+    """
+
+    def __init__(self, state: DeviceState, page_size: int, tokens: int, verified_rows: int | None = None) -> None:
         self.state = state
         self.page_size = page_size
         self.dummy_slot = len(state.tokens) - 1
-        rows = min(tokens, self.dummy_slot) + 1  # the last one is empty
+        rows = (verified_rows or min(tokens, self.dummy_slot)) + 1  # the last one is empty
         self._sizes = {
             "slots": rows,
             "seq_lens": rows,
@@ -127,7 +142,7 @@ class StepBuffers:
             "positions": tokens,
             "token_slots": tokens,
             "out_locs": tokens,
-            "logit_rows": rows - 1,
+            "logit_rows": tokens if verified_rows else rows - 1,
         }
         # What is behind the end of a step: tokens that are stored on the dummy page, and rows without any.
         self._padding = {"slots": self.dummy_slot, "token_slots": self.dummy_slot}
@@ -138,7 +153,13 @@ class StepBuffers:
         parts = {name: self._packed[begin : begin + self._sizes[name]] for name, begin in self._begins.items()}
         self._token_slots = parts.pop("token_slots")
         input_ids = torch.zeros(tokens, dtype=torch.int32, device=state.tokens.device)
-        self.inputs = DeviceBatch(input_ids=input_ids, page_table=state.page_table, padded=True, **parts)
+        self.inputs = DeviceBatch(
+            input_ids=input_ids,
+            page_table=state.page_table,
+            padded=True,
+            verifies=verified_rows is not None,
+            **parts,
+        )
 
     def pack(self, batch: Batch) -> Int32Array:
         """The arrays of a step, each padded, one after the other."""
@@ -167,13 +188,14 @@ def _dummy_steps(buffers: StepBuffers) -> Iterator[Batch]:
     short = min(-(-tokens // most_rows) + 16, long)
     for q_len in dict.fromkeys((long, short)):
         rows = min(tokens // q_len, most_rows)
-        yield _dummy_step(buffers, [q_len] * rows, num_decode=0)
+        yield dummy_step(buffers, [q_len] * rows, num_decode=0)
         if most_rows > 1 and tokens > 1:
             beside = [q_len] * min(rows - 1, most_rows - 2)
-            yield _dummy_step(buffers, [1, *beside, q_len - 1 or 1], num_decode=1)
+            yield dummy_step(buffers, [1, *beside, q_len - 1 or 1], num_decode=1)
 
 
-def _dummy_step(buffers: StepBuffers, q_lens: list[int], num_decode: int) -> Batch:
+def dummy_step(buffers: StepBuffers, q_lens: list[int], num_decode: int) -> Batch:
+    """A step of rows of these lengths on the dummy slot."""
     rows = np.arange(len(q_lens), dtype=np.int32)
     return build_batch(
         slots=np.full(len(q_lens), buffers.dummy_slot, dtype=np.int32),

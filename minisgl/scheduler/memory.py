@@ -106,6 +106,15 @@ class KVMemory:
         self.page_table.append(slots, self.table.num_pages[slots], pages)
         self.table.num_pages[slots] += 1
 
+    def extend(self, slot: int, length: int) -> int:
+        """Append pages to a row until it has room for ``length`` tokens, or none is left; return how many fit."""
+        row_pages = int(self.table.num_pages[slot])
+        count = min(self.pages_for(length) - row_pages, self.available)
+        if count > 0:
+            self.page_table.write(slot, row_pages, self.alloc(count))
+            self.table.num_pages[slot] = row_pages = row_pages + count
+        return row_pages * self.page_size
+
     # -- sharing -----------------------------------------------------------------------------------------------
 
     def rematch_prefix(self, slot: int) -> None:

@@ -16,8 +16,10 @@ from minisgl.scheduler.admission import Admitter, WaitingQueue
 from minisgl.scheduler.constraints import Constraints
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MAX_BYPASS, Policies, SchedulerLoad
-from minisgl.table import RunningTable
+from minisgl.scheduler.speculation import Speculation
+from minisgl.table import NO_TOKEN, RunningTable
 
+_NO_TOKENS: Int32Array = np.zeros(0, dtype=np.int32)
 LOOKAHEAD = 8  # waiting requests that do not fit and are passed over in one step to find one that does
 
 
@@ -28,6 +30,7 @@ class Scheduler:
     processed in order. If a step has no result, call `fail` instead; then every batch launched later must fail too.
 
     ``max_prefill_tokens`` limits the prompt tokens of a step. Requests with constraints need ``make_masks``.
+    With ``speculation``, rows may feed several tokens a step, drafts, of which those are kept that the model sampled.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Scheduler:
         max_prefill_tokens: int = 8192,
         max_queued_requests: int = 65536,
         make_masks: MaskMaker | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.table = table
         self.memory = memory
@@ -47,6 +51,7 @@ class Scheduler:
         self._admitter = Admitter(table, memory, self.waiting, policies)
         self._usage = policies.usage_listener
         self._constraints = Constraints(table, make_masks)
+        self.speculation = speculation
         self.requests: dict[int, Request] = {}  # all unfinished ones, by uid
         self._prefill_steps = 0
         self._deadlines: list[tuple[float, int]] = []
@@ -83,6 +88,8 @@ class Scheduler:
         self._output.finished.append(request)
         if self._usage is not None:
             self._usage.on_finish(request)
+        if self.speculation is not None:
+            self.speculation.finish(request)
         if request.slot >= 0 and not preempted_in_flight:
             self._stop_running(request.slot)
 
@@ -111,10 +118,12 @@ class Scheduler:
             self._add_decodes(builder)
         if not builder.slots:
             return None
-        self._prefill_steps = 0 if builder.num_decode else self._prefill_steps + 1
+        self._prefill_steps = 0 if builder.num_generating else self._prefill_steps + 1
         self.table.in_flight[builder.slots] += 1
-        self._output.decode_tokens += builder.num_decode
-        self._output.prefill_tokens += sum(builder.q_lens) - builder.num_decode
+        self._output.decode_tokens += builder.num_generating
+        self._output.prefill_tokens += sum(builder.q_lens[builder.num_generating :])
+        if self.speculation is not None:
+            self.speculation.begin_step()
         batch = self._constraints.add_masks(builder.build(self.table, self.memory.page_table))
         self._output.constrained_rows += len(batch.mask_rows)
         return batch
@@ -140,15 +149,35 @@ class Scheduler:
     def _add_decodes(self, builder: BatchBuilder) -> None:
         slots = self._make_room(self._decoding())
         table = self.table
-        builder.add_decodes(slots.tolist(), table.kv_len[slots].tolist())
-        table.kv_len[slots] += 1
-        table.token_len[slots] += 1
+        drafts = self._drafts(slots)
+        lens = np.array([len(draft) for draft in drafts], dtype=np.int32)
+        plain, verifying = slots[lens == 0], np.flatnonzero(lens)
+        builder.add_decodes(plain.tolist(), table.kv_len[plain].tolist())
+        for i in verifying.tolist():
+            builder.add_drafts(int(slots[i]), int(table.kv_len[slots[i]]), drafts[i])
+        table.kv_len[slots] += lens + 1
+        table.token_len[slots] += lens + 1
 
     def _decoding(self) -> Int32Array:
         slots = self.table.slots
         # A row whose last token is being sampled right now has nothing left to do.
         unfinished = self.table.token_len[slots] < self.table.max_len[slots]
-        return self._constraints.ready(slots[~self.table.prefilling[slots] & unfinished])
+        slots = slots[~self.table.prefilling[slots] & unfinished]
+        if self.speculation is not None:
+            slots = self.speculation.ready(slots)
+        return self._constraints.ready(slots)
+
+    def _drafts(self, slots: Int32Array) -> list[Int32Array]:
+        """Drafts of each row, as many as its constraint allows and as fit into pages that nobody has to give up."""
+        if self.speculation is None or len(slots) == 0:
+            return [_NO_TOKENS] * len(slots)
+        drafts = self.speculation.draft(slots)
+        for i, slot in enumerate(slots.tolist()):
+            if len(drafts[i]):
+                allowed = self._constraints.clip(slot, drafts[i])
+                fed = int(self.table.kv_len[slot]) + 1
+                drafts[i] = allowed[: self.memory.extend(slot, fed + len(allowed)) - fed]
+        return drafts
 
     def _make_room(self, slots: Int32Array) -> Int32Array:
         """Give rows the page for their next token, preempting the latest arrivals; return the rows that still run."""
@@ -215,6 +244,8 @@ class Scheduler:
                 return
             if (new_request := self._admitter.try_admit(request)) is not None:
                 builder.new_requests.append(new_request)
+                if self.speculation is not None:
+                    self.speculation.admit(request)
                 budget -= self._add_chunk(builder, request.slot, budget)
                 self.waiting.note_bypass(request)
             elif self._admitter.never_fits(request):
@@ -238,12 +269,47 @@ class Scheduler:
 
     def process(self, batch: Batch, result: StepResult) -> None:
         """Account for a step's tokens: append them, finish requests, and free what is no longer needed."""
-        table = self.table
         self.memory.settle()
-        table.in_flight[batch.slots] -= 1
-        sampled = batch.slots[batch.sample_rows]
-        live = np.flatnonzero(~table.ended[sampled])
-        slots, tokens = sampled[live], result.tokens[live]
+        self.table.in_flight[batch.slots] -= 1
+        if len(batch.drafts):
+            self._verify(batch, result)
+        else:
+            self._append(batch, result, np.arange(len(batch.sample_rows), dtype=np.int32))
+        self._end_step(batch)
+        self._release_idle(batch.slots)
+
+    def _verify(self, batch: Batch, result: StepResult) -> None:
+        """Append what was sampled behind each row's newest token, then, as long as drafts are right, behind those."""
+        table, sampled = self.table, batch.slots[batch.sample_rows]
+        fed = np.full(len(sampled), NO_TOKEN, dtype=np.int32)
+        fed[batch.draft_rows] = batch.drafts
+        slots, lens = np.unique(sampled[batch.draft_rows], return_counts=True)
+        slots, lens = slots[~table.ended[slots]], lens[~table.ended[slots]]
+        requests = [table.request(slot) for slot in slots.tolist()]
+        before = table.known_len[slots]
+
+        rows = np.flatnonzero(fed == NO_TOKEN).astype(np.int32)
+        while len(rows):
+            # A row that verifies has no later step in flight. Its KV is sound up to what the draft was fed behind.
+            verifying = sampled[rows][np.isin(sampled[rows], slots)]
+            table.kv_len[verifying] = table.known_len[verifying]
+            table.token_len[verifying] = table.known_len[verifying] + 1
+            self._append(batch, result, rows)
+            rows = rows[rows + 1 < len(sampled)]
+            rows = rows[fed[rows + 1] == result.tokens[rows]] + 1
+            rows = rows[~table.ended[sampled[rows]]]
+
+        accepted = table.known_len[slots] - before - 1
+        self._output.decode_tokens += int(accepted.sum())
+        assert self.speculation is not None, "drafts come from there"
+        for each in zip(requests, slots.tolist(), lens.tolist(), accepted.tolist(), strict=True):
+            self.speculation.verified(*each, batch.num_rows)
+
+    def _append(self, batch: Batch, result: StepResult, rows: Int32Array) -> None:
+        """Append the tokens of these sampling rows, one a request, unless the request has ended."""
+        table = self.table
+        live = rows[~table.ended[batch.slots[batch.sample_rows[rows]]]]
+        slots, tokens = batch.slots[batch.sample_rows[live]], result.tokens[live]
 
         known = table.known_len[slots]
         table.tokens[slots, known] = tokens
@@ -260,7 +326,11 @@ class Scheduler:
             error = ends.get(i)
             reason = FinishReason.ERROR if error else FinishReason.STOP if stopped[i] else FinishReason.LENGTH
             self.finish(table.request(int(slots[i])).uid, reason, error)
-        self._release_idle(batch.slots)
+
+    def _end_step(self, batch: Batch) -> None:
+        if self.speculation is not None:
+            prefills = batch.num_tokens > len(batch.sample_rows) or len(batch.new_requests) > 0
+            self.speculation.end_step(batch, prefills)
 
     def fail(self, batch: Batch, error: str) -> None:
         """End the requests of a step that could not be computed, with an error; none of its KV is cached."""
@@ -269,6 +339,7 @@ class Scheduler:
             if self.table.active[slot]:
                 self.memory.free_row(slot, cache=False)
             self.finish(self.table.request(slot).uid, FinishReason.ERROR, error)
+        self._end_step(batch)
         self._release_idle(batch.slots)
         self.memory.forget_unlocked()
 
@@ -337,46 +408,63 @@ class StepOutput:
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """The rows of a step under construction, one list entry a row."""
+    """The rows of a step under construction, one list entry a row: decode rows, rows with drafts, prefill rows."""
 
     slots: list[int] = field(default_factory=list)
     q_lens: list[int] = field(default_factory=list)
     kv_lens: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # behind how many of its last tokens the row samples
+    drafts: list[Int32Array] = field(default_factory=list)  # of the rows that have some
     new_requests: list[NewRequest] = field(default_factory=list)
     num_decode: int = 0
+
+    @property
+    def num_generating(self) -> int:
+        """Rows that decode, with drafts or without."""
+        return self.num_decode + len(self.drafts)
 
     def add_decodes(self, slots: list[int], kv_lens: list[int]) -> None:
         """Append rows that feed one token each and sample."""
         self.slots += slots
         self.q_lens += [1] * len(slots)
         self.kv_lens += kv_lens
-        self.samples += [True] * len(slots)
+        self.samples += [1] * len(slots)
         self.num_decode += len(slots)
+
+    def add_drafts(self, slot: int, kv_len: int, drafts: Int32Array) -> None:
+        """Append a row that feeds its newest token and drafts, and samples behind each."""
+        self.slots.append(slot)
+        self.q_lens.append(1 + len(drafts))
+        self.kv_lens.append(kv_len)
+        self.samples.append(1 + len(drafts))
+        self.drafts.append(drafts)
 
     def add_prefill(self, slot: int, kv_len: int, chunk: int, samples: bool) -> None:
         """Append a row that feeds ``chunk`` tokens from position ``kv_len`` on."""
         self.slots.append(slot)
         self.q_lens.append(chunk)
         self.kv_lens.append(kv_len)
-        self.samples.append(samples)
+        self.samples.append(int(samples))
 
     def build(self, table: RunningTable, page_table: PageTable) -> Batch:
         """Lay the rows out as a `Batch`, with the page-table entries that changed since the last one."""
         slots = np.asarray(self.slots, dtype=np.int32)
-        sample_rows = np.flatnonzero(self.samples).astype(np.int32)
-        sampled = slots[sample_rows]
+        q_lens, kv_lens = np.asarray(self.q_lens, dtype=np.int32), np.asarray(self.kv_lens, dtype=np.int32)
+        sample_rows = np.repeat(np.arange(len(slots), dtype=np.int32), self.samples)
+        # How many more samples the row has behind this one.
+        following = np.cumsum(self.samples, dtype=np.int32)[sample_rows] - np.arange(len(sample_rows), dtype=np.int32)
         page_index, page_value = page_table.take_changes()
         return build_batch(
             slots=slots,
-            q_lens=np.asarray(self.q_lens, dtype=np.int32),
-            kv_lens=np.asarray(self.kv_lens, dtype=np.int32),
+            q_lens=q_lens,
+            kv_lens=kv_lens,
             page_table=page_table.rows,
             page_size=page_table.page_size,
             sample_rows=sample_rows,
-            output_index=table.token_len[sampled] - 1 - table.prompt_len[sampled],
+            output_index=(kv_lens + q_lens - table.prompt_len[slots])[sample_rows] - following + 1,
             num_decode=self.num_decode,
             new_requests=self.new_requests,
             page_index=page_index,
             page_value=page_value,
+            drafts=np.concatenate([_NO_TOKENS, *self.drafts]),
         )

@@ -15,6 +15,7 @@ from minisgl.outputs import CompletionAssembler
 from minisgl.server.messages import (
     Accepted,
     DetokenizerOptions,
+    DraftCounts,
     Finished,
     Progress,
     Reply,
@@ -38,6 +39,7 @@ class _Choice:
     assembler: CompletionAssembler
     cached_tokens: int = 0  # these two are known once it has left the queue
     queue_time: float = 0.0
+    drafts: DraftCounts = (0, 0)
 
 
 class DetokenizerStage:
@@ -77,6 +79,7 @@ class DetokenizerStage:
             choice = self._choices.get(token.uid)
             if choice is None or choice.assembler.ended:
                 continue
+            choice.drafts = token.drafts
             choice.assembler.add([token.token_id], [token.logprobs] if token.logprobs else [])
             if choice.assembler.ended:
                 stopped.append(token.uid)
@@ -86,6 +89,7 @@ class DetokenizerStage:
         for end in finished:
             choice = self._choices.get(end.uid)
             if choice is not None and not choice.assembler.ended:
+                choice.drafts = end.drafts
                 choice.assembler.add(end.token_ids, end.logprobs)
                 choice.assembler.finish(end.reason, end.error)
 
@@ -116,6 +120,7 @@ def _update(choice: _Choice) -> Update:
         error=delta.error,
         cached_tokens=choice.cached_tokens,
         queue_time=choice.queue_time,
+        drafts=choice.drafts,
     )
 
 

@@ -29,11 +29,15 @@ class Usage:
         self.prompt_tokens = sum(prompt_lens)
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.accepted_drafts = self.rejected_drafts = 0
         self._n = n
 
     def add(self, update: Update) -> None:
         """Count an update."""
         self.completion_tokens += len(update.token_ids)
+        if update.finish_reason:
+            self.accepted_drafts += update.drafts[0]
+            self.rejected_drafts += update.drafts[1]
         if update.choice % self._n == 0:  # the other choices find in the cache what the first one computed
             self.cached_tokens += update.cached_tokens if update.finish_reason else 0
 
@@ -44,6 +48,10 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_drafts,
+                "rejected_prediction_tokens": self.rejected_drafts,
+            },
         }
 
 

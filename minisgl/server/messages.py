@@ -120,6 +120,10 @@ def _check_encodable(field: str, value: object) -> None:
 # -- scheduler → detokenizer -----------------------------------------------------------------------------------
 
 
+DraftCounts = tuple[int, int]
+"""Drafts of a request so far: accepted, and rejected."""
+
+
 class RequestAccepted(msgspec.Struct, frozen=True, array_like=True):
     """All requests of a job are in the scheduler's queue."""
 
@@ -146,6 +150,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     uid: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    drafts: DraftCounts = (0, 0)
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +161,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None  # what went wrong if the reason is "error"
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    drafts: DraftCounts = (0, 0)
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -201,6 +207,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
     error: str | None = None  # what went wrong if the reason is "error"
     cached_tokens: int = 0  # prompt tokens that the prefix cache had
     queue_time: float = 0.0  # seconds from the arrival in the queue to the first step
+    drafts: DraftCounts = (0, 0)
 
     def merge(self, later: Update) -> None:
         """Append a later update of the same choice."""
@@ -211,6 +218,7 @@ class Update(msgspec.Struct, array_like=True, tag=True):
         self.error = later.error
         self.cached_tokens = later.cached_tokens
         self.queue_time = later.queue_time
+        self.drafts = later.drafts
 
 
 class StatsReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -227,7 +235,7 @@ STATS = "stats"  # the topic whose answer is an `EngineStats`
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is, between two steps: requests, and pages of the KV cache."""
+    """How busy the engine is, between two steps: requests, pages of the KV cache, and drafts."""
 
     waiting: int
     running: int
@@ -235,6 +243,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     free_pages: int
     cached_pages: int  # kept for later requests with the same prefix; no running request uses them
     store: dict[str, int] = {}  # what a page store has done with pages, by event: see `PageOffloader.counts`
+    drafted: int = 0  # tokens that a drafter guessed and a step verified, since the engine started
+    accepted: int = 0  # of those, tokens that became output
+    verifications: int = 0  # rows of steps that had drafts
+    paused: int = 0  # running requests that get no drafts now, since they did not pay
 
     @property
     def used_pages(self) -> int:

@@ -137,6 +137,10 @@ class ServerMetrics:
         self._waiting = gauge("requests_waiting", "Requests in the engine's queue.")
         self._running = gauge("requests_running", "Requests in the engine's running batch.")
         self._pool = gauge("kv_page_pool_size", "KV pages in all.")
+        self._drafted = gauge("draft_tokens", "Tokens that were guessed and verified since the engine started.")
+        self._accepted = gauge("accepted_draft_tokens", "Of those, tokens that became output.")
+        self._mean_accepted = gauge("mean_accepted_length", "Accepted tokens of a verification, which is one row's.")
+        self._paused = gauge("requests_drafting_paused", "Running requests without drafts, which did not pay.")
         self._pages = gauge("kv_pages", "KV pages by state; used ones belong to running requests.", "state")
 
         self._store = counter(
@@ -185,6 +189,10 @@ class ServerMetrics:
         self._waiting.set(stats.waiting)
         self._running.set(stats.running)
         self._pool.set(stats.pages)
+        self._drafted.set(stats.drafted)
+        self._accepted.set(stats.accepted)
+        self._mean_accepted.set(stats.accepted / max(stats.verifications, 1))
+        self._paused.set(stats.paused)
         for state, pages in (("used", stats.used_pages), ("cached", stats.cached_pages), ("free", stats.free_pages)):
             self._pages.labels(state).set(pages)
         for event, count in stats.store.items():

@@ -103,6 +103,13 @@ class CachedTokens(ApiReply):
     cached_tokens: int
 
 
+class PredictionTokens(ApiReply):
+    """Tokens that a drafter guessed: those that became output, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageReply(ApiReply):
     """Tokens of a request."""
 
@@ -110,6 +117,7 @@ class UsageReply(ApiReply):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictionTokens
 
 
 class LikelyToken(ApiReply):

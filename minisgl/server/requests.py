@@ -135,6 +135,7 @@ class SamplingFields(ApiObject):
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=10)] | None = None
     ignore_eos: StrictBool = False
+    num_draft_tokens: Annotated[StrictInt, documented(minimum=0, maximum=64)] | None = None
 
     def given_fields(self) -> dict[str, Any]:
         """The fields that were given, as arguments of `SamplingParams`."""

@@ -23,6 +23,7 @@ from minisgl.server.live.view import LiveView
 from minisgl.server.messages import (
     STATS,
     Abort,
+    DraftCounts,
     EngineStats,
     Finished,
     Progress,
@@ -135,7 +136,7 @@ class EngineStage:
 
     def _tokens(self, output: StepOutput) -> list[Token]:
         return [
-            Token(event.request.uid, event.token_id, event.logprobs)
+            Token(event.request.uid, event.token_id, event.logprobs, _drafts(event.request))
             for event in output.events
             if event.request.uid in self._step_by_step
         ]
@@ -150,8 +151,12 @@ class EngineStage:
         reason = request.finish_reason.value
         if uid in self._step_by_step:
             self._step_by_step.remove(uid)
-            return Finished(uid, reason, request.error)
-        return Finished(uid, reason, request.error, request.output, request.logprobs)
+            return Finished(uid, reason, request.error, drafts=_drafts(request))
+        return Finished(uid, reason, request.error, request.output, request.logprobs, _drafts(request))
+
+
+def _drafts(request: Request) -> DraftCounts:
+    return request.accepted_drafts, request.rejected_drafts
 
 
 def engine_views(core: EngineCore) -> Views:
@@ -168,7 +173,18 @@ def _stats(core: EngineCore) -> EngineStats:
     memory = scheduler.memory
     free, cached = memory.pool.num_free, memory.cache.num_evictable
     store = {} if memory.offload is None else memory.offload.counts
-    return EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached, store)
+    stats = EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached, store)
+    speculation = scheduler.speculation
+    if speculation is None:
+        return stats
+    counts = speculation.stats
+    return msgspec.structs.replace(
+        stats,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        verifications=counts.verifications,
+        paused=speculation.num_paused,
+    )
 
 
 MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minutes of decoding, some megabytes

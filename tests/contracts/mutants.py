@@ -14,6 +14,9 @@ from minisgl.batch import Batch, DeviceBatch
 from minisgl.context import AttentionSpec
 from minisgl.distributed.communicator import TorchCommunicator
 from minisgl.distributed.shared_memory import CAPACITY, SharedMemoryPlane
+from minisgl.drafters.ngram import NgramDrafter
+from minisgl.drafters.protocol import DraftRow
+from minisgl.drafters.suffix import SuffixDrafter
 from minisgl.engine.sampler import DefaultSampler, SampledTokens
 from minisgl.engine.sampling import DeviceSampling, TokenHistory
 from minisgl.kvcache.pool import KVCache
@@ -274,3 +277,39 @@ class PacksAcrossGroups(Int4):
     def dequantize(self, tensors: Tensors) -> torch.Tensor:
         packed = tensors["weight"].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
         return super().dequantize({**tensors, "weight": packed})
+
+
+# -- drafters ------------------------------------------------------------------------------------------------------
+
+
+class DraftsTooMuch(NgramDrafter):
+    """Drafts one token more than it was asked for."""
+
+    def look_up(self, tokens: Int32Array, count: int) -> Int32Array:
+        return super().look_up(tokens, count + 1)
+
+
+class DraftsForTheFirstRow(NgramDrafter):
+    """Answers every row with the drafts of the first one."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Int32Array]:
+        return super().propose(rows)[:1] * len(rows)
+
+
+class BelievesItsDrafts(SuffixDrafter):
+    """Takes its own drafts for the request's output."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        drafts = super().propose(rows)
+        for row, guess in zip(rows, drafts, strict=True):
+            for token in guess:
+                self._sequences[row.uid].own.extend(token)
+            self._sequences[row.uid].num_read += len(guess)
+        return drafts
+
+
+class RemembersRequests(SuffixDrafter):
+    """Keeps the state of requests that have ended."""
+
+    def finish(self, uid: int, prompt_len: int, tokens: Int32Array) -> None:
+        pass

@@ -18,6 +18,7 @@ PLANES = "test_control_plane.py"
 POLICIES = "test_policy.py"
 STORES = "test_page_store.py"
 QUANTIZERS = "test_quantizer.py"
+DRAFTERS = "test_drafter.py"
 
 
 class Verdict:
@@ -144,6 +145,25 @@ def test_a_broken_sampler_fails(mutant: str, broken: str) -> None:
         ("ShrinksWeights", QUANTIZERS, "test_what_comes_back_is_near", "test_a_token_of_zeros_is_the_bias"),
         ("ForgetsTheZeroPoint", QUANTIZERS, "test_a_product_is_that_of_the_weight", "test_what_comes_back_is_near"),
         ("PacksAcrossGroups", QUANTIZERS, "test_parts_are_those_of_the_whole", "test_what_comes_back_is_near"),
+        (
+            "DraftsTooMuch",
+            DRAFTERS,
+            "test_guesses_are_few_enough_and_in_the_vocabulary",
+            "test_two_drafters_share_nothing",
+        ),
+        (
+            "DraftsForTheFirstRow",
+            DRAFTERS,
+            "test_rows_are_answered_in_their_order_and_by_themselves",
+            "test_a_repetition_is_continued",
+        ),
+        (
+            "BelievesItsDrafts",
+            DRAFTERS,
+            "test_what_was_verified_counts_and_not_what_was_guessed",
+            "test_a_repetition_is_continued",
+        ),
+        ("RemembersRequests", DRAFTERS, "test_a_finished_request_is_forgotten", "test_a_repetition_is_continued"),
     ],
 )
 def test_a_broken_part_fails(mutant: str, suite: str, broken: str, passed: str) -> None:

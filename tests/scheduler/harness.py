@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 
 from minisgl.batch import Batch
+from minisgl.config import EngineConfig
+from minisgl.drafters.protocol import DraftTarget
 from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.host_store import host_store
 from minisgl.kvcache.page_store import PageOffloader, PageStore
@@ -20,7 +23,9 @@ from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler, StepOutput
+from minisgl.scheduler.speculation import Speculation
 from minisgl.table import RunningTable
+from tests.drafting import DraftsAreFree, KnowsTheAnswers
 from tests.fake_executor import FaultyExecutor, ShadowExecutor, expected_output
 from tests.rule import CountingMaskMaker, Rule
 
@@ -52,13 +57,21 @@ class Harness:
         vocab: int = 3,
         delay: int = 0,
         store_slots: int = 0,
+        drafter: type[KnowsTheAnswers] | None = None,
+        num_draft_tokens: int = 3,
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
         self.memory = KVMemory(num_pages, self.table, select_prefix_cache(prefix_cache)(page_size))
         policies = policies or Policies.named(queue_policy, batch_policy, admission_policy)
         self.make_masks = CountingMaskMaker()
         limits = (max_prefill_tokens, max_queued)
-        self.scheduler = Scheduler(self.table, self.memory, policies, *limits, self.make_masks)
+        self.speculation = None
+        if drafter is not None:
+            target = DraftTarget(EngineConfig(), vocab, 8, max_seq_len)
+            clock = itertools.repeat(0.0).__next__  # it is not measured whether drafts pay
+            self.speculation = Speculation(self.table, drafter(target), num_draft_tokens, vocab, clock=clock)
+            self.speculation.costs = DraftsAreFree()
+        self.scheduler = Scheduler(self.table, self.memory, policies, *limits, self.make_masks, self.speculation)
         width = self.memory.page_table.rows.shape[1]
         self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
         self.vocab = vocab

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from minisgl.request import FinishReason, Request
+from tests.drafting import KnowsTheShadow
 from tests.fake_executor import Fault
 from tests.scheduler.harness import DELAYS, Harness
 
@@ -32,6 +33,8 @@ class EngineLife(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         delay=st.sampled_from(DELAYS),
         store_slots=st.sampled_from([0, 3, 40]),
+        drafter=st.sampled_from([None, KnowsTheShadow]),
+        num_draft_tokens=st.integers(1, 5),
     )
     def start(self, **options: Any) -> None:
         self.harness = Harness(vocab=VOCAB, max_seq_len=64, **options)

@@ -439,7 +439,7 @@ def test_a_long_prompt_comes_in_chunks_of_which_the_last_samples() -> None:
 def test_every_array_is_int32() -> None:
     _, batch = two_decodes_and_two_prefills()
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), np.ndarray)}
-    assert len(arrays) == 13
+    assert len(arrays) == 14
     assert {name: array.dtype for name, array in arrays.items()} == dict.fromkeys(arrays, np.dtype(np.int32))
 
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.logs import FIELDS, JsonFormatter, TextFormatter
 from minisgl.server.config import ServerConfig
+from tests.drafting import DraftsAreFree
 from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
 
 Values = dict[tuple[str, ...], float]
@@ -170,3 +171,27 @@ def test_both_styles_of_the_log() -> None:
     line = json.loads(JsonFormatter("api").format(record))
     assert (line["level"], line["message"], line["id"], line["tokens"]) == ("warning", "line 1", "a b", 3)
     assert TextFormatter("api").format(record).endswith('WARNING api line 1 id="a b" tokens=3')
+
+
+def test_drafts_are_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias lets the model repeat itself, which prompt lookup guesses."""
+    monkeypatch.setattr("minisgl.scheduler.speculation.StepCosts", DraftsAreFree)
+    same = {"logit_bias": {"9": 100}, "max_tokens": 24, "temperature": 0}
+    with RunningServer(checkpoint, drafter="ngram", num_draft_tokens=3) as running:
+        usage = running.chat(**same).usage
+        counts = usage.completion_tokens_details
+        assert usage.completion_tokens == 24
+        assert 12 <= counts.accepted_prediction_tokens <= 23
+        chunks = list(running.chat(**same, stream=True, stream_options={"include_usage": True}))
+        assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens >= 12
+        none = running.chat(**same, extra_body={"num_draft_tokens": 0}).usage.completion_tokens_details
+        assert (none.accepted_prediction_tokens, none.rejected_prediction_tokens) == (0, 0)
+        values = scrape(running)
+        assert values[("draft_tokens",)] >= values[("accepted_draft_tokens",)] >= 24
+        assert 1 < values[("mean_accepted_length",)] <= 3
+        assert values[("requests_drafting_paused",)] == 0
+        refused = running.http.post(
+            "/generate", json={"text": "a", "sampling_params": {"num_draft_tokens": 65, "max_new_tokens": 1}}
+        )
+        assert refused.status_code == 400
+        assert "num_draft_tokens" in refused.json()["error"]["message"]

@@ -100,10 +100,11 @@ class TritonAttention(PagedAttention):
     def _pad(self, tiles: QueryTiles, group: int) -> QueryTiles:
         """The tiles in memory of the padded inputs, if there are not more than it has room for."""
         num_tokens, num_rows, count = len(self.inputs.positions), len(self.inputs.slots), len(tiles.rows)
-        room = -(-num_tokens * group // tiles.block_m) + max(_FEW_TILES, num_tokens // _TOKENS_A_ROW)
+        begun = num_rows - 1 if self.inputs.verifies else max(_FEW_TILES, num_tokens // _TOKENS_A_ROW)
+        room = -(-num_tokens * group // tiles.block_m) + begun  # a row begins a tile of its own
         if count > room:
             return tiles
-        key = num_tokens, num_rows, group, tiles.block_m
+        key = room, num_rows, group, tiles.block_m
         if key not in self._padded_tiles:
             rows, begins = (torch.zeros(room, dtype=torch.int32, device=tiles.rows.device) for _ in range(2))
             self._padded_tiles[key] = replace(tiles, rows=rows, begins=begins)

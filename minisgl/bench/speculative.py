@@ -1,0 +1,172 @@
+"""Speculative decoding: what drafts bring that are right with a given probability, and prompt lookup on a real task."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+
+from minisgl.bench.report import Report, Target
+from minisgl.bench.workloads import free_memory, make_engine
+from minisgl.drafters.protocol import DraftRow, DraftTarget
+from minisgl.llm import LLM
+from minisgl.models.decoder import CausalLM
+from minisgl.request import Int32Array
+from minisgl.sampling_params import SamplingParams
+
+_PROMPT_LEN, _OUTPUT_LEN = 128, 256
+_NONE = "none"
+
+
+class RightWithChance:
+    """Drafts token 0, which `_always_say_zero` makes the right one, and with a probability another instead."""
+
+    chance: ClassVar[float] = 1.0
+
+    def __init__(self, target: DraftTarget) -> None:
+        self._random = np.random.default_rng(0)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Int32Array]:
+        return [(self._random.random(row.count) >= self.chance).astype(np.int32) for row in rows]
+
+    def finish(self, uid: int, prompt_len: int, tokens: Int32Array) -> None:
+        """Forget nothing, as nothing is kept."""
+
+
+@torch.inference_mode()
+def _always_say_zero(llm: LLM) -> None:
+    """Let all logits be 0, of which the first token's is the greatest.
+
+    Every kernel takes the time it always takes, and in bfloat16 too a draft is right or wrong whatever the batch.
+    """
+    cast(CausalLM, llm.engine.model).model.norm.weight.zero_()
+
+
+def run_speculative(
+    model: str = "Qwen3-14B",
+    options: Mapping[str, Any] = {},
+    running: Sequence[int] = (1, 64),
+    chances: Sequence[float] = (0.0, 0.8),
+    draft_tokens: int = 4,
+    repeat: int = 3,
+    edit: bool = False,
+) -> Report:
+    """Tokens a second with drafts over those without, by requests at a time and probability; or of ``ngram``."""
+    report = Report("speculative")
+    if edit:
+        return _run_edit(report, model, options, draft_tokens, repeat)
+    columns = ("drafts", "requests", "tokens/s", "× without", "accepted a step", "verified a token")
+    table = report.table(f"{model}, {draft_tokens} drafts, {_PROMPT_LEN} in, {_OUTPUT_LEN} out", *columns)
+    engine = {"max_running_requests": max(running), "num_draft_tokens": draft_tokens, "max_seq_len": 1024, **options}
+    base: dict[int, float] = {}
+    with make_engine(model, engine) as llm:
+        _always_say_zero(llm)
+        for count in running:
+            base[count] = _tokens_a_second(report, llm, count, _NONE, repeat)
+            table.add(_NONE, count, base[count], 1.0, 0.0, 0.0)
+    del llm
+    free_memory()
+    drafter = f"{RightWithChance.__module__}:{RightWithChance.__qualname__}"
+    for chance in chances:
+        RightWithChance.chance = chance
+        with make_engine(model, {**engine, "drafter": drafter}) as llm:
+            _always_say_zero(llm)
+            for count in running:
+                speculation = llm.scheduler.speculation
+                assert speculation is not None
+                before = speculation.stats.drafted, speculation.stats.accepted, speculation.stats.verifications
+                speed = _tokens_a_second(report, llm, count, f"right with {chance:g}", repeat)
+                stats = speculation.stats
+                drafted, accepted, steps = (
+                    after - old
+                    for after, old in zip((stats.drafted, stats.accepted, stats.verifications), before, strict=True)
+                )
+                tokens = (repeat + 1) * count * _OUTPUT_LEN
+                table.add(
+                    f"right with {chance:g}",
+                    count,
+                    speed,
+                    speed / base[count],
+                    accepted / max(steps, 1),
+                    drafted / tokens,
+                )
+                _add_target(report, chance, count, speed / base[count])
+        del llm
+        free_memory()
+    return report
+
+
+def _add_target(report: Report, chance: float, count: int, ratio: float) -> None:
+    limits = {(0.0, 1): 0.96, (0.8, 1): 2.6, (0.8, 64): 1.0}
+    if (chance, count) in limits:
+        name = f"tokens/s × without drafts, {count} at a time, right with {chance:g}"
+        report.targets.append(Target(name, ratio, limits[chance, count], at_least=True))
+
+
+def _tokens_a_second(report: Report, llm: LLM, count: int, name: str, repeat: int) -> float:
+    """Median of ``repeat`` runs, after one that is not counted; all runs have the same prompts."""
+    rng = np.random.default_rng(count)
+    prompts = rng.integers(0, llm.model_config.vocab_size, (count, _PROMPT_LEN)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_LEN, ignore_eos=True)
+    speeds = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        speeds.append(count * _OUTPUT_LEN / (time.perf_counter() - start))
+        if any(any(output.token_ids) for output in outputs):
+            raise AssertionError("the model has said something else than token 0")
+    report.samples[f"{name}, {count} at a time, tokens/s"] = speeds[1:]
+    return statistics.median(speeds[1:])
+
+
+_TEXT = '''def area(width, height):
+    """Return the area of a rectangle."""
+    if width < 0 or height < 0:
+        raise ValueError("width and height must not be negative")
+    return width * height
+
+
+def perimeter(width, height):
+    """Return the perimeter of a rectangle."""
+    if width < 0 or height < 0:
+        raise ValueError("width and height must not be negative")
+    return 2 * (width + height)
+'''
+_TASKS = (
+    "Repeat this code, but rename the function area to surface:",
+    "Write this code again, and change nothing but the word rectangle, which becomes box:",
+    "Repeat this code with a comment above each function:",
+)
+
+
+def _run_edit(report: Report, model: str, options: Mapping[str, Any], draft_tokens: int, repeat: int) -> Report:
+    table = report.table(f"{model} edits a text, one request at a time", "drafter", "tokens/s", "× without")
+    params = SamplingParams(temperature=0.0, max_tokens=160)
+    speeds: dict[str, float] = {}
+    answers: dict[str, list[list[int]]] = {}
+    for drafter in (_NONE, "ngram", "suffix"):
+        engine = {"max_running_requests": 1, "drafter": drafter, "num_draft_tokens": draft_tokens, **options}
+        with make_engine(model, {"num_pages": 256, "prefix_cache": "none", **engine}) as llm:
+            seconds: list[float] = []
+            for _ in range(repeat):
+                seconds.append(0.0)
+                answers[drafter] = []
+                for task in _TASKS:
+                    tokens = llm.tokenizer.encode_chat([{"role": "user", "content": f"{task}\n\n{_TEXT}"}])
+                    output = llm.generate(tokens, params)[0]
+                    seconds[-1] += output.metrics.tpot * (len(output.token_ids) - 1)
+                    answers[drafter].append(output.token_ids)
+        del llm
+        free_memory()
+        if answers[drafter] != answers[_NONE]:
+            raise AssertionError(f"{drafter} has changed an answer")
+        count = sum(len(tokens) - 1 for tokens in answers[drafter])
+        report.samples[f"{drafter}, tokens/s"] = [count / each for each in seconds]
+        speeds[drafter] = statistics.median(count / each for each in seconds)
+        table.add(drafter, speeds[drafter], speeds[drafter] / speeds[_NONE])
+    report.targets.append(Target("ngram, tokens/s × without", speeds["ngram"] / speeds[_NONE], 1.8, at_least=True))
+    return report

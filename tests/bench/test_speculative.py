@@ -1,0 +1,49 @@
+"""The benchmark of speculative decoding. Nothing that was timed is asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl.bench import speculative
+from minisgl.bench.speculative import RightWithChance, run_speculative
+from minisgl.config import EngineConfig
+from minisgl.drafters.protocol import DraftRow, DraftTarget
+from tests.tiny_text_model import text_checkpoint
+
+OPTIONS = {"device": "cpu", "num_pages": 256, "page_size": 4, "max_seq_len": 200}
+
+
+def test_drafts_are_right_as_often_as_they_should_be() -> None:
+    drafter = RightWithChance(DraftTarget(EngineConfig(), 100, 8, 64))
+    row = DraftRow(0, 0, np.zeros(3, dtype=np.int32), 8)
+    for chance in (0.0, 0.8, 1.0):
+        drafter.chance = chance  # type: ignore[misc]
+        drafts = np.concatenate([drafter.propose([row])[0] for _ in range(500)])
+        assert np.mean(drafts == 0) == pytest.approx(chance, abs=0.02)
+
+
+def test_each_chance_and_number_of_requests_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "_PROMPT_LEN", 4)
+    monkeypatch.setattr(speculative, "_OUTPUT_LEN", 12)
+    path = text_checkpoint(tmp_path, max_position_embeddings=256)
+    report = run_speculative(str(path), OPTIONS, running=(1, 3), chances=(0.0, 1.0), draft_tokens=2, repeat=1)
+    (table,) = report.tables
+    assert [row[:2] for row in table.rows] == [
+        [name, count] for name in ("none", "right with 0", "right with 1") for count in (1, 3)
+    ]
+    assert [float(row[4]) for row in table.rows[2:4]] == [0.0, 0.0]
+    assert all(0 < float(row[4]) <= 2 for row in table.rows[4:])
+    assert len(report.targets) == 1
+    assert all(len(values) == 1 for values in report.samples.values())
+
+
+def test_the_edited_text_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "_TEXT", "a cat")
+    monkeypatch.setattr(speculative, "_TASKS", ("12 of them:",))
+    path = text_checkpoint(tmp_path, max_position_embeddings=256)
+    report = run_speculative(str(path), OPTIONS, repeat=1, edit=True)
+    assert [row[0] for row in report.tables[0].rows] == ["none", "ngram", "suffix"]
+    assert [target.limit for target in report.targets] == [1.8]

@@ -1,0 +1,105 @@
+"""What every drafter must fulfil: guesses are tokens, few enough, of the right request, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from minisgl.config import EngineConfig
+from minisgl.drafters.protocol import DRAFTERS, Drafter, DraftRow, DraftTarget
+from minisgl.registry import resolve
+
+CONTRACTS = {"make_drafter": (DRAFTERS, Drafter)}
+VOCAB = 50
+MakeDrafter = Callable[[], Drafter]
+
+
+@pytest.fixture
+def make_drafter(request: pytest.FixtureRequest) -> MakeDrafter:
+    make = resolve("--impl", request.param, DRAFTERS)
+    target = DraftTarget(EngineConfig(drafter=request.param), vocab_size=VOCAB, hidden_size=8, max_seq_len=4096)
+    return lambda: make(target)
+
+
+def row(uid: int, tokens: list[int], count: int = 4, slot: int = 0) -> DraftRow:
+    return DraftRow(uid, slot, np.array(tokens, dtype=np.int32), count)
+
+
+def guess(drafter: Drafter, *rows: DraftRow) -> list[list[int]]:
+    return [np.asarray(tokens).tolist() for tokens in drafter.propose(rows)]
+
+
+SENTENCE = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def test_a_repetition_is_continued(make_drafter: MakeDrafter) -> None:
+    for count in (1, 3, 4):
+        assert guess(make_drafter(), row(0, [*SENTENCE, 1, 2, *SENTENCE[:4]], count)) == [SENTENCE[4 : 4 + count]]
+
+
+def test_guesses_are_few_enough_and_in_the_vocabulary(make_drafter: MakeDrafter) -> None:
+    drafter = make_drafter()
+    rng = np.random.default_rng(0)
+    for uid in range(30):
+        tokens = rng.integers(0, VOCAB if uid % 2 else 3, 1 + uid * 2).tolist()
+        for count in (1, 2, 7):
+            (drafts,) = guess(drafter, row(uid, tokens, count))
+            assert len(drafts) <= count
+            assert all(0 <= token < VOCAB for token in drafts)
+
+
+def test_rows_are_answered_in_their_order_and_by_themselves(make_drafter: MakeDrafter) -> None:
+    prompts = [[*range(i, i + 8), 0, 49, *range(i, i + 4)] for i in (3, 14, 25, 36)]
+    alone = [guess(make_drafter(), row(uid, tokens))[0] for uid, tokens in enumerate(prompts)]
+    assert alone == [list(range(i + 4, i + 8)) for i in (3, 14, 25, 36)]
+    rows = [row(uid, tokens) for uid, tokens in enumerate(prompts)]
+    drafter = make_drafter()
+    assert guess(drafter, *reversed(rows)) == alone[::-1]
+    assert guess(drafter, *rows) == alone, "whoever comes first"
+    assert guess(drafter) == []
+
+
+def test_what_was_verified_counts_and_not_what_was_guessed(make_drafter: MakeDrafter) -> None:
+    drafter = make_drafter()
+    tokens = [*SENTENCE, 1, 2, *SENTENCE[:4]]
+    assert guess(drafter, row(5, tokens)) == [SENTENCE[4:8]]
+    # The model wanted something else behind the first draft, and went on from there as it did before.
+    tokens += [SENTENCE[4], 30, 31, 32, 33, 34, 40, 41, 30, 31]
+    assert guess(drafter, row(5, tokens)) == [[32, 33, 34, 40]]
+
+
+def test_the_tokens_of_a_request_are_not_changed(make_drafter: MakeDrafter) -> None:
+    drafter = make_drafter()
+    asked = row(0, [*SENTENCE, *SENTENCE[:3]])
+    before = asked.tokens.copy()
+    drafts = drafter.propose([asked])[0]
+    assert np.array_equal(asked.tokens, before)
+    if isinstance(drafts, np.ndarray):
+        assert not np.shares_memory(drafts, asked.tokens), "a guess is read after the tokens may have changed"
+
+
+def test_a_request_comes_back_in_another_slot(make_drafter: MakeDrafter) -> None:
+    drafter = make_drafter()
+    tokens = [*SENTENCE, 1, 2, *SENTENCE[:3]]
+    guess(drafter, row(7, tokens, slot=1), row(8, [9] * 20, slot=2))
+    assert guess(drafter, row(8, [9] * 21, slot=1), row(7, [*tokens, SENTENCE[3]], slot=2))[1] == SENTENCE[4:8]
+
+
+def test_a_finished_request_is_forgotten(make_drafter: MakeDrafter) -> None:
+    drafter = make_drafter()
+    drafter.finish(99, 1, np.array([1, 2], dtype=np.int32))  # never seen
+    for uid in range(20):
+        tokens = [*SENTENCE, uid, *SENTENCE[:4]]
+        assert guess(drafter, row(uid, tokens))[0]
+        drafter.finish(uid, len(tokens) - 4, np.array(tokens, dtype=np.int32))
+    kept = [value for value in vars(drafter).values() if isinstance(value, dict)]
+    assert not any(uid in each for each in kept for uid in range(20))
+
+
+def test_two_drafters_share_nothing(make_drafter: MakeDrafter) -> None:
+    one, other = make_drafter(), make_drafter()
+    one.finish(0, 1, np.array([1, *SENTENCE], dtype=np.int32))
+    guess(one, row(1, [*SENTENCE, *SENTENCE]))
+    assert guess(other, row(1, SENTENCE)) == guess(make_drafter(), row(1, SENTENCE))
