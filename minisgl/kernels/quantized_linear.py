@@ -298,40 +298,43 @@ def _chunk(
 def unpack_pairs(pairs, dtype: tl.constexpr):
     """Two numbers of 4 bits in each byte, minus 8: the low ones and the high ones, in ``dtype``."""
     if INTERPRETED or dtype != tl.bfloat16:
-        return ((pairs & 15).to(tl.float32) - 8.0).to(dtype), ((pairs >> 4).to(tl.float32) - 8.0).to(dtype)
-    # Four bytes at a time: 0x4300 is 128 in bfloat16, and its last bits count in ones, so 0x4300 + q is 128 + q. Then
-    # 136 is subtracted (0xC308 is -136). A conversion of each number would take six times as many instructions.
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high, one, minus;
-        and.b32 low, $4, 0x0F0F0F0F;
-        shr.u32 high, $4, 4;
-        and.b32 high, high, 0x0F0F0F0F;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 minus, 0xC308C308;
-        prmt.b32 $0, low, 0x43434343, 0x4140;
-        prmt.b32 $1, low, 0x43434343, 0x4342;
-        prmt.b32 $2, high, 0x43434343, 0x4140;
-        prmt.b32 $3, high, 0x43434343, 0x4342;
-        fma.rn.bf16x2 $0, $0, one, minus;
-        fma.rn.bf16x2 $1, $1, one, minus;
-        fma.rn.bf16x2 $2, $2, one, minus;
-        fma.rn.bf16x2 $3, $3, one, minus;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        [pairs],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+        low = ((pairs & 15).to(tl.float32) - 8.0).to(dtype)
+        high = ((pairs >> 4).to(tl.float32) - 8.0).to(dtype)
+    else:
+        # Four bytes at a time: 0x4300 is 128 in bfloat16, and its last bits count in ones, so 0x4300 + q is 128 + q.
+        # Then 136 is subtracted (0xC308 is -136). Converting each number would take six times as many instructions.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, one, minus;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 minus, 0xC308C308;
+            prmt.b32 $0, low, 0x43434343, 0x4140;
+            prmt.b32 $1, low, 0x43434343, 0x4342;
+            prmt.b32 $2, high, 0x43434343, 0x4140;
+            prmt.b32 $3, high, 0x43434343, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, minus;
+            fma.rn.bf16x2 $1, $1, one, minus;
+            fma.rn.bf16x2 $2, $2, one, minus;
+            fma.rn.bf16x2 $3, $3, one, minus;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
 
 
 @triton.jit
 def _add(numbers, shift):
     """Their sum, which is exact."""
     if INTERPRETED:  # which does not know how to add bfloat16
-        return (numbers.to(tl.float32) + shift.to(tl.float32)).to(numbers.dtype)
-    return numbers + shift
+        shift = shift.to(tl.float32)
+    return (numbers + shift).to(numbers.dtype)
 
 
 @triton.jit
