@@ -58,9 +58,10 @@ class BatchBuilder:
         """Lay the rows out as a `Batch`, with the page-table entries that changed since the last one."""
         slots = np.asarray(self.slots, dtype=np.int32)
         q_lens, kv_lens = np.asarray(self.q_lens, dtype=np.int32), np.asarray(self.kv_lens, dtype=np.int32)
-        sample_rows = np.repeat(np.arange(len(slots), dtype=np.int32), self.samples)
-        # How many more samples the row has behind this one.
-        following = np.cumsum(self.samples, dtype=np.int32)[sample_rows] - np.arange(len(sample_rows), dtype=np.int32)
+        samples = np.asarray(self.samples, dtype=np.int32)
+        sample_rows = np.repeat(np.arange(len(slots), dtype=np.int32), samples)
+        # How many samples the row has from this one on.
+        following = np.cumsum(samples, dtype=np.int32)[sample_rows] - np.arange(len(sample_rows), dtype=np.int32)
         page_index, page_value = page_table.take_changes()
         return build_batch(
             slots=slots,

@@ -19,7 +19,6 @@ from minisgl.scheduler.policy import MAX_BYPASS, Policies, SchedulerLoad
 from minisgl.scheduler.speculation import Speculation
 from minisgl.table import NO_TOKEN, RunningTable
 
-_NO_TOKENS: Int32Array = np.zeros(0, dtype=np.int32)
 LOOKAHEAD = 8  # waiting requests that do not fit and are passed over in one step to find one that does
 
 
@@ -149,7 +148,12 @@ class Scheduler:
     def _add_decodes(self, builder: BatchBuilder) -> None:
         slots = self._make_room(self._decoding())
         table = self.table
-        drafts = self._drafts(slots)
+        if self.speculation is None:
+            builder.add_decodes(slots.tolist(), table.kv_len[slots].tolist())
+            table.kv_len[slots] += 1
+            table.token_len[slots] += 1
+            return
+        drafts = self._drafts(slots, self.speculation)
         lens = np.array([len(draft) for draft in drafts], dtype=np.int32)
         plain, verifying = slots[lens == 0], np.flatnonzero(lens)
         builder.add_decodes(plain.tolist(), table.kv_len[plain].tolist())
@@ -167,11 +171,11 @@ class Scheduler:
             slots = self.speculation.ready(slots)
         return self._constraints.ready(slots)
 
-    def _drafts(self, slots: Int32Array) -> list[Int32Array]:
+    def _drafts(self, slots: Int32Array, speculation: Speculation) -> list[Int32Array]:
         """Drafts of each row, as many as its constraint allows and as fit into pages that nobody has to give up."""
-        if self.speculation is None or len(slots) == 0:
-            return [_NO_TOKENS] * len(slots)
-        drafts = self.speculation.draft(slots)
+        if len(slots) == 0:
+            return []
+        drafts = speculation.draft(slots)
         for i, slot in enumerate(slots.tolist()):
             if len(drafts[i]):
                 allowed = self._constraints.clip(slot, drafts[i])

@@ -148,7 +148,8 @@ def test_real_heads_in_bfloat16(backend: str, group: int, head_dim: int) -> None
 def replay(sequences: PagedSequences, graph: torch.cuda.CUDAGraph, buffers: Step, step: Step) -> Hashable:
     """Run ``step`` through a graph that was captured over ``buffers``; what the backend calls its work."""
     for name in DeviceBatch.__slots__:
-        getattr(buffers.inputs, name).copy_(getattr(step.inputs, name))
+        if isinstance(target := getattr(buffers.inputs, name), torch.Tensor):
+            target.copy_(getattr(step.inputs, name))
     for (given, _), (taken, _) in zip(step.layers, buffers.layers, strict=True):
         for source, target in zip(given, taken, strict=True):
             target.copy_(source)

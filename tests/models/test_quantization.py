@@ -18,9 +18,11 @@ from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import prepack_weights
 from minisgl.models.loader import load_model
+from minisgl.outputs import RequestOutput
 from tests.distributed.ranks import CPU, Position, on_ranks
 from tests.model_zoo import random_tokens, run_dense, tiny_checkpoint
 from tests.models.published import plain_checkpoint
+from tests.test_gpu import agreeing_until_a_tie
 from tests.tiny_text_model import text_checkpoint
 
 (PROMPT,) = random_tokens(9)
@@ -174,18 +176,13 @@ def test_a_gpu_replays_what_it_computes_eagerly(tmp_path: Path, scheme: str) -> 
     """Prefill of many tokens, decode steps of several rows, and of one: graphs, the decoder for single tokens."""
     path = text_checkpoint(tmp_path, **WIDE)
     tokens = [prompt.tolist() for prompt in random_tokens(70, 9, 33, seed=5)]
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
     options: dict[str, Any] = {"num_pages": 64, "max_seq_len": 128, "device": "cuda", "dtype": "bfloat16"}
-    answers = []
+    answers: list[list[RequestOutput]] = []
     plain: dict[str, Any] = {"enforce_eager": True, "fusions": ()}
     for how in (plain, {}):
         with LLM(path, quantization=scheme, **options, **how) as llm:
-            together = [output.token_ids for output in llm.generate(tokens, params)]
-            alone = [output.token_ids for output in llm.generate(tokens[:1], params)]
-            answers.append((together, alone))
-    (eager, eager_alone), (replayed, replayed_alone) = answers
-    # bfloat16 rounds differently in fused kernels, so one token may differ, and then all after it.
-    agreeing = [
-        ours[:4] == theirs[:4] for ours, theirs in zip(eager + eager_alone, replayed + replayed_alone, strict=True)
-    ]
-    assert sum(agreeing) >= 3
+            answers.append(llm.generate(tokens, params) + llm.generate(tokens[:1], params))
+    eager, replayed = answers
+    # bfloat16 rounds differently in fused kernels, so where two tokens are about equally likely, either may come.
+    assert agreeing_until_a_tie(replayed, eager) >= 12
