@@ -86,7 +86,8 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         torch.cuda.empty_cache()
         warn_if_occupied(torch.cuda.memory_allocated(device), total_memory(device))
     free_before = free_memory(device)
-    check_memory_balance(free_before, communicator, device)
+    if device.type == "cuda":  # ranks on a CPU share one memory
+        check_memory_balance(free_before, communicator, device)
 
     model = load_model(
         path,
@@ -134,18 +135,16 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
         graph_bytes += measure_prefill_memory(trial, tokens_to_capture(config, trial))
         graph_bytes += measure_verify_memory(config, trial)
-        del trial
         num_pages = pages_that_fit(
             config,
-            model,
+            trial,
             model_bytes=parameter_bytes(model),
             graph_bytes=graph_bytes + (STAGING_PAGES * bytes_per_page if config.page_store == "host" else 0),
             free_before=free_before,
-            max_seq_len=max_seq_len,
             page_bytes=bytes_per_page,
-            device=device,
             num_ranks=communicator.size,
         )
+        del trial
     num_pages = min(all_gather_int(num_pages, communicator, device))
     check_num_pages(num_pages, config.page_size, bytes_per_page, device)
 

@@ -1,9 +1,9 @@
 """Layers whose small operators are one function each, for torch.compile: the compiler's answer to our own kernels.
 
-Only pure functions on tensors are compiled. Matrix products, attention and collectives stay as they are, so no graph is
-broken by them, and all layers of a model share the compiled code. A function is compiled at its first call, for a second
-number of tokens once more with that number as a variable, and for a single token; the warm-up of each CUDA graph makes
-these calls before its capture. In half precision, the compiler does not round between two operators that it joins.
+Only pure functions on tensors are compiled. Matrix products, attention and collectives stay as they are, so they break
+no graph, and all layers of a model share the compiled code. A function is compiled at its first call, for any number
+of tokens at the second number, and for a single token; the warm-up of each CUDA graph makes these calls before its
+capture. In half precision, the compiler does not round between two operators that it joins.
 """
 
 from __future__ import annotations

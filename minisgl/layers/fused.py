@@ -76,7 +76,7 @@ class FusedAttention(Attention):
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         context = get_forward_context()
         inputs, backend, spec = context.inputs, context.attention, self.spec
-        if not isinstance(backend, PagedAttentionBackend):  # no KV cache yet: the profile of peak memory
+        if not isinstance(backend, PagedAttentionBackend):  # without a KV cache there is nowhere to store
             return super().forward(x, self.rotary(inputs.positions, x.dtype))
         q = rotate_and_store(
             self.qkv_proj(x),
