@@ -76,10 +76,12 @@ class EngineConfig:
             ``"static"`` (no new request before all running ones are finished).
         admission_policy: when a request may start: ``"optimistic"`` (its tokens fit now; running requests may be
             preempted later) or ``"reserve"`` (all running requests fit to their end).
-        sampler: ``"default"`` (plain PyTorch) or ``"triton"`` (one fused kernel); ``"auto"`` is ``"triton"`` on CUDA.
+        sampler: ``"default"`` (plain PyTorch), ``"triton"`` (one fused kernel) or ``"compile"`` (torch.compile);
+            ``"auto"`` is ``"compile"`` if ``fusions`` has it, else ``"triton"`` on CUDA.
         fusions: fused kernels to use: ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store),
             ``activation`` (SiLU·mul), ``experts`` (grouped products; without them, CUDA graphs cannot hold a mixture of
-            experts) and ``single-token`` (a whole decode step with one token). None is all on CUDA and none on the CPU.
+            experts) and ``single-token`` (a whole decode step with one token). None is all of these on CUDA and none
+            on the CPU. ``compile`` lets torch.compile fuse the norms, rotations and activations that the others leave.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger steps run eagerly. None
             is ``max_running_requests``, up to 512.

@@ -252,3 +252,30 @@ def test_default_memory_fits_the_card(tmp_path: Path, formula: str) -> None:
     longest = llm.max_seq_len - 4
     outputs = llm.generate([[i % 200] * longest for i in range(16)], SamplingParams(max_tokens=4, ignore_eos=True))
     assert [output.finish_reason for output in outputs] == ["length"] * 16
+
+
+@pytest.mark.parametrize(("formula", "ratio"), [("free", 0.9), ("free", 0.995), ("peak", 0.9)])
+def test_the_worst_steps_stay_within_what_the_formula_promised(tmp_path: Path, formula: str, ratio: float) -> None:
+    """256 rows at once, a wide vocabulary, and the costliest sampling. Formula A promises that all that was free
+    suffices, even where its ratio leaves less than a step needs; formula B that its share of the card does."""
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM", vocab_size=150_000)
+    llm = LLM(path, device="cuda", memory_formula=formula, memory_ratio=ratio)
+    params = SamplingParams(
+        max_tokens=4,
+        ignore_eos=True,
+        temperature=1.0,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        logprobs=20,
+    )
+    torch.cuda.reset_peak_memory_stats()
+    outputs = llm.generate([[i % 200] * 100 for i in range(300)], params)
+    assert [output.finish_reason for output in outputs] == ["length"] * 300
+    free, total = torch.cuda.mem_get_info()
+    peak = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()  # of all processes
+    promised = ratio * total if formula == "peak" else total
+    assert peak <= promised
+    pages = llm.engine.num_pages * llm.engine.page_bytes
+    print(f"{formula} {ratio}: pages {pages / 1e9:.2f} GB, peak {peak / 1e9:.2f}, promised {promised / 1e9:.2f} GB")
+    assert peak > 0.8 * promised, "a promise that is easy to keep"

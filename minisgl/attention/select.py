@@ -1,10 +1,11 @@
-"""Select the attention backend: by name, or the fastest for the device."""
+"""Select the attention backend: by name, or by the GPU's architecture and what was measured on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -62,19 +63,50 @@ ATTENTION_BACKENDS: Registry[AttentionFactory] = {
 }
 
 
-def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
-    """Name the backend that was fastest on an H200 of those that can attend over ``kv_cache``, and say why.
+class Architecture(NamedTuple):
+    """What ``"auto"`` stands for on GPUs from a compute capability on."""
 
-    Never FlashInfer with FlashAttention 3: it gains under 1 % on a mixed workload and compiles for a minute.
+    name: str
+    capability: tuple[int, int]
+    backend: str
+    measured_on: str | None  # a card for which `benchmarks/results/attention.json` compares the backends
+    reason: str
+
+
+_FITS = "its largest tile fits the {} of shared memory there; tiles and thresholds are those measured on an H200"
+ARCHITECTURES = (
+    Architecture("before Ampere", (0, 0), "torch", None, "Triton compiles for compute capability 8.0 and later"),
+    Architecture("Ampere", (8, 0), "cascade", None, _FITS.format("99 kB or more")),
+    Architecture("Ada", (8, 9), "cascade", None, _FITS.format("99 kB")),
+    Architecture(
+        "Hopper",
+        (9, 0),
+        "cascade",
+        "H200",
+        "it decodes fastest, reads shared prefixes once, and has nothing to compile for long",
+    ),
+    Architecture("Blackwell", (10, 0), "cascade", None, _FITS.format("227 kB")),
+    Architecture("Blackwell, consumer", (12, 0), "cascade", None, _FITS.format("99 kB")),
+)
+"""In the order of their capabilities. A card that is not listed counts as the one before it."""
+
+
+def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
+    """Name the backend that was fastest, or must do unmeasured, of those that can attend over ``kv_cache``; say why.
+
+    Never FlashInfer: with FlashAttention 3 it gained under 1 % on a mixed workload and compiled for a minute.
     """
-    if kv_cache.k.device.type == "cpu":
+    device = kv_cache.k.device
+    if device.type == "cpu":
         return "torch", "it is the fastest on a CPU"
     if find_spec("triton") is None:
         return "torch", "the faster backends need Triton, which is not installed"
     if kv_cache.dtype not in TRITON_DTYPES:
         name = str(kv_cache.dtype).removeprefix("torch.")
         return "torch", f"it is the only one that computes in {name}"
-    return "cascade", "it decodes fastest, reads shared prefixes once, and has nothing to compile for long"
+    capability = torch.cuda.get_device_capability(device)
+    found = next(each for each in reversed(ARCHITECTURES) if each.capability <= capability)
+    return found.backend, found.reason
 
 
 def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice:

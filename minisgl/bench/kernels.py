@@ -35,7 +35,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import RopeSettings, Rotary, rotate
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, Decoder
-from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers
+from minisgl.models.fusions import LAYER_FUSIONS, compile_layers, fuse_layers
 from minisgl.models.loader import load_model
 
 _VOCAB = 151_936
@@ -246,14 +246,19 @@ class StoreOnly(PagedAttention):
 def _layer_table(name: str, config: ModelConfig, tokens: int, repeat: int) -> Table:
     """Time and launches of one layer in a decode step of ``tokens`` rows: plain, with each fusion, and compiled.
 
+    The last two lines are ``fusions=("compile",)``, and a stack that is compiled as a whole.
+
     A layer is the difference between a stack and one of half its height, divided by the layers between them.
     """
     table = Table(f"one layer of {name} but for attention, {tokens} tokens", ["", "µs", "launches"])
     choices: list[tuple[str, tuple[str, ...]]] = [("plain", ()), *((f"only {name}", (name,)) for name in _FUSIONS)]
-    for choice, fusions in [*choices, ("all fused", _FUSIONS), ("torch.compile", ())]:
+    choices += [("all fused", _FUSIONS), ("small layers compiled", ("compile",)), ("torch.compile", ())]
+    for choice, fusions in choices:
         model = load_model("", config, config.dtype, _DEVICE, "dummy")
         assert isinstance(model, CausalLM)
         fuse_layers(model, fusions)
+        if "compile" in fusions:
+            compile_layers(model)
         compiled = choice == "torch.compile"
         whole, half = (_layers_call(model.model, config, tokens, compiled, n) for n in (_LAYERS, _LAYERS // 2))
         times = [min(gpu.microseconds([call]) for _ in range(repeat)) for call in (whole, half)]

@@ -24,6 +24,7 @@ _NAMES = {
     "players": "Snapshots live player",
     "prefix": "hash_chain prefix_groups radix_tree",
     "processes": "Message ProcessState message_player message_sequence process_tree",
+    "ranks": "FreeMemory compare_free_memory",
     "slices": "SlicedMatrix decoder_slices weight_slices",
     "svg": "Picture",
     "tables": "RESULTS Markdown Measured has_cuda kept measured table",

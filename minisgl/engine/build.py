@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from minisgl.layers.quantization import check_device
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide_kv_heads
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import prepack_weights
-from minisgl.models.fusions import fuse_layers, select_fusions
+from minisgl.models.fusions import compile_layers, fuse_layers, select_fusions
 from minisgl.models.loader import load_model
 from minisgl.registry import resolve
 
@@ -71,21 +72,22 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
 
 
 def _build(config: EngineConfig, path: Path, communicator: Communicator, device: torch.device) -> Engine:
-    config = replace(config, device=str(device), sampler=select_sampler(config.sampler, device))
+    fusions = select_fusions(config.fusions, device)
+    config = replace(config, device=str(device), sampler=select_sampler(config.sampler, device, fusions))
     model_config = ModelConfig.from_dir(path, config.architecture)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
     max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
     sampler = resolve("sampler", config.sampler, SAMPLERS)()
     make_attention = select_backend(config.prefill_attention, config.decode_attention)
-    fusions = select_fusions(config.fusions, device)
 
     if device.type == "cuda":  # free closed engines in reference cycles, and PyTorch's cache
         gc.collect()
         torch.cuda.empty_cache()
         warn_if_occupied(torch.cuda.memory_allocated(device), total_memory(device))
     free_before = free_memory(device)
-    check_memory_balance(free_before, communicator, device)
+    if device.type == "cuda":  # ranks on a CPU share one memory
+        check_memory_balance(free_before, communicator, device)
 
     model = load_model(
         path,
@@ -100,6 +102,8 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cpu":
         prepack_weights(model)
     fuse_layers(model, fusions)
+    if "compile" in fusions:
+        compile_layers(model)
     if config.nvtx:
         add_layer_ranges(model)
     kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
@@ -131,18 +135,16 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
         graph_bytes += measure_prefill_memory(trial, tokens_to_capture(config, trial))
         graph_bytes += measure_verify_memory(config, trial)
-        del trial
         num_pages = pages_that_fit(
             config,
-            model,
+            trial,
             model_bytes=parameter_bytes(model),
             graph_bytes=graph_bytes + (STAGING_PAGES * bytes_per_page if config.page_store == "host" else 0),
             free_before=free_before,
-            max_seq_len=max_seq_len,
             page_bytes=bytes_per_page,
-            device=device,
             num_ranks=communicator.size,
         )
+        del trial
     num_pages = min(all_gather_int(num_pages, communicator, device))
     check_num_pages(num_pages, config.page_size, bytes_per_page, device)
 
@@ -226,8 +228,10 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     return torch.float8_e4m3fn
 
 
-def select_sampler(name: str, device: torch.device) -> str:
-    """Registered name of the sampler called ``name``; ``"auto"`` is the fastest on ``device``."""
+def select_sampler(name: str, device: torch.device, fusions: Collection[str] = ()) -> str:
+    """Registered name of the sampler called ``name``; ``"auto"`` is compiled as layers are, or the fastest here."""
     if name != "auto":
         return name
+    if "compile" in fusions:
+        return "compile"
     return "triton" if device.type == "cuda" and has_triton() else "default"

@@ -11,10 +11,8 @@ import numpy as np
 import psutil
 import torch
 
-from minisgl.attention.torch_backend import DenseAttention
-from minisgl.batch import Batch, NewRequest, batch_arrays, build_batch, device_batch, to_device
+from minisgl.batch import Batch, NewRequest, build_batch
 from minisgl.config import EngineConfig
-from minisgl.context import ForwardContext, forward_context
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampling import SamplingTable
 from minisgl.errors import ConfigError
@@ -35,34 +33,39 @@ _LARGEST_IMBALANCE = 2 << 30
 
 def pages_that_fit(
     config: EngineConfig,
-    model: torch.nn.Module,
+    trial: ModelRunner,
     *,
     model_bytes: int,
     graph_bytes: int,
     free_before: int,
-    max_seq_len: int,
     page_bytes: int,
-    device: torch.device,
     num_ranks: int = 1,
 ) -> int:
     """Number of pages for ``config.memory_ratio`` and ``config.memory_formula`` (`minisgl.kvcache.sizing`).
 
-    ``graph_bytes`` will be allocated by CUDA graphs; ``free_before`` were free before the model was loaded (formula A).
-    On a CPU, ``num_ranks`` engines share the memory.
+    ``trial`` computes steps over a KV cache of one page; ``graph_bytes`` will be allocated by CUDA graphs;
+    ``free_before`` were free before the model was loaded (formula A). On a CPU, ``num_ranks`` engines share the memory.
     """
+    device = trial.device
     sharing = num_ranks if device.type == "cpu" else 1
     ratio = config.memory_ratio or _DEFAULT_MEMORY_RATIO[device.type]
     if config.memory_formula == "peak":
-        memory = profile_peak_memory(config, model, max_seq_len, device)
+        memory = measure_worst_steps(trial, config.max_prefill_tokens)
         total = total_memory(device) // sharing
         used = total - free_memory(device) // sharing + graph_bytes
         pages = pages_from_peak(total, used, memory.peak, memory.current, ratio, page_bytes)
     else:
-        pages = pages_from_free_memory(free_before // sharing, model_bytes + graph_bytes, ratio, page_bytes)
+        free = free_before // sharing
+        taken = model_bytes + graph_bytes
+        if device.type == "cuda":  # the share that is left out must hold a step; on a small card it may not
+            memory = measure_worst_steps(trial, config.max_prefill_tokens)
+            taken += max(0, memory.peak - memory.current - (free - int(free * ratio)))
+        pages = pages_from_free_memory(free, taken, ratio, page_bytes)
     pages = min(pages, INT32_MAX // config.page_size - 1)
     if device.type == "cuda":
         return pages
     # What exceeds all slots at full length serves the prefix cache only; leave main memory to others then.
+    max_seq_len = trial.state.tokens.shape[1]
     return min(pages, config.max_running_requests * -(-max_seq_len // config.page_size))
 
 
@@ -96,7 +99,7 @@ def longest_sequence(config: EngineConfig, model_limit: int) -> int:
 
 @dataclass(slots=True)
 class MemoryPeak:
-    """Bytes that this process had allocated on a device: at the worst moment of a block, and after it."""
+    """Bytes that this process held on a device: at the worst moment of a block, and after it."""
 
     peak: int = 0
     current: int = 0
@@ -106,16 +109,18 @@ class MemoryPeak:
 def measure_peak_memory(device: torch.device) -> Iterator[MemoryPeak]:
     """Fill in the yielded `MemoryPeak` when the block ends.
 
-    On CUDA the allocator knows the peak; on the CPU we sample the resident size every 5 ms, and may miss a short one.
+    On CUDA the allocator knows the peak of what it has reserved, gaps between tensors and all; on the CPU we sample the
+    resident size every 5 ms, and may miss a short peak.
     """
     result = MemoryPeak()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         yield result
         torch.cuda.synchronize(device)
-        result.peak = torch.cuda.max_memory_allocated(device)
+        result.peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.empty_cache()
-        result.current = torch.cuda.memory_allocated(device)
+        result.current = torch.cuda.memory_reserved(device)
         return
     process = psutil.Process()
     done = threading.Event()
@@ -141,36 +146,17 @@ def largest_prefill(max_tokens: int, max_rows: int, max_seq_len: int) -> list[in
     return [min(max_seq_len, total - begin) for begin in range(0, total, max_seq_len)]
 
 
-def profile_peak_memory(
-    config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device
-) -> MemoryPeak:
-    """Measure the largest legal prefill. There is no KV cache yet: each row attends to the step's own tokens."""
-    with measure_peak_memory(device) as memory:
-        _run_largest_prefill(config, model, max_seq_len, device)
+def measure_worst_steps(runner: ModelRunner, max_prefill_tokens: int) -> MemoryPeak:
+    """Run the steps that need the most memory, with the engine's own attention and sampler, and measure their peak.
+
+    They are the prefill with the most tokens, and the one with the most rows, each of which wants the costliest
+    sampling. All of them read and write the dummy slot and page.
+    """
+    tokens, rows, *_ = _prefill_steps(runner, max_prefill_tokens)
+    with measure_peak_memory(runner.device) as memory:
+        for batch in (tokens, rows):
+            run_dummy_step(runner, batch, _SAMPLING_KINDS[-1])
     return memory
-
-
-@torch.inference_mode()
-def _run_largest_prefill(config: EngineConfig, model: torch.nn.Module, max_seq_len: int, device: torch.device) -> None:
-    q_lens = largest_prefill(config.max_prefill_tokens, config.max_running_requests, max_seq_len)
-    rows = len(q_lens)
-    batch = build_batch(
-        slots=np.arange(rows, dtype=np.int32),
-        q_lens=np.array(q_lens, dtype=np.int32),
-        kv_lens=np.zeros(rows, dtype=np.int32),
-        page_table=np.zeros((rows, max(q_lens)), dtype=np.int32),
-        page_size=1,
-        sample_rows=np.arange(rows, dtype=np.int32),
-        output_index=np.zeros(rows, dtype=np.int32),
-        num_decode=0,
-    )
-    staged = to_device(batch_arrays(batch), device)
-    no_pages = torch.zeros((rows, 1), dtype=torch.int32, device=device)
-    inputs = device_batch(staged, torch.zeros_like(staged["positions"]), no_pages)
-    attention = DenseAttention()
-    attention.plan(batch, inputs)
-    with forward_context(ForwardContext(inputs, attention)):
-        model(inputs)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -186,11 +172,9 @@ def all_gather_int(value: int, communicator: Communicator, device: torch.device)
 def check_memory_balance(free: int, communicator: Communicator, device: torch.device) -> None:
     """Raise `ConfigError` on all ranks if two devices' ``free`` bytes differ by more than 2 GiB, and name the two.
 
-    The fullest device would decide for all. Ranks on a CPU share one memory, and always agree.
+    The fullest device would decide for all.
     """
-    if device.type != "cuda":
-        return
-    # The least and the most would do for the check; the error has to name the ranks as well.
+    # One all-reduce of the least and the most would do for the check; the error has to name the ranks as well.
     by_rank = all_gather_int(free, communicator, device)
     least, most = min(by_rank), max(by_rank)
     if most - least > _LARGEST_IMBALANCE:
@@ -203,23 +187,29 @@ def check_memory_balance(free: int, communicator: Communicator, device: torch.de
 
 # -- warm-up -----------------------------------------------------------------------------------------------------------
 
-# Ways to sample that have kernels of their own.
+# Ways to sample that have kernels of their own. The last one needs the most memory: it sorts the vocabulary.
 _SAMPLING_KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20),
 )
 
 
-@torch.inference_mode()
 def warm_up_kernels(runner: ModelRunner, max_prefill_tokens: int) -> None:
     """Run prefill steps on the dummy slot and page, from the largest legal one down, and sample in every way."""
-    table = SamplingTable(1)
     for batch in _prefill_steps(runner, max_prefill_tokens):
         for params in _SAMPLING_KINDS:
-            table.admit(NewRequest(0, np.zeros(1, dtype=np.int32), 1, params, (), seed=0))
-            first = np.zeros(batch.num_rows, dtype=np.int32)
-            runner.run(batch, table.rows(first, first))
+            run_dummy_step(runner, batch, params)
+
+
+@torch.inference_mode()
+def run_dummy_step(runner: ModelRunner, batch: Batch, params: SamplingParams) -> None:
+    """Compute ``batch``, which has no request in it, and sample all of its rows with ``params``."""
+    table = SamplingTable(1)
+    table.admit(NewRequest(0, np.zeros(1, dtype=np.int32), 1, params, (), seed=0))
+    first = np.zeros(batch.num_rows, dtype=np.int32)
+    runner.run(batch, table.rows(first, first))
 
 
 def _prefill_steps(runner: ModelRunner, max_prefill_tokens: int) -> Iterator[Batch]:

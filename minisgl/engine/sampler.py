@@ -132,7 +132,35 @@ class FusedSampler(DefaultSampler):
         return SampledTokens(tokens, logprobs)
 
 
-SAMPLERS: Registry[Callable[[], Sampler]] = {"default": DefaultSampler, "triton": FusedSampler}
+class CompiledSampler(DefaultSampler):
+    """The default sampler with temperature and draw as one function of torch.compile; other stages run as they are."""
+
+    def __init__(self) -> None:
+        self._race = torch.compile(race)
+
+    def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
+        if inputs.random is None or inputs.top is not None or inputs.min_p is not None:
+            return super().sample(logits, inputs, history)
+        adjusted = self._adjust(logits, inputs, history) if inputs.adjusts_logits else logits
+        tokens = self._race(adjusted, *inputs.random)
+        logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens, inputs.logprobs)
+        return SampledTokens(tokens.int(), logprobs)
+
+
+def race(
+    logits: torch.Tensor, temperature: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor
+) -> torch.Tensor:
+    """Draw from [S, vocab] logits with temperatures alone; rows of temperature 0 take their likeliest token. [S]."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    weights = softmax_weights(wide, temperature.masked_fill(temperature == 0, 1.0))
+    return torch.where(temperature == 0, wide.argmax(-1), draw(weights, key_low, key_high))
+
+
+SAMPLERS: Registry[Callable[[], Sampler]] = {
+    "default": DefaultSampler,
+    "triton": FusedSampler,
+    "compile": CompiledSampler,
+}
 
 
 class Logprobs(NamedTuple, Generic[A]):

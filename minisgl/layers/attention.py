@@ -44,11 +44,15 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x).view(len(x), -1, spec.head_dim)
         # Queries and keys lie side by side, so they are normalised and rotated together.
         first_v = spec.num_heads + spec.num_kv_heads
-        qk, v = rotate(self.normalize(qkv[:, :first_v]), rotation), qkv[:, first_v:]
+        qk, v = self.normalize_and_rotate(qkv[:, :first_v], rotation), qkv[:, first_v:]
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
         attended = get_forward_context().attention.forward(q, k, v, spec)
         out: torch.Tensor = self.o_proj(attended.flatten(1))
         return out
+
+    def normalize_and_rotate(self, qk: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Normalise, where the model does, and rotate [T, num_heads + num_kv_heads, head_dim]."""
+        return rotate(self.normalize(qk), rotation)
 
     def normalize(self, qk: torch.Tensor) -> torch.Tensor:
         """Apply QK-norm, if the model has it, to [T, num_heads + num_kv_heads, head_dim]."""

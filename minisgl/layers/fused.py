@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from minisgl.context import PagedAttentionBackend, get_forward_context
 from minisgl.kernels.experts import fused_experts
@@ -13,14 +12,14 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.mlp import Experts, GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary, Rotation
-from minisgl.layers.sharding import Communicator
+from minisgl.layers.sharding import Communicator, take_over
 
 
 class FusedRMSNorm(RMSNorm):
     """Residual addition and norm as one kernel."""
 
     def __init__(self, norm: RMSNorm) -> None:
-        _take_over(self, norm)
+        take_over(self, norm)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return add_and_norm(x, residual, self.weight, self.eps)
@@ -34,7 +33,7 @@ class FusedAllReduceRMSNorm(RMSNorm):
     """
 
     def __init__(self, norm: RMSNorm, communicator: Communicator) -> None:
-        _take_over(self, norm)
+        take_over(self, norm)
         self._communicator = communicator
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +47,7 @@ class FusedGatedMLP(GatedMLP):
     """The MLP with SiLU and product as one kernel."""
 
     def __init__(self, mlp: GatedMLP) -> None:
-        _take_over(self, mlp)
+        take_over(self, mlp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
@@ -61,7 +60,7 @@ class FusedExperts(Experts):
     capturable = True
 
     def __init__(self, experts: Experts) -> None:
-        _take_over(self, experts)
+        take_over(self, experts)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return fused_experts(x, self.gate_up_proj, self.down_proj, experts, weights)
@@ -71,13 +70,13 @@ class FusedAttention(Attention):
     """QK-norm, rotary embedding and KV store as one kernel that reads the rotary table itself, then attention."""
 
     def __init__(self, attention: Attention, rotary: Rotary) -> None:
-        _take_over(self, attention)
+        take_over(self, attention)
         self.rotary = rotary
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         context = get_forward_context()
         inputs, backend, spec = context.inputs, context.attention, self.spec
-        if not isinstance(backend, PagedAttentionBackend):  # no KV cache yet: the profile of peak memory
+        if not isinstance(backend, PagedAttentionBackend):  # without a KV cache there is nowhere to store
             return super().forward(x, self.rotary(inputs.positions, x.dtype))
         q = rotate_and_store(
             self.qkv_proj(x),
@@ -98,16 +97,9 @@ class NoRotary(Rotary):
     """The rotary module of a decoder whose attention layers all read the table themselves: it computes nothing."""
 
     def __init__(self, rotary: Rotary) -> None:
-        _take_over(self, rotary)
+        take_over(self, rotary)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """Return an empty rotation. A layer that uses it fails, because no head has width 0."""
         nothing = torch.empty((0, 1, 0), dtype=dtype, device=positions.device)
         return Rotation(nothing, nothing)
-
-
-def _take_over(fused: nn.Module, plain: nn.Module) -> None:
-    """Share all parameters, submodules and settings of ``plain``. Stands in for the parent's constructor, which would
-    allocate new ones."""
-    state = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(plain).items()}
-    vars(fused).update(state)

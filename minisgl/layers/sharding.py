@@ -124,6 +124,13 @@ def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
+def take_over(replacement: nn.Module, plain: nn.Module) -> None:
+    """Share all parameters, submodules and settings of ``plain``. Stands in for the parent's constructor, which would
+    allocate new ones."""
+    state = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(plain).items()}
+    vars(replacement).update(state)
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
     """The part of a checkpoint tensor that a rank reads: a shard of one dimension, and all of the others."""

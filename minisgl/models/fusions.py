@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
@@ -20,7 +22,8 @@ from minisgl.models.decoder import Decoder, DecoderLayer
 LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
 """Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU × up; experts as grouped matrix products."""
 FUSIONS = (*LAYER_FUSIONS, "single-token")
-"""Also: a whole decoder for decode steps with one token."""
+"""Also: a whole decoder for decode steps with one token. All of these by default on CUDA."""
+_NAMES = (*FUSIONS, "compile")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,15 +31,18 @@ M = TypeVar("M", bound=nn.Module)
 def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple[str, ...]:
     """Check ``names`` and return each once. None stands for all of `FUSIONS` with CUDA and Triton, else for none.
 
-    Raises `ConfigError` for an unknown name, or if Triton is missing.
+    Raises `ConfigError` for an unknown name, or if Triton or, for torch.compile on a CPU, a C++ compiler is missing.
     """
     if names is None:
         return FUSIONS if device.type == "cuda" and has_triton() else ()
     chosen = tuple(dict.fromkeys(names))
     for name in chosen:
-        if name not in FUSIONS:
-            raise ConfigError(f"fusions: unknown name {name!r}; choose from {', '.join(FUSIONS)}")
-    if chosen and not has_triton():
+        if name not in _NAMES:
+            raise ConfigError(f"fusions: unknown name {name!r}; choose from {', '.join(_NAMES)}")
+    compiler = os.environ.get("CXX", "g++")
+    if "compile" in chosen and device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(f"fusions: 'compile' needs a C++ compiler and there is no {compiler}; install it, or set CXX")
+    if (device.type == "cuda" or set(chosen) - {"compile"}) and chosen and not has_triton():
         raise ConfigError("fusions: Triton is not installed; install it (pip install triton) or use fusions=()")
     return chosen
 
@@ -44,11 +50,12 @@ def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple
 def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> None:
     """Replace plain layers of ``model``, but not their subclasses, in place; parameters stay the same tensors.
 
-    ``"single-token"`` replaces no layer. Raises `ConfigError` for an unknown name, or a device that has no kernels.
+    ``"single-token"`` and ``"compile"`` replace no layer here. Raises `ConfigError` for an unknown name, or a device
+    that has no kernels.
     """
     for name in fusions:
-        if name not in FUSIONS:
-            raise ConfigError(f"fusions: no fusion is called {name!r}; choose from {', '.join(FUSIONS)}")
+        if name not in _NAMES:
+            raise ConfigError(f"fusions: no fusion is called {name!r}; choose from {', '.join(_NAMES)}")
     if not set(fusions) & set(LAYER_FUSIONS):
         return
     # Imported here because these need Triton, which not every machine has.
@@ -68,6 +75,18 @@ def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> N
         _replace(model, GatedMLP, FusedGatedMLP)
     if "experts" in fusions:
         _replace(model, Experts, FusedExperts)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Replace the layers of ``model`` that are still plain by those that torch.compile compiles, in place.
+
+    Call it after `fuse_layers`, whose kernels stay.
+    """
+    from minisgl.layers.compiled import CompiledAttention, CompiledGatedMLP, CompiledRMSNorm
+
+    _replace(model, RMSNorm, CompiledRMSNorm)
+    _replace(model, GatedMLP, CompiledGatedMLP)
+    _replace(model, Attention, CompiledAttention)
 
 
 def _fuse_rope(decoder: Decoder) -> None:

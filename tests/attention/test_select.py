@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from minisgl.attention.select import attention_choice, auto_backend, select_backend
+from minisgl.attention.select import ARCHITECTURES, attention_choice, auto_backend, select_backend
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.book import RESULTS
 from minisgl.config import EngineConfig
 from minisgl.kvcache.pool import KVCache
 from tests.steps import CPU
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:
@@ -37,6 +44,34 @@ def test_auto_says_what_it_chose_and_why(
     found, because = auto_backend(cache_on(device, dtype))
     assert found == name
     assert reason in because
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture", "name"),
+    [
+        ((7, 5), "before Ampere", "torch"),
+        ((8, 0), "Ampere", "cascade"),
+        ((8, 6), "Ampere", "cascade"),
+        ((8, 9), "Ada", "cascade"),
+        ((9, 0), "Hopper", "cascade"),
+        ((10, 3), "Blackwell", "cascade"),
+        ((12, 0), "Blackwell, consumer", "cascade"),
+        ((15, 0), "Blackwell, consumer", "cascade"),
+    ],
+)
+def test_auto_looks_at_the_architecture_and_says_whether_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], architecture: str, name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    [row] = [each for each in ARCHITECTURES if each.name == architecture]
+    assert auto_backend(cache_on("cuda")) == (name, row.reason)
+    assert name == row.backend
+    assert ("measured on an H200" in row.reason) == (name == "cascade" and row.measured_on is None)
+
+
+def test_a_measured_architecture_has_a_result_file() -> None:
+    card = json.loads((RESULTS / "attention.json").read_text())["hardware"]["gpu"]
+    assert [each.name for each in ARCHITECTURES if each.measured_on and each.measured_on in card] == ["Hopper"]
 
 
 def test_auto_on_a_cpu_is_torch() -> None:

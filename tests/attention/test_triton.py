@@ -262,6 +262,10 @@ MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK
 
 
 def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
+    return compiled(kernel, 90, num_warps, num_stages, cache, **constants).asm
+
+
+def compiled(kernel, architecture, num_warps, num_stages, cache="*bf16", **constants):
     constants = {name: value for name, value in (MODEL | constants).items() if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
@@ -282,10 +286,11 @@ def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, indices, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
+"""
 
-ALONE = {"SHARED": False, "shared_lens_ptr": None}
+HOPPER = """ALONE = {"SHARED": False, "shared_lens_ptr": None}
 ALONE |= {"prefix_parts_ptr": None, "prefix_out_ptr": None, "prefix_lse_ptr": None}
 for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {"SHARED": True})):
     options = {"WINDOW": window, "USE_PDL": early, **shared}
@@ -310,7 +315,17 @@ for built in (
 """
 
 
-def test_all_kernels_compile_for_hopper() -> None:
+FIT = """
+for architecture, limit in ((89, 99), (100, 227), (120, 99)):
+    shared = compiled(prefill_kernel, architecture, 8, 3, BLOCK_M=128, BLOCK_N=128, WINDOW=0).metadata.shared
+    assert 64 < shared / 1024 <= limit, (architecture, shared)
+"""
+
+
+@pytest.mark.parametrize("checks", [HOPPER, FIT], ids=["all kernels for Hopper", "the largest tile for others"])
+def test_kernels_compile_without_a_gpu(checks: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILE + checks], env=environment, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]

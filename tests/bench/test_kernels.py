@@ -50,6 +50,7 @@ def test_every_kernel_and_every_choice_of_fusions_is_measured() -> None:
         launched = {str(row[0]): float(row[2]) for row in layer.rows}
         assert launched["plain"] - launched["all fused"] >= 10
         assert all(launched["plain"] > launched[f"only {name}"] for name in ("norm", "rope", "activation"))
+        assert launched["plain"] > launched["small layers compiled"] > launched["all fused"]
 
 
 @pytest.mark.gpu

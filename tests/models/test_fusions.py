@@ -80,7 +80,6 @@ def test_parameters_stay_the_same_tensors_under_the_same_names(tmp_path: Path) -
 
 
 def test_without_a_kv_cache_the_fused_model_still_runs(tmp_path: Path) -> None:
-    """As in the memory warm-up, before there is a KV cache."""
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     model, _ = load(path)
     [tokens] = random_tokens(11)
