@@ -42,6 +42,7 @@ _MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     ),
+    "SmolLM3ForCausalLM": ("smollm3", {"no_rope_layers": [1, 0]}),
     "Olmo2ForCausalLM": ("olmo2", {}),
 }
 
@@ -118,6 +119,19 @@ ARCHITECTURES = [
         "qwen3-moe-sparse-step",
         "Qwen3MoeForCausalLM",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
+    ),
+    Variant("smollm3", "SmolLM3ForCausalLM"),
+    Variant(
+        "smollm3-window",
+        "SmolLM3ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
     ),
     *ROPE_VARIANTS,
 ]

@@ -130,7 +130,8 @@ def decoder_slices(config: ModelConfig, ranks: int) -> list[SlicedMatrix]:
     """
     found: list[SlicedMatrix] = []
     moe = config.moe and replace(config.moe, layers=config.moe.layers[:1])
-    shallow = replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1], moe=moe)
+    first = {"sliding_windows": config.sliding_windows[:1], "layer_ropes": config.layer_ropes[:1]}
+    shallow = replace(config, num_layers=1, moe=moe, **first)
     build: Any = resolve("architecture", config.architecture, MODELS)
     with torch.device("meta"):
         targets = [checkpoint_targets(build(shallow, SimpleNamespace(rank=rank, size=ranks))) for rank in range(ranks)]

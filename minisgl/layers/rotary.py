@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from minisgl.registry import Registry, resolve
@@ -20,6 +21,28 @@ class RopeSettings:
     rope_type: str = "default"  # a name in `ROPE_TYPES`, or "module:function"
     theta: float = 10000.0  # base of the geometric sequence of wavelengths
     scaling: Mapping[str, Any] = field(default_factory=dict)  # the type's other settings: factor, beta_fast …
+    rotated: float = 1.0  # part of a head's elements that are rotated; those behind them stay as they are
+    interleaved: bool = False  # checkpoints have the two elements of a pair side by side, not half of them apart
+
+    def head_order(self, head_dim: int) -> list[int] | None:
+        """The checkpoint's place of each element of a head that `rotate` works on; None if it is the same.
+
+        `rotate` pairs elements half a head apart. A dot product doesn't care about the order of its terms, so we give
+        queries and keys of all models that order, when their weights are loaded, and have one rotation for all.
+        """
+        width = int(head_dim * self.rotated)
+        rest = range(width, head_dim)
+        pairs = (range(0, width, 2), range(1, width, 2)) if self.interleaved else _halves(range(width))
+        order = [i for pair, still in zip(pairs, _halves(rest), strict=True) for i in (*pair, *still)]
+        return None if order == list(range(head_dim)) else order
+
+
+NO_POSITIONS = RopeSettings("none")
+"""Layers that do not see positions, but through the causal mask (NoPE, Kazemnejad et al. 2023)."""
+
+
+def _halves(elements: range) -> tuple[range, range]:
+    return elements[: len(elements) // 2], elements[len(elements) // 2 :]
 
 
 class Rotation(NamedTuple):
@@ -37,10 +60,13 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, max_positions: int, rope: RopeSettings) -> None:
         super().__init__()
+        width = int(head_dim * rope.rotated)
         with torch.device("cpu"):  # not on the meta device like the parameters: no checkpoint has this table
-            inv_freq, attention_factor = resolve("rope_type", rope.rope_type, ROPE_TYPES)(rope, head_dim)
+            inv_freq, attention_factor = resolve("rope_type", rope.rope_type, ROPE_TYPES)(rope, width)
             angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
-            table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+            cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+            still = (0, (head_dim - width) // 2)  # pairs that are rotated by an angle of zero
+            table = torch.cat([F.pad(cos, still, value=1.0), F.pad(sin, still)], dim=-1)
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
@@ -57,47 +83,52 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.addcmul(x * rotation.cos, swapped, rotation.sin)
 
 
-# A rope type maps (settings, head_dim) to the frequencies, float32[head_dim / 2] in radians a position, and to a factor
-# for cos and sin.
+# A rope type maps (settings, width) to the frequencies, float32[width / 2] in radians a position, and to a factor for
+# cos and sin. The width is that of the rotated part of a head.
 
 
-def default_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
+def default_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
     """RoPE as published (Su et al. 2021)."""
-    return 1.0 / _wavelengths(rope, head_dim), 1.0
+    return 1.0 / _wavelengths(rope, width), 1.0
 
 
-def linear_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
+def no_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+    """Angles of zero: a layer that rotates by them leaves queries and keys alone."""
+    return torch.zeros(width // 2), 1.0
+
+
+def linear_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
     """Position interpolation (Chen et al. 2023): divide all positions by ``factor``."""
-    return 1.0 / _wavelengths(rope, head_dim) / rope.scaling["factor"], 1.0
+    return 1.0 / _wavelengths(rope, width) / rope.scaling["factor"], 1.0
 
 
-def llama3_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
+def llama3_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
     """Llama 3.1: divide low frequencies by ``factor``, keep high ones, and blend between."""
     low, high = rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
-    inv_freq = 1.0 / _wavelengths(rope, head_dim)
+    inv_freq = 1.0 / _wavelengths(rope, width)
     turns = rope.scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - keep) * inv_freq / rope.scaling["factor"] + keep * inv_freq, 1.0
 
 
-def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
+def yarn_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023): keep dimensions that turn often in the original context, interpolate those that turn
     less than once, with a linear ramp between; a factor sharpens attention."""
     factor = rope.scaling["factor"]
     original = rope.scaling["original_max_position_embeddings"]
 
     def dimension_with(turns: float) -> float:  # fractional; the turns are those in the original context
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first = dimension_with(rope.scaling.get("beta_fast") or 32.0)
     last = dimension_with(rope.scaling.get("beta_slow") or 1.0)
     if rope.scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001  # as the reference does: a ramp needs a width
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
-    wavelengths = _wavelengths(rope, head_dim)
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    wavelengths = _wavelengths(rope, width)
     return ramp / (factor * wavelengths) + (1.0 - ramp) / wavelengths, _yarn_attention_factor(rope.scaling)
 
 
@@ -113,9 +144,9 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return sharpening(1.0)
 
 
-def _wavelengths(rope: RopeSettings, head_dim: int) -> torch.Tensor:
-    """Positions a radian for each pair of dimensions, float32[head_dim / 2]."""
-    exponents: torch.Tensor = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _wavelengths(rope: RopeSettings, width: int) -> torch.Tensor:
+    """Positions a radian for each pair of dimensions, float32[width / 2]."""
+    exponents: torch.Tensor = torch.arange(0, width, 2, dtype=torch.float32) / width
     return torch.pow(rope.theta, exponents)
 
 
@@ -124,4 +155,5 @@ ROPE_TYPES: Registry[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] 
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
+    "none": no_frequencies,
 }

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from minisgl.errors import ModelLoadError
-from minisgl.models.config import MoEConfig
+from minisgl.layers.rotary import NO_POSITIONS
+from minisgl.models.config import MoEConfig, rope_settings
 from minisgl.models.decoder import CausalLM
 
 
@@ -62,6 +63,17 @@ class Qwen3Moe(CausalLM):
         )
         biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias}
         return {"qk_norm": True, "moe": moe, "sliding_windows": (hf.sliding_window,) * len(layers), **biases}
+
+
+class SmolLM3(CausalLM):
+    """SmolLM3: some layers do not see positions (NoPE), which helps with long contexts."""
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        rope = rope_settings(hf)
+        biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+        ropes = tuple(rope if rotates else NO_POSITIONS for rotates in hf.no_rope_layers)
+        return {"rope": rope, "layer_ropes": ropes, "sliding_windows": _windows(hf), **biases}
 
 
 def _windows(hf: PretrainedConfig) -> tuple[int | None, ...]:

@@ -45,7 +45,7 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int  # after stretching by YaRN
     rms_norm_eps: float
-    rope: RopeSettings
+    rope: RopeSettings  # of the layers that `layer_ropes` does not give another one
     sliding_windows: tuple[int | None, ...]  # [num_layers]; None: the layer sees all positions
     tie_word_embeddings: bool
     dtype: torch.dtype  # of the checkpoint
@@ -54,6 +54,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoEConfig | None = None  # None: a dense model
+    layer_ropes: tuple[RopeSettings, ...] = ()  # [num_layers]; empty: all layers have `rope`
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -65,6 +66,8 @@ class ModelConfig:
             raise ModelLoadError(f"head_dim ({self.head_dim}) must be even for the rotary embedding")
         if len(self.sliding_windows) != self.num_layers:
             raise ModelLoadError(f"{len(self.sliding_windows)} layer_types given for {self.num_layers} layers")
+        if len(self.layer_ropes) not in (0, self.num_layers):
+            raise ModelLoadError(f"{len(self.layer_ropes)} rotary embeddings given for {self.num_layers} layers")
 
     @classmethod
     def from_dir(cls, path: str | Path, architecture: str = "auto") -> ModelConfig:
@@ -91,7 +94,11 @@ class ModelConfig:
         hidden_act = model.hidden_act
         if getattr(hf, "hidden_act", hidden_act) != hidden_act:
             raise ModelLoadError(f"{file}: hidden_act {hf.hidden_act!r} is not supported, only {hidden_act!r}")
-        rope = _rope_settings(file, hf)
+        try:
+            differences = model.differences(hf)
+            rope = differences.get("rope") or rope_settings(hf)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{file}: {error}") from None
         fields: dict[str, Any] = {
             "architecture": architecture,
             "hidden_size": hf.hidden_size,
@@ -108,7 +115,7 @@ class ModelConfig:
             "tie_word_embeddings": hf.tie_word_embeddings,
             "dtype": hf.dtype or torch.float32,
         }
-        return cls(**(fields | model.differences(hf)))
+        return cls(**(fields | differences))
 
 
 class Architecture(Protocol):
@@ -133,6 +140,7 @@ MODELS: Registry[Architecture] = {
     "Qwen2ForCausalLM": "minisgl.models.architectures:Qwen2",
     "Qwen3ForCausalLM": "minisgl.models.architectures:Qwen3",
     "Qwen3MoeForCausalLM": "minisgl.models.architectures:Qwen3Moe",
+    "SmolLM3ForCausalLM": "minisgl.models.architectures:SmolLM3",
 }
 
 
@@ -150,15 +158,20 @@ def _architecture(file: Path) -> str:
     return name
 
 
-def _rope_settings(file: Path, hf: PretrainedConfig) -> RopeSettings:
+def rope_settings(hf: PretrainedConfig, partial: bool = False, **fields: Any) -> RopeSettings:
+    """The ``rope_parameters`` of a config. ``partial``: the model may rotate a part of each head; ``fields``: others.
+
+    Raises `ModelLoadError` for a type that we do not know, or a part where the model has none.
+    """
     parameters = dict(hf.rope_parameters)
     rope_type = parameters.pop("rope_type", None)
     if rope_type not in ROPE_TYPES:
-        raise ModelLoadError(f"{file}: rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}")
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelLoadError(f"{file}: partial_rotary_factor is not supported, only whole heads are rotated")
+        raise ModelLoadError(f"rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}")
+    rotated = parameters.pop("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and not partial:
+        raise ModelLoadError("partial_rotary_factor is not supported, only whole heads are rotated")
     parameters.pop("type", None)
-    return RopeSettings(rope_type, float(parameters.pop("rope_theta")), parameters)
+    return RopeSettings(rope_type, float(parameters.pop("rope_theta")), parameters, rotated, **fields)
 
 
 def _max_positions(hf: PretrainedConfig, rope: RopeSettings) -> int:

@@ -71,14 +71,29 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layer(config, layer_id, communicator) for layer_id in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope)
+        ropes = [config.rope]
+        for rope in config.layer_ropes:
+            if rope not in ropes:
+                ropes.append(rope)
+        self.other_rotaries = nn.ModuleList(
+            Rotary(config.head_dim, config.max_position_embeddings, rope) for rope in ropes[1:]
+        )
+        self._rope_of_layer = [ropes.index(rope) for rope in config.layer_ropes or (config.rope,) * config.num_layers]
+
+    def rotary_of(self, layer_id: int) -> Rotary:
+        """The rotary embedding of one layer."""
+        which = self._rope_of_layer[layer_id]
+        rotary = self.other_rotaries[which - 1] if which else self.rotary
+        assert isinstance(rotary, Rotary)
+        return rotary
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T] int32 token ids and their positions → [T, hidden_size]."""
         x = self.embed_tokens(input_ids)
-        rotation = self.rotary(positions, x.dtype)
+        rotations = [rotary(positions, x.dtype) for rotary in (self.rotary, *self.other_rotaries)]
         residual = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotation)
+        for layer, which in zip(self.layers, self._rope_of_layer, strict=True):
+            x, residual = layer(x, residual, rotations[which])
         hidden, _ = self.norm.add_and_norm(x, residual)
         return hidden
 

@@ -73,11 +73,13 @@ def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> N
 def _fuse_rope(decoder: Decoder) -> None:
     from minisgl.layers.fused import FusedAttention, NoRotary
 
-    rotary = decoder.rotary
-    _replace(decoder, Attention, lambda attention: FusedAttention(attention, rotary))
+    for layer_id, layer in enumerate(decoder.layers):
+        rotary = decoder.rotary_of(layer_id)
+        _replace(layer, Attention, lambda attention, rotary=rotary: FusedAttention(attention, rotary))  # type: ignore[misc]
     # A layer of another class may still read the rotation that it gets.
     if all(type(layer) is DecoderLayer for layer in decoder.layers):
-        decoder.rotary = NoRotary(rotary)
+        decoder.rotary = NoRotary(decoder.rotary)
+        decoder.other_rotaries = nn.ModuleList(map(NoRotary, decoder.other_rotaries))
 
 
 def _fuse_norms_with_all_reduce(decoder: Decoder) -> None:

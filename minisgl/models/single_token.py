@@ -40,7 +40,7 @@ class SingleTokenDecoder:
         self.attend = SingleTokenAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, weight.dtype, weight.device
         )
-        self._rotary = decoder.rotary.table
+        self._rotaries = [decoder.rotary_of(layer_id).table for layer_id in range(len(self.layers))]
         self._qkv = weight.new_empty(attention.qkv_proj.weight.shape[0])
         self._attended = weight.new_empty(spec.num_heads * spec.head_dim)
         self._hidden = weight.new_empty(cast(GatedMLP, first.mlp).down_proj.in_shard.size)
@@ -84,7 +84,7 @@ class SingleTokenDecoder:
             self._qkv,
             norms,
             eps,
-            self._rotary,
+            self._rotaries[spec.layer_id],
             inputs.slots,
             inputs.seq_lens,
             inputs.page_table,

@@ -23,6 +23,7 @@ VARIANTS = [
     Variant("llama-mha", "LlamaForCausalLM", {"num_key_value_heads": 4, "head_dim": 64}),
     Variant("mistral-window", "MistralForCausalLM", {"sliding_window": 40, **GROUPED}),
     Variant("qwen2-tied", "Qwen2ForCausalLM", {"tie_word_embeddings": True, **GROUPED}),
+    Variant("smollm3", "SmolLM3ForCausalLM", {"tie_word_embeddings": True, **GROUPED}),
     Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 40, **GROUPED}),
 ]
 

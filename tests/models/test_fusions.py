@@ -25,7 +25,8 @@ from tests.paged_runner import PagedRunner
 VARIANTS = [
     variant
     for variant in ARCHITECTURES
-    if variant.name in ("llama", "llama-biases", "llama-mqa-head-dim-24", "mistral-window", "qwen2", "qwen3", "yarn")
+    if variant.name
+    in ("llama", "llama-biases", "llama-mqa-head-dim-24", "mistral-window", "qwen2", "qwen3", "yarn", "smollm3-window")
 ]
 
 
