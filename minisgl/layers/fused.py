@@ -76,7 +76,7 @@ class FusedAttention(Attention):
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         context = get_forward_context()
-        inputs, backend, spec = context.inputs, context.attention, self.spec
+        inputs, backend, spec = context.inputs, context.attention, self.bound_spec()
         if not isinstance(backend, PagedAttentionBackend):  # no KV cache yet: the profile of peak memory
             return super().forward(x, self.rotary(inputs.positions, x.dtype))
         q = rotate_and_store(

@@ -132,6 +132,21 @@ def yarn_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, floa
     return ramp / (factor * wavelengths) + (1.0 - ramp) / wavelengths, _yarn_attention_factor(rope.scaling)
 
 
+def longrope_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a factor for each frequency, found by search, of which checkpoints have two sets.
+
+    transformers changes from the short set to the long one when a sequence outgrows the original context, and computes
+    all keys anew. Ours are in the cache, so an engine keeps one set: the short one if no sequence can outgrow it.
+    """
+    original, factor = rope.scaling["original_max_position_embeddings"], rope.scaling["factor"]
+    which = "short_factor" if rope.scaling.get("longest", math.inf) <= original else "long_factor"
+    stretch = torch.tensor(rope.scaling[which], dtype=torch.float32)
+    attention_factor = rope.scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return 1.0 / (stretch * _wavelengths(rope, width)), float(attention_factor)
+
+
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
@@ -155,5 +170,6 @@ ROPE_TYPES: Registry[Callable[[RopeSettings, int], tuple[torch.Tensor, float]]] 
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
+    "longrope": longrope_frequencies,
     "none": no_frequencies,
 }

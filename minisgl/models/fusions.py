@@ -14,6 +14,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.linear import RowParallelLinear
 from minisgl.layers.mlp import Experts, GatedMLP, MoE
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
 from minisgl.layers.sharding import SINGLE_RANK
 from minisgl.models.decoder import Decoder, DecoderLayer
 
@@ -79,7 +80,7 @@ def _fuse_rope(decoder: Decoder) -> None:
     # A layer of another class may still read the rotation that it gets.
     if all(type(layer) is DecoderLayer for layer in decoder.layers):
         decoder.rotary = NoRotary(decoder.rotary)
-        decoder.other_rotaries = nn.ModuleList(map(NoRotary, decoder.other_rotaries))
+        _replace(decoder.other_rotaries, Rotary, NoRotary)
 
 
 def _fuse_norms_with_all_reduce(decoder: Decoder) -> None:

@@ -13,6 +13,8 @@ from minisgl.kernels.quantized_linear import LEAST_CHUNK
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
 from minisgl.kernels.single_token_quantized import quantized_linear
+from minisgl.layers.attention import Attention
+from minisgl.layers.fused import FusedAttention, FusedGatedMLP
 from minisgl.layers.linear import RowParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.quantization import QuantizedWeight
@@ -55,20 +57,25 @@ class SingleTokenDecoder:
             return False
         if not all(_kernels_know(module) for module in model.modules() if isinstance(module, QuantizedWeight)):
             return False
-        layers = list(model.model.layers)
-        plain = all(type(layer) is DecoderLayer and isinstance(layer.mlp, GatedMLP) for layer in layers)
-        return plain and model.config.head_dim >= 32
+        if model.config.attention_features or model.config.head_dim < 32:
+            return False
+        return all(
+            type(layer) is DecoderLayer
+            and type(layer.self_attn) in (Attention, FusedAttention)
+            and type(layer.mlp) in (GatedMLP, FusedGatedMLP)
+            for layer in model.model.layers
+        )
 
     def __call__(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run a step of one token and return its logits, [1, vocab_size], in the model's dtype."""
         decoder = self.model.model
-        stream = decoder.embed_tokens(inputs.input_ids)[0]
+        stream = decoder.embed(inputs.input_ids)[0]
         for layer in self.layers:
             stream = self._layer(layer, stream, inputs)
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
         logits = stream.new_empty(head.weight.shape[0])
         _multiply(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
-        return head.gather_logits(logits.unsqueeze(0))
+        return self.model.finish_logits(head.gather_logits(logits.unsqueeze(0)))
 
     def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
         """Return the residual stream, [hidden_size], after one layer. ``stream`` may be overwritten."""
