@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from minisgl.attention.torch_backend import DenseAttention
 from minisgl.batch import build_batch
@@ -81,6 +81,21 @@ _MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SEES_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral3ForConditionalGeneration": (
+        "MistralForCausalLM",
+        {"vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 8, "image_size": 28, "patch_size": 7}},
+    ),
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION, "image_size": 28, "patch_size": 7},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+}
+"""Models of images and text: the text model in each, and its other settings."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +248,8 @@ ARCHITECTURES = [
         },
     ),
     Variant("gpt-oss", "GptOssForCausalLM", {"head_dim": 16}),
+    Variant("mistral3-images", "Mistral3ForConditionalGeneration"),
+    Variant("gemma3-images", "Gemma3ForConditionalGeneration", {"tie_word_embeddings": True}),
     *ROPE_VARIANTS,
 ]
 """Every supported architecture and every option of one."""
@@ -252,8 +269,15 @@ def tiny_checkpoint(directory: Path, architecture: str, **overrides: Any) -> tup
         The directory and the transformers model, in evaluation mode.
     """
     model_type, defaults = _MODEL_TYPES.get(architecture) or (_model_type(architecture), {})
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **defaults, **overrides})
+    sizes = {**_SIZES, **defaults, **overrides}
     from_config: Any = AutoModelForCausalLM.from_config
+    if architecture in _SEES_IMAGES:
+        text, others = _SEES_IMAGES[architecture]
+        text_type, defaults = _MODEL_TYPES[text]
+        tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
+        sizes = {"text_config": {"model_type": text_type, **_SIZES, **defaults, **overrides}, **others, **tied}
+        from_config = AutoModelForImageTextToText.from_config
+    config = AutoConfig.for_model(model_type, **sizes)
     model: PreTrainedModel = from_config(config, dtype=torch.float32, experts_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -83,56 +83,56 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.addcmul(x * rotation.cos, swapped, rotation.sin)
 
 
-# A rope type maps (settings, width) to the frequencies, float32[width / 2] in radians a position, and to a factor for
-# cos and sin. The width is that of the rotated part of a head.
+# A rope type maps (settings, head_dim) to the frequencies, float32[head_dim / 2] in radians a position, and to a factor
+# for cos and sin. If only a part of a head is rotated, head_dim is the width of that part.
 
 
-def default_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+def default_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """RoPE as published (Su et al. 2021)."""
-    return 1.0 / _wavelengths(rope, width), 1.0
+    return 1.0 / _wavelengths(rope, head_dim), 1.0
 
 
-def no_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+def no_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """Angles of zero: a layer that rotates by them leaves queries and keys alone."""
-    return torch.zeros(width // 2), 1.0
+    return torch.zeros(head_dim // 2), 1.0
 
 
-def linear_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+def linear_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """Position interpolation (Chen et al. 2023): divide all positions by ``factor``."""
-    return 1.0 / _wavelengths(rope, width) / rope.scaling["factor"], 1.0
+    return 1.0 / _wavelengths(rope, head_dim) / rope.scaling["factor"], 1.0
 
 
-def llama3_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+def llama3_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """Llama 3.1: divide low frequencies by ``factor``, keep high ones, and blend between."""
     low, high = rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
-    inv_freq = 1.0 / _wavelengths(rope, width)
+    inv_freq = 1.0 / _wavelengths(rope, head_dim)
     turns = rope.scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - keep) * inv_freq / rope.scaling["factor"] + keep * inv_freq, 1.0
 
 
-def yarn_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023): keep dimensions that turn often in the original context, interpolate those that turn
     less than once, with a linear ramp between; a factor sharpens attention."""
     factor = rope.scaling["factor"]
     original = rope.scaling["original_max_position_embeddings"]
 
     def dimension_with(turns: float) -> float:  # fractional; the turns are those in the original context
-        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first = dimension_with(rope.scaling.get("beta_fast") or 32.0)
     last = dimension_with(rope.scaling.get("beta_slow") or 1.0)
     if rope.scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
+    first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # as the reference does: a ramp needs a width
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
-    wavelengths = _wavelengths(rope, width)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    wavelengths = _wavelengths(rope, head_dim)
     return ramp / (factor * wavelengths) + (1.0 - ramp) / wavelengths, _yarn_attention_factor(rope.scaling)
 
 
-def longrope_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, float]:
+def longrope_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:
     """LongRoPE (Ding et al. 2024): a factor for each frequency, found by search, of which checkpoints have two sets.
 
     transformers changes from the short set to the long one when a sequence outgrows the original context, and computes
@@ -144,7 +144,7 @@ def longrope_frequencies(rope: RopeSettings, width: int) -> tuple[torch.Tensor, 
     attention_factor = rope.scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return 1.0 / (stretch * _wavelengths(rope, width)), float(attention_factor)
+    return 1.0 / (stretch * _wavelengths(rope, head_dim)), float(attention_factor)
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
@@ -159,9 +159,9 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return sharpening(1.0)
 
 
-def _wavelengths(rope: RopeSettings, width: int) -> torch.Tensor:
-    """Positions a radian for each pair of dimensions, float32[width / 2]."""
-    exponents: torch.Tensor = torch.arange(0, width, 2, dtype=torch.float32) / width
+def _wavelengths(rope: RopeSettings, head_dim: int) -> torch.Tensor:
+    """Positions a radian for each pair of dimensions, float32[head_dim / 2]."""
+    exponents: torch.Tensor = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return torch.pow(rope.theta, exponents)
 
 

@@ -187,6 +187,24 @@ class Gemma3(Gemma2):
         return Gemma2.differences(hf) | _by_layer_type(hf) | {"qk_norm": True, "attention_soft_cap": None}
 
 
+_TEXT_MODEL = {"model": "language_model.model", "lm_head": "language_model.lm_head"}
+_SEES_IMAGES = ("vision_tower.", "multi_modal_projector.")
+
+
+class Mistral3(Mistral):
+    """The text model of Mistral Small 3.1 and later, in a checkpoint that can also look at images."""
+
+    checkpoint_names = _TEXT_MODEL
+    unused = _SEES_IMAGES
+
+
+class Gemma3OfImages(Gemma3):
+    """The text model of Gemma 3 in a checkpoint that can also look at images: all sizes from 4B on."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {**Gemma3.checkpoint_names, **_TEXT_MODEL}
+    unused = _SEES_IMAGES
+
+
 class Glm4(CausalLM):
     """GLM-4 (0414): sandwich norms; neighbours are a pair in the half of each head that is rotated."""
 

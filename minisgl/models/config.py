@@ -108,7 +108,8 @@ class ModelConfig:
                 )
             architecture = named
         try:  # transformers knows the spellings that older checkpoints use for a field
-            hf = AutoConfig.from_pretrained(path, local_files_only=True)
+            whole = AutoConfig.from_pretrained(path, local_files_only=True)
+            hf = whole.get_text_config()  # of a model that also looks at images, what it does with text
         except Exception as error:  # transformers has no base class for what a config can raise
             raise ModelLoadError(f"{file}: not a valid config: {error}") from error
         model = resolve("architecture", architecture, MODELS)
@@ -135,7 +136,7 @@ class ModelConfig:
             "rope": rope,
             "sliding_windows": (None,) * hf.num_hidden_layers,
             "tie_word_embeddings": hf.tie_word_embeddings,
-            "dtype": hf.dtype or torch.float32,
+            "dtype": hf.dtype or whole.dtype or torch.float32,
         }
         return cls(**(fields | differences))
 
@@ -172,6 +173,8 @@ MODELS: Registry[Architecture] = {
     "Gemma3ForCausalLM": "minisgl.models.architectures:Gemma3",
     "Glm4ForCausalLM": "minisgl.models.architectures:Glm4",
     "GptOssForCausalLM": "minisgl.models.architectures:GptOss",
+    "Mistral3ForConditionalGeneration": "minisgl.models.architectures:Mistral3",
+    "Gemma3ForConditionalGeneration": "minisgl.models.architectures:Gemma3OfImages",
 }
 
 

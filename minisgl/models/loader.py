@@ -65,7 +65,7 @@ def load_model(
     """
     with torch.device("meta"):
         model = resolve("architecture", config.architecture, MODELS)(config, communicator)
-    targets = checkpoint_targets(model)
+    targets = _with_their_names(model, checkpoint_targets(model))
     declared = declared_quantization(path)
     plan = plan_quantization(quantization, declared, dummy=load_format == "dummy")
     quantized = quantize_weights(model, targets, plan, dtype)
@@ -141,7 +141,6 @@ class WeightTarget:
 def checkpoint_targets(model: nn.Module) -> dict[str, WeightTarget]:
     """Name of every tensor that a checkpoint of ``model`` must have → where it goes."""
     targets: dict[str, WeightTarget] = {}
-    theirs: Mapping[str, str] = getattr(model, "checkpoint_names", {})
     for prefix, module in model.named_modules():
         parts = module.weight_parts() if isinstance(module, PackedWeights) else []
         parent = prefix.rpartition(".")[0]
@@ -153,8 +152,12 @@ def checkpoint_targets(model: nn.Module) -> dict[str, WeightTarget]:
         for name, _ in module.named_parameters(recurse=False):
             if name not in packed:
                 targets[_join(prefix, name)] = WeightTarget(module, name, (), _unless_whole(specs.get(name)))
-    if not theirs:
-        return targets
+    return targets
+
+
+def _with_their_names(model: nn.Module, targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
+    """``targets`` by the names that checkpoints of this architecture have for them."""
+    theirs: Mapping[str, str] = getattr(model, "checkpoint_names", {})
     return {".".join(theirs.get(part, part) for part in name.split(".")): each for name, each in targets.items()}
 
 
