@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import byte_view
 from minisgl.layers.sharding import Shard
 from minisgl.registry import Registry
 
@@ -155,7 +156,8 @@ class QuantizedWeight(nn.Module):
 
 def reorder_rows(tensor: torch.Tensor, order: torch.Tensor) -> None:
     """Put row ``order[i]`` of ``tensor`` in place i, in place; rows behind these stay."""
-    tensor[: len(order)] = tensor[order.to(tensor.device)]
+    rows = byte_view(tensor)
+    rows[: len(order)] = rows[order.to(tensor.device)]
 
 
 def check_device(option: str, dtypes: Iterable[torch.dtype], device: torch.device, remedy: str) -> None:

@@ -36,7 +36,7 @@ class Qwen2(CausalLM):
 
     @staticmethod
     def differences(hf: PretrainedConfig) -> dict[str, Any]:
-        return {"qkv_bias": True, "sliding_windows": _windows(hf)}
+        return {"qkv_bias": True, "sliding_windows": layer_windows(hf)}
 
 
 class Qwen3(CausalLM):
@@ -45,7 +45,7 @@ class Qwen3(CausalLM):
     @staticmethod
     def differences(hf: PretrainedConfig) -> dict[str, Any]:
         biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias}
-        return {"qk_norm": True, "sliding_windows": _windows(hf), **biases}
+        return {"qk_norm": True, "sliding_windows": layer_windows(hf), **biases}
 
 
 class Qwen3Moe(CausalLM):
@@ -76,7 +76,7 @@ class SmolLM3(CausalLM):
         rope = rope_settings(hf)
         biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
         ropes = tuple(rope if rotates else NO_POSITIONS for rotates in hf.no_rope_layers)
-        return {"rope": rope, "layer_ropes": ropes, "sliding_windows": _windows(hf), **biases}
+        return {"rope": rope, "layer_ropes": ropes, "sliding_windows": layer_windows(hf), **biases}
 
 
 class Olmo(CausalLM):
@@ -169,7 +169,7 @@ class Gemma2(CausalLM):
         return {
             "qkv_bias": hf.attention_bias,
             "o_bias": hf.attention_bias,
-            "sliding_windows": _windows(hf),
+            "sliding_windows": layer_windows(hf),
             "attention_scale": hf.query_pre_attn_scalar**-0.5,
             "attention_soft_cap": hf.attn_logit_softcapping,
             "logits_soft_cap": hf.final_logit_softcapping,
@@ -240,7 +240,7 @@ class GptOss(CausalLM):
             layers=(True,) * hf.num_hidden_layers,
         )
         biases = {"qkv_bias": hf.attention_bias, "o_bias": hf.attention_bias}
-        return {"moe": moe, "attention_sinks": True, "sliding_windows": _windows(hf), **biases}
+        return {"moe": moe, "attention_sinks": True, "sliding_windows": layer_windows(hf), **biases}
 
 
 def _by_layer_type(hf: PretrainedConfig) -> dict[str, Any]:
@@ -249,11 +249,12 @@ def _by_layer_type(hf: PretrainedConfig) -> dict[str, Any]:
     return {
         "rope": ropes["full_attention"],
         "layer_ropes": tuple(ropes[layer_type] for layer_type in hf.layer_types),
-        "sliding_windows": _windows(hf),
+        "sliding_windows": layer_windows(hf),
     }
 
 
-def _windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
+def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
+    """The sliding window of each layer, by ``layer_types``. Raises `ModelLoadError` for a type that we do not know."""
     windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
     for layer_type in hf.layer_types:
         if layer_type not in windows:
