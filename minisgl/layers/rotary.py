@@ -127,9 +127,10 @@ def yarn_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, f
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # as the reference does: a ramp needs a width
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    keep = 1.0 - ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
     wavelengths = _wavelengths(rope, head_dim)
-    return ramp / (factor * wavelengths) + (1.0 - ramp) / wavelengths, _yarn_attention_factor(rope.scaling)
+    inv_freq = (1.0 - keep) * (1.0 / (factor * wavelengths)) + keep * (1.0 / wavelengths)
+    return inv_freq, _yarn_attention_factor(rope.scaling)
 
 
 def longrope_frequencies(rope: RopeSettings, head_dim: int) -> tuple[torch.Tensor, float]:

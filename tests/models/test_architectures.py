@@ -65,13 +65,15 @@ def pair(variant: Variant, dtype: torch.dtype, tmp_path: Path) -> tuple[PreTrain
 
 
 def _make_double(hf: PreTrainedModel) -> None:
-    """transformers rounds to float32 in its norms and routers even in a float64 model; lift that for the oracle."""
+    """transformers rounds to float32 in norms, routers and a factor even in a float64 model; lift that for the oracle."""
     hf.double()
     for module in hf.modules():
         if type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
             _replace_forward(module, lambda x, m=module: F.rms_norm(x, m.weight.shape, 1 + m.weight, m.eps))
         elif type(module).__name__.endswith("RMSNorm"):
             _replace_forward(module, lambda x, m=module: F.rms_norm(x, m.weight.shape, m.weight, m.variance_epsilon))
+        if type(module).__name__ == "Gemma3TextScaledWordEmbedding":
+            module.embed_scale.fill_(module.scalar_embed_scale)
         if type(module).__name__ == "Qwen3MoeTopKRouter":
             _replace_forward(module, lambda x, m=module: _route(m, x))
 
@@ -187,7 +189,7 @@ def test_an_engine_takes_it_from_its_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("StableLmForCausalLM", "architecture: unknown name 'StableLmForCausalLM'; choose from LlamaForCausalLM"),
+        ("StableLmForCausalLM", "architecture: unknown name 'StableLmForCausalLM'; choose from Gemma2ForCausalLM"),
         (f"{__name__}:Olmo3", "architecture: cannot import"),
     ],
 )
