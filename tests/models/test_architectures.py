@@ -65,7 +65,7 @@ def pair(variant: Variant, dtype: torch.dtype, tmp_path: Path) -> tuple[PreTrain
 
 
 def _make_double(hf: PreTrainedModel) -> None:
-    """transformers rounds to float32 in norms, routers and a factor even in a float64 model; lift that for the oracle."""
+    """transformers rounds to float32 in norms, routers and a factor even in float64; lift that for the oracle."""
     hf.double()
     for module in hf.modules():
         if type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
