@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from minisgl.attention.torch_backend import soft_cap
 from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
+from minisgl.errors import ModelLoadError
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding, LMHead
 from minisgl.layers.linear import Linear, prepack_weight
@@ -35,6 +36,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
+        if config.residual_multiplier != 1.0 and type(self).forward is DecoderLayer.forward:
+            raise ModelLoadError(
+                "residual_multiplier: this layer has none; use minisgl.models.decoder_layers:ScaledLayer"
+            )
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_class(
             config.hidden_size,

@@ -14,9 +14,10 @@ from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
 from minisgl.kernels.single_token_quantized import quantized_linear
 from minisgl.layers.attention import Attention
-from minisgl.layers.fused import FusedAttention, FusedGatedMLP
+from minisgl.layers.fused import FusedAllReduceRMSNorm, FusedAttention, FusedGatedMLP, FusedRMSNorm
 from minisgl.layers.linear import RowParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
 from minisgl.layers.quantization import QuantizedWeight
 from minisgl.layers.quantizers import Fp8, Int4, Int8
 from minisgl.models.decoder import CausalLM, DecoderLayer
@@ -58,6 +59,8 @@ class SingleTokenDecoder:
         if not all(_kernels_know(module) for module in model.modules() if isinstance(module, QuantizedWeight)):
             return False
         if model.config.attention_features or model.config.head_dim < 32:
+            return False
+        if not all(type(norm) in _NORMS for norm in model.modules() if isinstance(norm, RMSNorm)):
             return False
         return all(
             type(layer) is DecoderLayer
@@ -112,6 +115,9 @@ class SingleTokenDecoder:
         bias, residual = (projection.bias, stream) if self._communicator.rank == 0 else (None, None)
         _multiply(x, projection.weight, stream, bias=bias, residual=residual)
         return self._communicator.all_reduce(stream)
+
+
+_NORMS = (RMSNorm, FusedRMSNorm, FusedAllReduceRMSNorm)
 
 
 def _kernels_know(weight: QuantizedWeight) -> bool:

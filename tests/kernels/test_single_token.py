@@ -12,6 +12,7 @@ import torch
 from minisgl.kernels import single_token_attention, single_token_linear
 from minisgl.kernels.single_token_linear import linear
 from minisgl.layers.quantization import Quantizer
+from minisgl.models.decoder_layers import GemmaNorm
 from minisgl.models.single_token import SingleTokenDecoder
 from tests.kernels.loading import DEVICE, load
 from tests.model_zoo import ARCHITECTURES, Variant, random_tokens
@@ -101,6 +102,13 @@ def test_layers_that_are_not_plain_are_left_to_others(tmp_path: Path, name: str)
     """Norms in other places, factors, caps and sinks: the kernels know none of these, however much they are wanted."""
     variant = next(variant for variant in ARCHITECTURES if variant.name == name)
     model, _ = load(tmp_path, Variant(name, variant.architecture, {**variant.overrides, "head_dim": 32}))
+    assert not SingleTokenDecoder.supports(model)
+
+
+def test_a_norm_that_computes_something_else_is_left_to_others(tmp_path: Path) -> None:
+    model, _ = load(tmp_path, Variant("llama", "LlamaForCausalLM", {"head_dim": 32}))
+    assert SingleTokenDecoder.supports(model)
+    model.model.norm.__class__ = GemmaNorm
     assert not SingleTokenDecoder.supports(model)
 
 

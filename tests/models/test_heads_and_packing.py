@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from minisgl.layers.quantizers import Fp8Block
 from minisgl.layers.rotary import RopeSettings, Rotary, rotate
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec
 from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import load_model
 from tests.distributed.ranks import CPU, on_ranks
 from tests.model_zoo import ARCHITECTURES, hf_logits, random_tokens, run_dense, tiny_checkpoint
@@ -130,6 +132,12 @@ def test_experts_in_mxfp4_are_dequantised(tmp_path: Path) -> None:
         load(path, "int8")
     config = ModelConfig.from_dir(path)
     load_model(path, config, torch.float32, CPU, load_format="dummy")
+
+
+def test_a_plain_layer_does_not_ignore_a_factor_of_its_blocks(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(ModelLoadError, match="residual_multiplier: this layer has none; use .*ScaledLayer"):
+        CausalLM(replace(ModelConfig.from_dir(path), residual_multiplier=0.5))
 
 
 @pytest.mark.parametrize(
