@@ -37,9 +37,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         if config.residual_multiplier != 1.0 and type(self).forward is DecoderLayer.forward:
-            raise ModelLoadError(
-                "residual_multiplier: this layer has none; use minisgl.models.decoder_layers:ScaledLayer"
-            )
+            raise ModelLoadError("residual_multiplier: the plain layer has none; use decoder_layers.ScaledLayer")
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_class(
             config.hidden_size,

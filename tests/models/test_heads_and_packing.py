@@ -136,7 +136,7 @@ def test_experts_in_mxfp4_are_dequantised(tmp_path: Path) -> None:
 
 def test_a_plain_layer_does_not_ignore_a_factor_of_its_blocks(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
-    with pytest.raises(ModelLoadError, match="residual_multiplier: this layer has none; use .*ScaledLayer"):
+    with pytest.raises(ModelLoadError, match=r"residual_multiplier: the plain layer has none; use .*ScaledLayer"):
         CausalLM(replace(ModelConfig.from_dir(path), residual_multiplier=0.5))
 
 
