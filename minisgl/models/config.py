@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from minisgl.errors import ModelLoadError
-from minisgl.layers.rotary import ROPE_TYPES, RopeSettings
+from minisgl.layers.rotary import NO_POSITIONS, ROPE_TYPES, RopeSettings
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.registry import Registry, resolve
 
@@ -77,6 +77,9 @@ class ModelConfig:
             raise ModelLoadError(f"{len(self.sliding_windows)} layer_types given for {self.num_layers} layers")
         if len(self.layer_ropes) not in (0, self.num_layers):
             raise ModelLoadError(f"{len(self.layer_ropes)} rotary embeddings given for {self.num_layers} layers")
+        order = self.rope.head_order(self.head_dim)  # in which the loader puts the elements of all heads
+        if any(rope != NO_POSITIONS and rope.head_order(self.head_dim) != order for rope in self.layer_ropes):
+            raise ModelLoadError("partial_rotary_factor: all layers that are rotated must have the same")
 
     @property
     def attention_features(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.layers.quantization import QuantizedWeight
 from minisgl.layers.quantizers import Fp8Block
-from minisgl.layers.rotary import RopeSettings, Rotary, rotate
+from minisgl.layers.rotary import NO_POSITIONS, RopeSettings, Rotary, rotate
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM
@@ -138,6 +138,14 @@ def test_a_plain_layer_does_not_ignore_a_factor_of_its_blocks(tmp_path: Path) ->
     path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     with pytest.raises(ModelLoadError, match=r"residual_multiplier: the plain layer has none; use .*ScaledLayer"):
         CausalLM(replace(ModelConfig.from_dir(path), residual_multiplier=0.5))
+
+
+def test_layers_whose_heads_have_different_orders_are_refused(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    config = ModelConfig.from_dir(path)
+    replace(config, layer_ropes=(config.rope, NO_POSITIONS))
+    with pytest.raises(ModelLoadError, match="all layers that are rotated must have the same"):
+        replace(config, layer_ropes=(config.rope, replace(config.rope, rotated=0.5)))
 
 
 @pytest.mark.parametrize(
