@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,6 +27,10 @@ class AttentionSpec:
     head_dim: int
     scale: float  # factor on q·k, usually head_dim ** -0.5
     sliding_window: int | None = None  # most recent positions that a token sees, itself included; None sees all
+    soft_cap: float | None = None  # a scaled score s becomes cap × tanh(s / cap), which stays below the cap
+    # A score for each query head, [num_heads], that takes part in the softmax and has no value: attention that goes
+    # there goes nowhere (attention sinks, Xiao et al. 2024, learned as in gpt-oss).
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,10 @@ class AttentionChoice:
     def name(self) -> str:
         """One name, or two as ``"flashinfer + cascade"``."""
         return self.prefill if self.prefill == self.decode else f"{self.prefill} + {self.decode}"
+
+
+ATTENTION_FEATURES = frozenset({"soft_cap", "sinks"})
+"""Fields of `AttentionSpec` that not every backend knows. A backend that does names them in ``features``."""
 
 
 class AttentionBackend(Protocol):

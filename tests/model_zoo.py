@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from minisgl.attention.torch_backend import DenseAttention
 from minisgl.batch import build_batch
@@ -42,8 +42,60 @@ _MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     ),
+    "SmolLM3ForCausalLM": ("smollm3", {"no_rope_layers": [1, 0]}),
     "Olmo2ForCausalLM": ("olmo2", {}),
+    "Olmo3ForCausalLM": ("olmo3", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "GraniteForCausalLM": ("granite", {}),
+    "GraniteMoeHybridForCausalLM": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+        },
+    ),
+    "Phi3ForCausalLM": ("phi3", {}),
+    "Gemma2ForCausalLM": ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 12}),
+    "Gemma3ForCausalLM": (
+        "gemma3_text",
+        {
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "Glm4ForCausalLM": ("glm4", {}),
+    "GptOssForCausalLM": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SEES_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral3ForConditionalGeneration": (
+        "MistralForCausalLM",
+        {"vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 8, "image_size": 28, "patch_size": 7}},
+    ),
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION, "image_size": 28, "patch_size": 7},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+}
+"""Models of images and text: the text model in each, and its other settings."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +171,85 @@ ARCHITECTURES = [
         "Qwen3MoeForCausalLM",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
     ),
+    Variant("smollm3", "SmolLM3ForCausalLM"),
+    Variant(
+        "smollm3-window",
+        "SmolLM3ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    Variant("olmo2", "Olmo2ForCausalLM", {"attention_bias": True}),
+    Variant(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "rope_theta": 5000.0,
+                },
+            },
+        },
+    ),
+    Variant(
+        "granite",
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    Variant("granite4", "GraniteMoeHybridForCausalLM", {"residual_multiplier": 0.4, "attention_multiplier": 0.1}),
+    Variant("granite4-nope", "GraniteMoeHybridForCausalLM", {"position_embedding_type": "nope", "logits_scaling": 3.0}),
+    Variant("phi4", "Phi3ForCausalLM", {"head_dim": 8}),
+    Variant(
+        "phi4-mini",
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 4,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [1.2, 7.0],
+            },
+        },
+    ),
+    Variant("mistral-small", "MistralForCausalLM", {"head_dim": 24, "sliding_window": None}),
+    Variant("gemma2", "Gemma2ForCausalLM", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    Variant("gemma3", "Gemma3ForCausalLM", {"tie_word_embeddings": True}),
+    Variant("gemma3-cap", "Gemma3ForCausalLM", {"final_logit_softcapping": 5.0, "head_dim": 16}),
+    Variant("glm4", "Glm4ForCausalLM"),
+    Variant(
+        "glm4-three-quarters",
+        "Glm4ForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    Variant("gpt-oss", "GptOssForCausalLM", {"head_dim": 16}),
+    Variant("mistral3-images", "Mistral3ForConditionalGeneration"),
+    Variant("gemma3-images", "Gemma3ForConditionalGeneration", {"tie_word_embeddings": True}),
     *ROPE_VARIANTS,
 ]
 """Every supported architecture and every option of one."""
@@ -138,8 +269,15 @@ def tiny_checkpoint(directory: Path, architecture: str, **overrides: Any) -> tup
         The directory and the transformers model, in evaluation mode.
     """
     model_type, defaults = _MODEL_TYPES.get(architecture) or (_model_type(architecture), {})
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **defaults, **overrides})
+    sizes = {**_SIZES, **defaults, **overrides}
     from_config: Any = AutoModelForCausalLM.from_config
+    if architecture in _SEES_IMAGES:
+        text, others = _SEES_IMAGES[architecture]
+        text_type, defaults = _MODEL_TYPES[text]
+        tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
+        sizes = {"text_config": {"model_type": text_type, **_SIZES, **defaults, **overrides}, **others, **tied}
+        from_config = AutoModelForImageTextToText.from_config
+    config = AutoConfig.for_model(model_type, **sizes)
     model: PreTrainedModel = from_config(config, dtype=torch.float32, experts_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -69,5 +69,10 @@ def naive_attention(
         keys = k[first:stop].repeat_interleave(group, dim=1).double()
         values = v[first:stop].repeat_interleave(group, dim=1).double()
         scores = torch.einsum("hd,lhd->hl", q[token].double(), keys) * spec.scale
-        out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values).to(q.dtype)
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        total = scores.logsumexp(-1, keepdim=True)
+        if spec.sinks is not None:
+            total = torch.logaddexp(total, spec.sinks.to(total)[:, None])
+        out[token] = torch.einsum("hl,lhd->hd", (scores - total).exp(), values).to(q.dtype)
     return out

@@ -22,6 +22,7 @@ class HybridAttention(PagedAttention):
         self.prefill = prefill
         self.decode = decode
         self.capturable = decode.capturable
+        self.features = prefill.features & decode.features
         self._num_decode: int
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -91,7 +91,7 @@ ARCHITECTURES = (
 """In the order of their capabilities. A card that is not listed counts as the one before it."""
 
 
-def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
+def auto_backend(kv_cache: KVCache, features: Collection[str] = ()) -> tuple[str, str]:
     """Name the backend that was fastest, or must do unmeasured, of those that can attend over ``kv_cache``; say why.
 
     Never FlashInfer: with FlashAttention 3 it gained under 1 % on a mixed workload and compiled for a minute.
@@ -104,15 +104,17 @@ def auto_backend(kv_cache: KVCache) -> tuple[str, str]:
     if kv_cache.dtype not in TRITON_DTYPES:
         name = str(kv_cache.dtype).removeprefix("torch.")
         return "torch", f"it is the only one that computes in {name}"
+    if "soft_cap" in features:
+        return "torch", "it is the only one with a soft cap on scores"
     capability = torch.cuda.get_device_capability(device)
     found = next(each for each in reversed(ARCHITECTURES) if each.capability <= capability)
     return found.backend, found.reason
 
 
-def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice:
+def attention_choice(config: EngineConfig, kv_cache: KVCache, features: Collection[str] = ()) -> AttentionChoice:
     """Name the backends that ``config`` stands for over ``kv_cache``, and say why."""
     names = config.prefill_attention, config.decode_attention
-    fastest, reason = auto_backend(kv_cache)
+    fastest, reason = auto_backend(kv_cache, features)
     prefill, decode = (fastest if name == "auto" else name for name in names)
     if "auto" not in names:
         reason = "it was asked for" if prefill == decode else "they were asked for"
@@ -122,20 +124,35 @@ def attention_choice(config: EngineConfig, kv_cache: KVCache) -> AttentionChoice
     return AttentionChoice(prefill, decode, reason)
 
 
-def select_backend(prefill: str, decode: str) -> AttentionFactory:
+def select_backend(prefill: str, decode: str, features: Collection[str] = ()) -> AttentionFactory:
     """Return a factory for the backends of two names: a single backend if they are equal, else a `HybridAttention`.
 
     Names are keys of `ATTENTION_BACKENDS`, ``"module:Class"`` or ``"auto"``. Raises `ConfigError` for an unknown name;
-    the factory raises it where the two cannot share a KV cache.
+    the factory raises it where the two cannot share a KV cache, or lack one of the ``features`` that the model needs.
     """
     for option, name in (("prefill_attention", prefill), ("decode_attention", decode)):
         if name != "auto":
             resolve(option, name, ATTENTION_BACKENDS)
-    return partial(_build, prefill, decode)
+    return partial(_build, prefill, decode, features)
 
 
-def _build(prefill: str, decode: str, kv_cache: KVCache) -> AttentionBackend:
-    names = [auto_backend(kv_cache)[0] if name == "auto" else name for name in (prefill, decode)]
+def _build(prefill: str, decode: str, features: Collection[str], kv_cache: KVCache) -> AttentionBackend:
+    names = [auto_backend(kv_cache, features)[0] if name == "auto" else name for name in (prefill, decode)]
+    backend = _build_any(names, kv_cache)
+    known: Collection[str] = getattr(backend, "features", ())
+    for feature in features:
+        if feature not in known:
+            raise ConfigError(
+                f"prefill_attention, decode_attention: this model's attention has {_FEATURE_NAMES[feature]}, which "
+                f"{' and '.join(map(repr, dict.fromkeys(names)))} cannot compute; choose 'auto' or 'torch'"
+            )
+    return backend
+
+
+_FEATURE_NAMES = {"soft_cap": "a soft cap", "sinks": "sinks"}
+
+
+def _build_any(names: Sequence[str], kv_cache: KVCache) -> AttentionBackend:
     first = resolve("prefill_attention", names[0], ATTENTION_BACKENDS)(kv_cache)
     if names[0] == names[1]:
         return first

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minisgl.batch import Batch, DeviceBatch
-from minisgl.context import AttentionSpec, PagedAttentionBackend
+from minisgl.context import ATTENTION_FEATURES, AttentionSpec, PagedAttentionBackend
 from minisgl.kvcache.pool import KVCache, byte_view
 from minisgl.request import Int32Array
 
@@ -41,6 +41,11 @@ def causal_mask(
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap × tanh(x / cap)``: about x where it is small, and never beyond the cap (Gemma 2)."""
+    return torch.tanh(x / cap) * cap
+
+
 def grouped_query_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
@@ -57,6 +62,30 @@ def grouped_query_attention(
         group = q.squeeze(1).unflatten(1, (k.shape[2], -1))
         return _sdpa(group, k, v, mask, scale).flatten(1, 2).unsqueeze(1)
     return _sdpa(q.transpose(1, 2), k, v, mask, scale).transpose(1, 2)
+
+
+def attention_of_layer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec
+) -> torch.Tensor:
+    """`grouped_query_attention`, with the soft cap and the sinks of the layer.
+
+    PyTorch's kernel has no option for these, so they take steps: cap the scores, and add the sinks as a column of
+    scores that has no value.
+    """
+    if spec.soft_cap is None and spec.sinks is None:
+        return grouped_query_attention(q, k, v, mask, spec.scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.unflatten(2, (k.shape[2], -1))  # [B, Q, num_kv_heads, group, head_dim]
+    scores = torch.einsum("bqhgd,blhd->bhgql", groups, k).to(wide) * spec.scale
+    if spec.soft_cap is not None:
+        scores = soft_cap(scores, spec.soft_cap)
+    if mask is not None:
+        scores = scores + mask.unsqueeze(1)
+    if spec.sinks is not None:
+        column = spec.sinks.to(wide).view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[1]]
+    return torch.einsum("bhgql,blhd->bqhgd", weights.to(v.dtype), v).flatten(2, 3)
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -85,7 +114,7 @@ class DenseAttention:
             row = slice(start, stop)
             positions = torch.arange(stop - start, device=q.device)[None]
             mask = causal_mask(positions, positions, spec.sliding_window, q.dtype)
-            out[row] = grouped_query_attention(q[None, row], k[None, row], v[None, row], mask, spec.scale)[0]
+            out[row] = attention_of_layer(q[None, row], k[None, row], v[None, row], mask, spec)[0]
         return out
 
 
@@ -98,6 +127,7 @@ class PagedAttention(PagedAttentionBackend):
     kv_cache: KVCache
     capturable: bool = False
     captures_prefill: bool = False
+    features: frozenset[str] = frozenset()
 
     def __init__(self, kv_cache: KVCache) -> None:
         self.kv_cache = kv_cache
@@ -123,6 +153,8 @@ _GROUP_KEYS = 4096
 class TorchAttention(PagedAttention):
     """Gather keys and values from pages, then attend with PyTorch: decode rows padded, prefill rows in tiles."""
 
+    features = ATTENTION_FEATURES
+
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
         self._batch: Batch
@@ -144,7 +176,7 @@ class TorchAttention(PagedAttention):
             keys, values = self._gather(group.locs, spec.layer_id)
             for tile in group.tiles:
                 queries = q[tile.queries].view(len(keys), -1, *q.shape[1:])
-                out = grouped_query_attention(queries, keys[:, tile.keys], values[:, tile.keys], tile.mask, spec.scale)
+                out = attention_of_layer(queries, keys[:, tile.keys], values[:, tile.keys], tile.mask, spec)
                 parts.append(out.flatten(0, 1))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended if layout.inverse is None else attended.index_select(0, layout.inverse)

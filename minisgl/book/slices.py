@@ -130,7 +130,8 @@ def decoder_slices(config: ModelConfig, ranks: int) -> list[SlicedMatrix]:
     """
     found: list[SlicedMatrix] = []
     moe = config.moe and replace(config.moe, layers=config.moe.layers[:1])
-    shallow = replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1], moe=moe)
+    windows, ropes = config.sliding_windows[:1], config.layer_ropes[:1]
+    shallow = replace(config, num_layers=1, sliding_windows=windows, layer_ropes=ropes, moe=moe)
     build: Any = resolve("architecture", config.architecture, MODELS)
     with torch.device("meta"):
         targets = [checkpoint_targets(build(shallow, SimpleNamespace(rank=rank, size=ranks))) for rank in range(ranks)]
@@ -145,8 +146,9 @@ def decoder_slices(config: ModelConfig, ranks: int) -> list[SlicedMatrix]:
         shape, specs = tuple(region.shape), [each[path].shard_spec for each in targets]
         ranges, axis, how, joined = ((0, shape[0]),) * ranks, None, "on every rank", ""
         if (spec := specs[0]) is not None:
-            shape, axis = (*shape[: spec.dim], spec.shard.total, *shape[spec.dim + 1 :]), spec.dim
-            ranges = tuple((each.shard.start, each.shard.stop) for each in specs if each is not None)
+            shape, axis = (*shape[: spec.dim], spec.total, *shape[spec.dim + 1 :]), spec.dim
+            shards = [each.shards for each in specs if each is not None]
+            ranges = tuple((sum(s.start for s in each), sum(s.stop for s in each)) for each in shards)
             copies = ranks // len(set(ranges))
             how = "row-parallel" if axis else "column-parallel" if copies == 1 else f"each head on {copies} ranks"
             joined = gather if name == "lm_head" else reduce if axis or name == "embed_tokens" else ""

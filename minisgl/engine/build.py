@@ -78,8 +78,9 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
     max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
+    model_config = model_config.for_sequences(max_seq_len)
     sampler = resolve("sampler", config.sampler, SAMPLERS)()
-    make_attention = select_backend(config.prefill_attention, config.decode_attention)
+    make_attention = select_backend(config.prefill_attention, config.decode_attention, model_config.attention_features)
 
     if device.type == "cuda":  # free closed engines in reference cycles, and PyTorch's cache
         gc.collect()
@@ -155,7 +156,7 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     runner = build_runner(config, runner, fusions, capture)
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)
-    choice = attention_choice(config, eager.kv_cache)
+    choice = attention_choice(config, eager.kv_cache, model_config.attention_features)
     copier = None
     if config.page_store == "host":
         copier = HostPages(eager.kv_cache, slots_that_fit(config.page_store_gib, bytes_per_page, communicator.size))

@@ -75,7 +75,7 @@ class FusedAttention(Attention):
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         context = get_forward_context()
-        inputs, backend, spec = context.inputs, context.attention, self.spec
+        inputs, backend, spec = context.inputs, context.attention, self.bound_spec()
         if not isinstance(backend, PagedAttentionBackend):  # without a KV cache there is nowhere to store
             return super().forward(x, self.rotary(inputs.positions, x.dtype))
         q = rotate_and_store(

@@ -32,14 +32,25 @@ class MergedColumnParallelLinear(Linear):
     """Several projections of one input as one matrix product, sharded by outputs, the columns of Wᵀ.
 
     ``parts``: checkpoint name → rows of each projection, or this rank's shard of them, in the order of the outputs.
+    With ``packed``, checkpoints hold them as one tensor too, in that order and under this layer's own name.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int | Shard], bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int | Shard], bias: bool = False, packed: bool = False
+    ) -> None:
         shards = {name: Shard.whole(rows) if isinstance(rows, int) else rows for name, rows in parts.items()}
         super().__init__(in_features, sum(shard.size for shard in shards.values()), bias)
         self.parts = shards
+        self.packed = packed
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        first, *behind = self.parts.values()
+        spec = ShardSpec(0, first, tuple(behind))
+        return {"weight": spec, "bias": spec} if self.packed else {}
 
     def weight_parts(self) -> list[WeightPart]:
+        if self.packed:
+            return []
         parameters = ["weight"] if self.bias is None else ["weight", "bias"]
         mapping: list[WeightPart] = []
         start = 0
@@ -53,9 +64,17 @@ class MergedColumnParallelLinear(Linear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The query, key and value projections of attention as one matrix product, for a rank's shards of the heads."""
 
-    def __init__(self, hidden_size: int, heads: Shard, kv_heads: Shard, head_dim: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Shard,
+        kv_heads: Shard,
+        head_dim: int,
+        bias: bool = False,
+        packed: bool = False,
+    ) -> None:
         q, kv = heads.times(head_dim), kv_heads.times(head_dim)
-        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias)
+        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias, packed)
 
 
 class RowParallelLinear(Linear):

@@ -14,11 +14,17 @@ class GatedMLP(nn.Module):
     """``down(silu(gate(x)) × up(x))``, with gate and up as one matrix product. Ranks share its intermediate width."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool = False, communicator: Communicator = SINGLE_RANK
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        communicator: Communicator = SINGLE_RANK,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         shard = divide("intermediate_size", intermediate_size, communicator)
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, {"gate_proj": shard, "up_proj": shard}, bias)
+        parts = {"gate_proj": shard, "up_proj": shard}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, parts, bias, packed)
         self.down_proj = RowParallelLinear(shard, hidden_size, bias, communicator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,11 +101,15 @@ class Experts(nn.Module):
             if count == 0:
                 continue
             chosen = tokens[start : start + count]
-            hidden = silu_and_mul(F.linear(x[chosen], self.gate_up_proj[expert]))
-            result = F.linear(hidden, self.down_proj[expert])
+            result = self.compute(expert, x[chosen])
             out.index_add_(0, chosen, result * pair_weights[start : start + count])
             start += count
         return out
+
+    def compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """One expert: [N, hidden_size] → [N, hidden_size]."""
+        hidden = silu_and_mul(F.linear(x, self.gate_up_proj[expert]))
+        return F.linear(hidden, self.down_proj[expert])
 
     def weight_parts(self) -> list[WeightPart]:
         num_experts, rows, _ = self.gate_up_proj.shape
@@ -112,3 +122,53 @@ class Experts(nn.Module):
             parts.append(WeightPart(f"{name}.up_proj.weight", "gate_up_proj", (expert, up), by_rows))
             parts.append(WeightPart(f"{name}.down_proj.weight", "down_proj", (expert,), by_columns))
         return parts
+
+
+class ClampedExperts(Experts):
+    """The experts of gpt-oss: with biases, a gated product that is clamped, and the checkpoint's layout of weights.
+
+    ``gate_up_proj`` is [E, hidden_size, 2 × intermediate_size], a gate beside its up, and ``down_proj`` [E,
+    intermediate_size, hidden_size].
+    """
+
+    ALPHA = 1.702  # x × sigmoid(alpha × x) is about GELU
+    LIMIT = 7.0
+
+    def __init__(self, num_experts: int, hidden_size: int, shard: Shard, communicator: Communicator) -> None:
+        super().__init__(num_experts, hidden_size, shard)
+        self.gate_up_proj = empty_parameter(num_experts, hidden_size, 2 * shard.size)
+        self.gate_up_proj_bias = empty_parameter(num_experts, 2 * shard.size)
+        self.down_proj = empty_parameter(num_experts, shard.size, hidden_size)
+        self.down_proj_bias = empty_parameter(num_experts, hidden_size)
+        self.adds_bias = communicator.rank == 0  # to this rank's part of the sum
+
+    def compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate_up = torch.addmm(self.gate_up_proj_bias[expert], x, self.gate_up_proj[expert])
+        gate, up = gate_up[:, ::2].clamp(max=self.LIMIT), gate_up[:, 1::2].clamp(-self.LIMIT, self.LIMIT)
+        out = (gate * torch.sigmoid(self.ALPHA * gate) * (up + 1)) @ self.down_proj[expert]
+        return out + self.down_proj_bias[expert] if self.adds_bias else out
+
+    def weight_parts(self) -> list[WeightPart]:
+        return []
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        pairs = self.shard.times(2)
+        by_pairs = {"gate_up_proj": ShardSpec(2, pairs), "gate_up_proj_bias": ShardSpec(1, pairs)}
+        return {**by_pairs, "down_proj": ShardSpec(1, self.shard)}
+
+
+class ClampedMoE(MoE):
+    """A mixture of `ClampedExperts`, whose router has a bias."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        normalize: bool,
+        communicator: Communicator = SINGLE_RANK,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, num_experts, experts_per_token, normalize, communicator)
+        self.gate = Linear(hidden_size, num_experts, bias=True)
+        self.experts = ClampedExperts(num_experts, hidden_size, self.experts.shard, communicator)

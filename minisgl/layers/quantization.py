@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import byte_view
 from minisgl.layers.sharding import Shard
 from minisgl.registry import Registry
 
@@ -129,6 +130,20 @@ class QuantizedWeight(nn.Module):
         rows = {name: tensor.index_select(0, ids) for name, tensor in self.tensors.items()}
         return self.quantizer.dequantize(rows).to(self.dtype)
 
+    def reorder_rows(self, order: torch.Tensor, within: int) -> None:
+        """As `reorder_rows`, for an ``order`` that leaves each row among the ``within`` rows that it is one of.
+
+        Raises `ConfigError` if these have more than one scale, or share theirs with a part of others.
+        """
+        for name, blocks in self.layout.items():
+            if blocks.rows == 1:
+                reorder_rows(self.tensors[name], order)
+            elif blocks.rows % within:
+                raise ConfigError(
+                    f"quantization: this model's queries and keys are reordered in groups of {within} rows, and "
+                    f"{blocks.rows} rows share a {name}; use 'none' or another scheme"
+                )
+
     def prepack(self) -> QuantizedWeight:
         """A weight in the quantiser's fastest layout; this one stays as it is."""
         packed = copy(self)
@@ -137,6 +152,12 @@ class QuantizedWeight(nn.Module):
             for name, tensor in self.quantizer.prepack(self.tensors).items()
         }
         return packed
+
+
+def reorder_rows(tensor: torch.Tensor, order: torch.Tensor) -> None:
+    """Put row ``order[i]`` of ``tensor`` in place i, in place; rows behind these stay."""
+    rows = byte_view(tensor)
+    rows[: len(order)] = rows[order.to(tensor.device)]
 
 
 def check_device(option: str, dtypes: Iterable[torch.dtype], device: torch.device, remedy: str) -> None:

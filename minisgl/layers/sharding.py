@@ -131,18 +131,40 @@ def take_over(replacement: nn.Module, plain: nn.Module) -> None:
     vars(replacement).update(state)
 
 
+class Sliceable(Protocol):
+    """A tensor, or a safetensors slice, which reads from the file only what is asked for."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The part of a checkpoint tensor that a rank reads: a shard of one dimension, and all of the others."""
+    """The part of a checkpoint tensor that a rank reads: a shard of one dimension, and all of the others.
+
+    A packed tensor is several ones behind each other in that dimension, of each of which the rank reads a shard.
+    """
 
     dim: int
     shard: Shard
+    behind: tuple[Shard, ...] = ()  # of the second tensor in a packed one, and so on
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        """The part as an index of the checkpoint tensor, without padding."""
-        start, stop, total = self.shard.start, self.shard.stop, self.shard.total
-        return (*(slice(None),) * self.dim, slice(min(start, total), min(stop, total)))
+    def shards(self) -> tuple[Shard, ...]:
+        return (self.shard, *self.behind)
+
+    @property
+    def total(self) -> int:
+        """Size of the whole tensor in this dimension."""
+        return sum(shard.total for shard in self.shards)
+
+    def of(self, tensor: Sliceable) -> torch.Tensor:
+        """Read the part from a whole checkpoint tensor, or from a slice of a file, without padding."""
+        parts, first = [], 0
+        for shard in self.shards:
+            begin, end = (first + min(edge, shard.total) for edge in (shard.start, shard.stop))
+            parts.append(tensor[(*(slice(None),) * self.dim, slice(begin, end))])
+            first += shard.total
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ import torch
 from minisgl.errors import ModelLoadError
 from minisgl.layers.quantization import Quantizer, Tensors
 from minisgl.layers.quantizers import Fp8, Fp8Block, Fp8WeightOnly, Int4, Int8, pack_int4
-from minisgl.models.quantization import FLOATS, QuantizedCheckpoint, SourceTensor, WeightFormat
+from minisgl.models.quantization import FLOATS, Mxfp4Format, QuantizedCheckpoint, SourceTensor, WeightFormat
 
 _FP8 = frozenset({"F8_E4M3"})
 _I8 = frozenset({"I8"})
@@ -297,6 +297,11 @@ class GptqFormat(WeightFormat):
         return _int4_tensors(_unpack(sources["qweight"].T), sources["scales"].T, zero.T)
 
 
+def _mxfp4(declared: _Declared) -> QuantizedCheckpoint:
+    """gpt-oss: only its experts are quantised, whatever ``modules_to_not_convert`` lists."""
+    return QuantizedCheckpoint("mxfp4", None, Mxfp4Format())
+
+
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
@@ -361,5 +366,6 @@ _METHODS: dict[str, Callable[[_Declared], QuantizedCheckpoint]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
     "gguf": _gguf,
 }

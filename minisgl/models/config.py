@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from minisgl.errors import ModelLoadError
-from minisgl.layers.rotary import ROPE_TYPES, RopeSettings
+from minisgl.layers.rotary import NO_POSITIONS, ROPE_TYPES, RopeSettings
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.registry import Registry, resolve
 
@@ -45,7 +45,7 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int  # after stretching by YaRN
     rms_norm_eps: float
-    rope: RopeSettings
+    rope: RopeSettings  # of the layers that `layer_ropes` does not give another one
     sliding_windows: tuple[int | None, ...]  # [num_layers]; None: the layer sees all positions
     tie_word_embeddings: bool
     dtype: torch.dtype  # of the checkpoint
@@ -54,6 +54,16 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoEConfig | None = None  # None: a dense model
+    layer_ropes: tuple[RopeSettings, ...] = ()  # [num_layers]; empty: all layers have `rope`
+    packed_attention: bool = False  # checkpoints hold q, k and v as one tensor
+    packed_mlp: bool = False  # and gate and up as one
+    attention_scale: float | None = None  # factor on q·k; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # scores s of attention become cap × tanh(s / cap)
+    attention_sinks: bool = False  # see `AttentionSpec.sinks`
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each block adds to the residual stream
+    logits_multiplier: float = 1.0
+    logits_soft_cap: float | None = None  # logits x become cap × tanh(x / cap), as scores of attention do
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -65,6 +75,23 @@ class ModelConfig:
             raise ModelLoadError(f"head_dim ({self.head_dim}) must be even for the rotary embedding")
         if len(self.sliding_windows) != self.num_layers:
             raise ModelLoadError(f"{len(self.sliding_windows)} layer_types given for {self.num_layers} layers")
+        if len(self.layer_ropes) not in (0, self.num_layers):
+            raise ModelLoadError(f"{len(self.layer_ropes)} rotary embeddings given for {self.num_layers} layers")
+        order = self.rope.head_order(self.head_dim)  # in which the loader puts the elements of all heads
+        if any(rope != NO_POSITIONS and rope.head_order(self.head_dim) != order for rope in self.layer_ropes):
+            raise ModelLoadError("partial_rotary_factor: all layers that are rotated must have the same")
+
+    @property
+    def attention_features(self) -> tuple[str, ...]:
+        """What the attention of this model needs of a backend, as in `minisgl.context.ATTENTION_FEATURES`."""
+        needs = {"soft_cap": self.attention_soft_cap is not None, "sinks": self.attention_sinks}
+        return tuple(feature for feature, needed in needs.items() if needed)
+
+    def for_sequences(self, max_seq_len: int) -> ModelConfig:
+        """The config of an engine whose sequences are not longer: LongRoPE has other factors for short ones."""
+        if self.rope.rope_type != "longrope":
+            return self
+        return replace(self, rope=replace(self.rope, scaling={**self.rope.scaling, "longest": max_seq_len}))
 
     @classmethod
     def from_dir(cls, path: str | Path, architecture: str = "auto") -> ModelConfig:
@@ -84,14 +111,20 @@ class ModelConfig:
                 )
             architecture = named
         try:  # transformers knows the spellings that older checkpoints use for a field
-            hf = AutoConfig.from_pretrained(path, local_files_only=True)
+            whole = AutoConfig.from_pretrained(path, local_files_only=True)
+            hf = whole.get_text_config()  # of a model that also looks at images, what it does with text
         except Exception as error:  # transformers has no base class for what a config can raise
             raise ModelLoadError(f"{file}: not a valid config: {error}") from error
         model = resolve("architecture", architecture, MODELS)
         hidden_act = model.hidden_act
-        if getattr(hf, "hidden_act", hidden_act) != hidden_act:
-            raise ModelLoadError(f"{file}: hidden_act {hf.hidden_act!r} is not supported, only {hidden_act!r}")
-        rope = _rope_settings(file, hf)
+        named_act = getattr(hf, "hidden_activation", None) or getattr(hf, "hidden_act", hidden_act)
+        if named_act != hidden_act:
+            raise ModelLoadError(f"{file}: hidden_act {named_act!r} is not supported, only {hidden_act!r}")
+        try:
+            differences = model.differences(hf)
+            rope = differences.get("rope") or rope_settings(hf)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{file}: {error}") from None
         fields: dict[str, Any] = {
             "architecture": architecture,
             "hidden_size": hf.hidden_size,
@@ -106,9 +139,9 @@ class ModelConfig:
             "rope": rope,
             "sliding_windows": (None,) * hf.num_hidden_layers,
             "tie_word_embeddings": hf.tie_word_embeddings,
-            "dtype": hf.dtype or torch.float32,
+            "dtype": hf.dtype or whole.dtype or torch.float32,
         }
-        return cls(**(fields | model.differences(hf)))
+        return cls(**(fields | differences))
 
 
 class Architecture(Protocol):
@@ -133,6 +166,18 @@ MODELS: Registry[Architecture] = {
     "Qwen2ForCausalLM": "minisgl.models.architectures:Qwen2",
     "Qwen3ForCausalLM": "minisgl.models.architectures:Qwen3",
     "Qwen3MoeForCausalLM": "minisgl.models.architectures:Qwen3Moe",
+    "SmolLM3ForCausalLM": "minisgl.models.architectures:SmolLM3",
+    "Olmo2ForCausalLM": "minisgl.models.architectures:Olmo",
+    "Olmo3ForCausalLM": "minisgl.models.architectures:Olmo3",
+    "GraniteForCausalLM": "minisgl.models.architectures:Granite",
+    "GraniteMoeHybridForCausalLM": "minisgl.models.architectures:Granite4",
+    "Phi3ForCausalLM": "minisgl.models.architectures:Phi3",
+    "Gemma2ForCausalLM": "minisgl.models.architectures:Gemma2",
+    "Gemma3ForCausalLM": "minisgl.models.architectures:Gemma3",
+    "Glm4ForCausalLM": "minisgl.models.architectures:Glm4",
+    "GptOssForCausalLM": "minisgl.models.architectures:GptOss",
+    "Mistral3ForConditionalGeneration": "minisgl.models.architectures:Mistral3",
+    "Gemma3ForConditionalGeneration": "minisgl.models.architectures:Gemma3OfImages",
 }
 
 
@@ -150,15 +195,22 @@ def _architecture(file: Path) -> str:
     return name
 
 
-def _rope_settings(file: Path, hf: PretrainedConfig) -> RopeSettings:
-    parameters = dict(hf.rope_parameters)
+def rope_settings(
+    hf: PretrainedConfig, layer_type: str | None = None, partial: bool = False, interleaved: bool = False
+) -> RopeSettings:
+    """The ``rope_parameters`` of a config, or of one type of layers. ``partial``: the model may rotate part of a head.
+
+    Raises `ModelLoadError` for a type that we do not know, or a part where the model has none.
+    """
+    parameters = dict(hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type])
     rope_type = parameters.pop("rope_type", None)
     if rope_type not in ROPE_TYPES:
-        raise ModelLoadError(f"{file}: rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}")
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelLoadError(f"{file}: partial_rotary_factor is not supported, only whole heads are rotated")
+        raise ModelLoadError(f"rope_type {rope_type!r} is not supported; choose one of {', '.join(ROPE_TYPES)}")
+    rotated = parameters.pop("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and not partial:
+        raise ModelLoadError("partial_rotary_factor is not supported, only whole heads are rotated")
     parameters.pop("type", None)
-    return RopeSettings(rope_type, float(parameters.pop("rope_theta")), parameters)
+    return RopeSettings(rope_type, float(parameters.pop("rope_theta")), parameters, rotated, interleaved)
 
 
 def _max_positions(hf: PretrainedConfig, rope: RopeSettings) -> int:

@@ -16,6 +16,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.linear import RowParallelLinear
 from minisgl.layers.mlp import Experts, GatedMLP, MoE
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
 from minisgl.layers.sharding import SINGLE_RANK
 from minisgl.models.decoder import Decoder, DecoderLayer
 
@@ -92,11 +93,13 @@ def compile_layers(model: nn.Module) -> None:
 def _fuse_rope(decoder: Decoder) -> None:
     from minisgl.layers.fused import FusedAttention, NoRotary
 
-    rotary = decoder.rotary
-    _replace(decoder, Attention, lambda attention: FusedAttention(attention, rotary))
+    for layer_id, layer in enumerate(decoder.layers):
+        rotary = decoder.rotary_of(layer_id)
+        _replace(layer, Attention, lambda attention, rotary=rotary: FusedAttention(attention, rotary))  # type: ignore[misc]
     # A layer of another class may still read the rotation that it gets.
     if all(type(layer) is DecoderLayer for layer in decoder.layers):
-        decoder.rotary = NoRotary(rotary)
+        decoder.rotary = NoRotary(decoder.rotary)
+        _replace(decoder.other_rotaries, Rotary, NoRotary)
 
 
 def _fuse_norms_with_all_reduce(decoder: Decoder) -> None:

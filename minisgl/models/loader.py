@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from minisgl.errors import ModelLoadError
+from minisgl.layers.attention import Attention
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.quantization import QuantizedWeight, check_device
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, PackedWeights, ShardedParameters, ShardSpec
@@ -22,6 +23,7 @@ from minisgl.models.checkpoint_formats import declared_quantization
 from minisgl.models.config import MODELS, ModelConfig
 from minisgl.models.quantization import (
     FLOATS,
+    Mxfp4Target,
     QuantizedTarget,
     SourceTensor,
     plan_quantization,
@@ -63,7 +65,7 @@ def load_model(
     """
     with torch.device("meta"):
         model = resolve("architecture", config.architecture, MODELS)(config, communicator)
-    targets = checkpoint_targets(model)
+    targets = _with_their_names(model, checkpoint_targets(model))
     declared = declared_quantization(path)
     plan = plan_quantization(quantization, declared, dummy=load_format == "dummy")
     quantized = quantize_weights(model, targets, plan, dtype)
@@ -77,15 +79,20 @@ def load_model(
         expected = {name: SourceTensor(target.shape) for name, target in targets.items()}
         expected |= {name: source for _, name, source in source_names(quantized)}
         unused = () if declared is None else declared.ignored
+        not_ours: tuple[str, ...] = getattr(model, "unused", ())
         headers = {
             name: header
             for name, header in read_headers(path).items()
-            if name in expected or not _ignored(name, config, unused)
+            if name in expected or not (_ignored(name, config, unused) or name.startswith(not_ours))
         }
         _check(expected, headers, path)
         _materialize(model, dtype, device)
         _fill(targets, {name: header for name, header in headers.items() if name in targets})
         _fill_quantized(quantized, headers, device)
+    if (order := config.rope.head_order(config.head_dim)) is not None:
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.reorder_heads(order)
     return model.eval()
 
 
@@ -112,7 +119,7 @@ class WeightTarget:
         """Shape of the whole checkpoint tensor."""
         shape = list(self.region.shape)
         if self.shard_spec is not None:
-            shape[self.shard_spec.dim] = self.shard_spec.shard.total
+            shape[self.shard_spec.dim] = self.shard_spec.total
         return tuple(shape)
 
     def fill(self, shard: torch.Tensor) -> None:
@@ -128,7 +135,7 @@ class WeightTarget:
         if self.shard_spec is None:
             self.region.copy_(tensor)
         else:
-            self.fill(tensor[self.shard_spec.index])
+            self.fill(self.shard_spec.of(tensor))
 
 
 def checkpoint_targets(model: nn.Module) -> dict[str, WeightTarget]:
@@ -148,8 +155,14 @@ def checkpoint_targets(model: nn.Module) -> dict[str, WeightTarget]:
     return targets
 
 
+def _with_their_names(model: nn.Module, targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
+    """``targets`` by the names that checkpoints of this architecture have for them."""
+    theirs: Mapping[str, str] = getattr(model, "checkpoint_names", {})
+    return {".".join(theirs.get(part, part) for part in name.split(".")): each for name, each in targets.items()}
+
+
 def _unless_whole(shard_spec: ShardSpec | None) -> ShardSpec | None:
-    return None if shard_spec is None or shard_spec.shard.is_whole else shard_spec
+    return None if shard_spec is None or all(shard.is_whole for shard in shard_spec.shards) else shard_spec
 
 
 def _join(prefix: str, name: str) -> str:
@@ -213,7 +226,7 @@ def _indexed_files(index: Path) -> list[Path]:
 def _ignored(name: str, config: ModelConfig, unused: tuple[str, ...] = ()) -> bool:
     """Whether this is a tensor that some exports add without need: the tied LM head, a table of frequencies, or what a
     format says is ``unused``."""
-    if name == "lm_head.weight" and config.tie_word_embeddings:
+    if name.endswith("lm_head.weight") and config.tie_word_embeddings:
         return True
     return name.endswith(("rotary_emb.inv_freq", *unused))
 
@@ -267,7 +280,7 @@ def _fill(targets: dict[str, WeightTarget], headers: dict[str, TensorHeader]) ->
                 if target.shard_spec is None:
                     target.region.copy_(file.get_tensor(name))
                 else:
-                    target.fill(file.get_slice(name)[target.shard_spec.index])
+                    target.fill(target.shard_spec.of(file.get_slice(name)))
 
 
 def _fill_randomly(targets: dict[str, WeightTarget], device: torch.device, seed: int) -> None:
@@ -282,11 +295,11 @@ def _fill_randomly(targets: dict[str, WeightTarget], device: torch.device, seed:
             target.region.normal_(std=_DUMMY_STD, generator=generator)
         else:
             tensor = torch.empty(target.shape, dtype=target.region.dtype, device=device)
-            target.fill(tensor.normal_(std=_DUMMY_STD, generator=generator)[target.shard_spec.index])
+            target.fill(target.shard_spec.of(tensor.normal_(std=_DUMMY_STD, generator=generator)))
 
 
 def _fill_quantized(
-    targets: dict[str, QuantizedTarget], headers: dict[str, TensorHeader], device: torch.device
+    targets: dict[str, QuantizedTarget | Mxfp4Target], headers: dict[str, TensorHeader], device: torch.device
 ) -> None:
     """Convert one weight after the other on ``device``, so that only one takes memory twice."""
     with ExitStack() as stack:
@@ -303,7 +316,7 @@ def _fill_quantized(
 
 
 def _fill_quantized_randomly(
-    targets: dict[str, QuantizedTarget], dtype: torch.dtype, device: torch.device, seed: int
+    targets: dict[str, QuantizedTarget | Mxfp4Target], dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
     """Quantise the weights that `_fill_randomly` would have drawn."""
     generator = torch.Generator(device)

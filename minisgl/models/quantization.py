@@ -64,7 +64,7 @@ class QuantizedCheckpoint:
     """What ``quantization_config`` in ``config.json`` declares, or the tensor types of a GGUF file."""
 
     method: str  # as the file calls it
-    quantizer: Quantizer
+    quantizer: Quantizer | None  # None: experts in MXFP4, which are dequantised
     format: WeightFormat
     kept: tuple[str, ...] = ()  # modules that are not quantised: names, parts of names, or "re:" and a pattern
     ignored: tuple[str, ...] = ()  # ends of names of tensors that are not needed, unless the model has them
@@ -106,8 +106,9 @@ def plan_quantization(option: str, checkpoint: QuantizedCheckpoint | None, dummy
 
     Raises `ConfigError` for an unknown option, or one that contradicts the checkpoint.
     """
+    quantizer: Quantizer | None
     if option == "auto":
-        if checkpoint is None:
+        if checkpoint is None or (dummy and checkpoint.quantizer is None):
             return QuantizationPlan()
         quantizer = checkpoint.quantizer
     elif option == "none":
@@ -123,8 +124,9 @@ def plan_quantization(option: str, checkpoint: QuantizedCheckpoint | None, dummy
         quantizer = checkpoint.quantizer
     else:
         quantizer = resolve("quantization", option, QUANTIZERS)()
-    if dummy or checkpoint is None:
+    if (dummy or checkpoint is None) and quantizer is not None:
         return QuantizationPlan(quantizer, None, PlainFormat(quantizer.quantize))
+    assert checkpoint is not None
     return QuantizationPlan(quantizer, checkpoint, checkpoint.format)
 
 
@@ -168,13 +170,17 @@ class QuantizedTarget:
         tensors = self.plan.format.convert(sources)
         if self.weight is None:
             assert self.plan.checkpoint is not None
+            assert self.plan.checkpoint.quantizer is not None
             self.region.load(self.plan.checkpoint.quantizer.dequantize(tensors))
             return
-        rows, columns, first = _parts(self.region, self.shape, self.weight.rows)
+        for rows, columns, first in _parts(self.region, self.shape, self.weight.rows):
+            self._copy(tensors, self.weight, rows, columns, first)
+
+    def _copy(self, tensors: Tensors, weight: QuantizedWeight, rows: Shard, columns: Shard, first: int) -> None:
         stop = min(rows.stop, rows.total)  # the rest is padding of the vocabulary
         size = max(stop - rows.start, 0)
-        for name, blocks in self.weight.layout.items():
-            memory = getattr(self.weight, name)
+        for name, blocks in weight.layout.items():
+            memory = getattr(weight, name)
             whole = memory[blocks.region(slice(first, first + rows.size), slice(0, columns.size))]
             if size < rows.size:
                 whole.zero_()
@@ -182,14 +188,58 @@ class QuantizedTarget:
             whole[: -(-size // blocks.rows)].copy_(tensors[name][part])
 
 
-def _parts(region: Region, shape: tuple[int, ...], rows_here: int) -> tuple[Shard, Shard, int]:
-    """This rank's rows and columns of the checkpoint's weight, and the row of its own weight where they begin."""
+def _parts(region: Region, shape: tuple[int, ...], rows_here: int) -> Iterator[tuple[Shard, Shard, int]]:
+    """This rank's rows and columns of the checkpoint's weight, and the row of its own weight where they begin.
+
+    Of a packed weight a rank has rows of each part."""
     spec = region.shard_spec
-    rows = spec.shard if spec is not None and spec.dim == 0 else Shard.whole(shape[0])
     columns = spec.shard if spec is not None and spec.dim == 1 else Shard.whole(shape[1])
-    first = region.index[0] if region.index else slice(0, rows_here)
-    assert isinstance(first, slice), "only experts are indexed by a number, and these are not quantised"
-    return rows, columns, first.start
+    index = region.index[0] if region.index else slice(0, rows_here)
+    assert isinstance(index, slice), "only experts are indexed by a number, and these are not quantised"
+    first, before = index.start, 0
+    for shard in spec.shards if spec is not None and spec.dim == 0 else (Shard.whole(shape[0]),):
+        yield Shard(before + shard.start, before + shard.stop, shape[0]), columns, first
+        first, before = first + shard.size, before + shard.total
+
+
+class Mxfp4Format(PlainFormat):
+    """The experts of gpt-oss; see `Mxfp4Target`. Everything else is floats."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda weight: {"weight": weight})
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Target:
+    """Where the weights of a layer's experts go, [E, K, N], which a checkpoint has in MXFP4 (OCP 2023), and transposed.
+
+    A block is 32 numbers of 4 bits, with a power of two for all of them. bfloat16 holds their product exactly.
+    """
+
+    region: Region
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, K, N] of all ranks."""
+        return self.region.shape
+
+    @property
+    def sources(self) -> dict[str, SourceTensor]:
+        experts, columns, rows = self.shape
+        bytes_ = frozenset({"U8"})
+        blocks = SourceTensor((experts, rows, columns // 32, 16), bytes_)
+        return {"_blocks": blocks, "_scales": SourceTensor((experts, rows, columns // 32), bytes_)}
+
+    def fill(self, sources: Tensors) -> None:
+        """Dequantise all experts, and keep this rank's part."""
+        blocks = sources["_blocks"]
+        magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        values = torch.tensor([*magnitudes, *(-each for each in magnitudes)], dtype=torch.bfloat16)
+        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # the first number is in the low bits
+        numbers = values.to(blocks.device)[pairs.int()]
+        exponents = sources["_scales"].int() - 127
+        weight = torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
+        self.region.load(weight.transpose(1, 2))
 
 
 R = TypeVar("R", bound=Region)
@@ -197,7 +247,7 @@ R = TypeVar("R", bound=Region)
 
 def quantize_weights(
     model: nn.Module, targets: dict[str, R], plan: QuantizationPlan, dtype: torch.dtype
-) -> dict[str, QuantizedTarget]:
+) -> dict[str, QuantizedTarget | Mxfp4Target]:
     """Put a `QuantizedWeight` in the place of every weight that ``plan`` concerns, still without memory.
 
     Takes their targets out of ``targets``, and returns new ones, by the checkpoint's name of the weight.
@@ -206,6 +256,9 @@ def quantize_weights(
         ConfigError: the scheme cannot have these shapes, the ranks would cut through its blocks, or there are experts.
         ModelLoadError: a checkpoint keeps one part of a merged projection, and quantises another.
     """
+    if isinstance(plan.format, Mxfp4Format):
+        names = [name for name, target in targets.items() if name.endswith(("gate_up_proj", "down_proj"))]
+        return {name: Mxfp4Target(targets.pop(name)) for name in names}
     if (plan.quantizer or plan.checkpoint) and any(isinstance(module, Experts) for module in model.modules()):
         raise ConfigError("quantization: a mixture of experts cannot be quantised yet; use 'none' and other weights")
     chosen = {name: target for name, target in targets.items() if _is_chosen(name, target, plan)}
@@ -214,18 +267,18 @@ def quantize_weights(
     for rows, columns in shapes.values():
         plan.format.sources(rows, columns)  # refuses a shape before the quantiser does, and names the file
     weights: dict[Linear | Embedding, QuantizedWeight] = {}
-    found = {}
+    found: dict[str, QuantizedTarget | Mxfp4Target] = {}
     for name, target in chosen.items():
         weight = None
         if plan.quantizer is not None:
             module = target.module
             assert isinstance(module, Linear | Embedding)
-            part, inputs, first = _parts(target, shapes[name], module.weight.shape[0])
-            if module not in weights:
-                weights[module] = QuantizedWeight(plan.quantizer, module.weight.shape[0], inputs, dtype)
-            weight = weights[module]
-            check_blocks(name, weight.layout, part, inputs)
-            check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs)
+            for part, inputs, first in _parts(target, shapes[name], module.weight.shape[0]):
+                if module not in weights:
+                    weights[module] = QuantizedWeight(plan.quantizer, module.weight.shape[0], inputs, dtype)
+                weight = weights[module]
+                check_blocks(name, weight.layout, part, inputs)
+                check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs)
         found[name] = QuantizedTarget(plan, target, shapes[name], weight)
         del targets[name]
     for module, weight in weights.items():
@@ -247,7 +300,7 @@ def _check_mixed(chosen: Mapping[str, Region], targets: Mapping[str, Region]) ->
             )
 
 
-def source_names(targets: Mapping[str, QuantizedTarget]) -> Iterator[tuple[str, str, SourceTensor]]:
+def source_names(targets: Mapping[str, QuantizedTarget | Mxfp4Target]) -> Iterator[tuple[str, str, SourceTensor]]:
     """(name of a weight, name of a checkpoint tensor of it, what that must be like)."""
     for name, target in targets.items():
         for end, source in target.sources.items():

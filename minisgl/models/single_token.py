@@ -13,8 +13,11 @@ from minisgl.kernels.quantized_linear import LEAST_CHUNK
 from minisgl.kernels.single_token_attention import SingleTokenAttention
 from minisgl.kernels.single_token_linear import linear
 from minisgl.kernels.single_token_quantized import quantized_linear
+from minisgl.layers.attention import Attention
+from minisgl.layers.fused import FusedAllReduceRMSNorm, FusedAttention, FusedGatedMLP, FusedRMSNorm
 from minisgl.layers.linear import RowParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
 from minisgl.layers.quantization import QuantizedWeight
 from minisgl.layers.quantizers import Fp8, Int4, Int8
 from minisgl.models.decoder import CausalLM, DecoderLayer
@@ -40,7 +43,7 @@ class SingleTokenDecoder:
         self.attend = SingleTokenAttention(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, weight.dtype, weight.device
         )
-        self._rotary = decoder.rotary.table
+        self._rotaries = [decoder.rotary_of(layer_id).table for layer_id in range(len(self.layers))]
         self._qkv = weight.new_empty(attention.qkv_proj.weight.shape[0])
         self._attended = weight.new_empty(spec.num_heads * spec.head_dim)
         self._hidden = weight.new_empty(cast(GatedMLP, first.mlp).down_proj.in_shard.size)
@@ -55,20 +58,27 @@ class SingleTokenDecoder:
             return False
         if not all(_kernels_know(module) for module in model.modules() if isinstance(module, QuantizedWeight)):
             return False
-        layers = list(model.model.layers)
-        plain = all(type(layer) is DecoderLayer and isinstance(layer.mlp, GatedMLP) for layer in layers)
-        return plain and model.config.head_dim >= 32
+        if model.config.attention_features or model.config.head_dim < 32:
+            return False
+        if not all(type(norm) in _NORMS for norm in model.modules() if isinstance(norm, RMSNorm)):
+            return False
+        return all(
+            type(layer) is DecoderLayer
+            and type(layer.self_attn) in (Attention, FusedAttention)
+            and type(layer.mlp) in (GatedMLP, FusedGatedMLP)
+            for layer in model.model.layers
+        )
 
     def __call__(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run a step of one token and return its logits, [1, vocab_size], in the model's dtype."""
         decoder = self.model.model
-        stream = decoder.embed_tokens(inputs.input_ids)[0]
+        stream = decoder.embed(inputs.input_ids)[0]
         for layer in self.layers:
             stream = self._layer(layer, stream, inputs)
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
         logits = stream.new_empty(head.weight.shape[0])
         _multiply(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
-        return head.gather_logits(logits.unsqueeze(0))
+        return self.model.finish_logits(head.gather_logits(logits.unsqueeze(0)))
 
     def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
         """Return the residual stream, [hidden_size], after one layer. ``stream`` may be overwritten."""
@@ -84,7 +94,7 @@ class SingleTokenDecoder:
             self._qkv,
             norms,
             eps,
-            self._rotary,
+            self._rotaries[spec.layer_id],
             inputs.slots,
             inputs.seq_lens,
             inputs.page_table,
@@ -105,6 +115,9 @@ class SingleTokenDecoder:
         bias, residual = (projection.bias, stream) if self._communicator.rank == 0 else (None, None)
         _multiply(x, projection.weight, stream, bias=bias, residual=residual)
         return self._communicator.all_reduce(stream)
+
+
+_NORMS = (RMSNorm, FusedRMSNorm, FusedAllReduceRMSNorm)
 
 
 def _kernels_know(weight: QuantizedWeight) -> bool:

@@ -8,10 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minisgl.attention.select import ARCHITECTURES, attention_choice, auto_backend, select_backend
-from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.flashinfer import FlashInferAttention
+from minisgl.attention.hybrid import HybridAttention
+from minisgl.attention.select import (
+    ARCHITECTURES,
+    ATTENTION_BACKENDS,
+    attention_choice,
+    auto_backend,
+    select_backend,
+)
+from minisgl.attention.torch_backend import PagedAttention, TorchAttention
+from minisgl.batch import Batch, DeviceBatch
 from minisgl.book import RESULTS
 from minisgl.config import EngineConfig
+from minisgl.context import AttentionSpec
+from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 from tests.steps import CPU
 
@@ -72,6 +83,39 @@ def test_auto_looks_at_the_architecture_and_says_whether_it_was_measured(
 def test_a_measured_architecture_has_a_result_file() -> None:
     card = json.loads((RESULTS / "attention.json").read_text())["hardware"]["gpu"]
     assert [each.name for each in ARCHITECTURES if each.measured_on and each.measured_on in card] == ["Hopper"]
+
+
+def test_auto_takes_what_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.attention.select.find_spec", lambda package: object())
+    assert auto_backend(cache_on("cuda"), ("sinks",))[0] == "cascade"
+    assert auto_backend(cache_on("cuda"), ("soft_cap",)) == ("torch", "it is the only one with a soft cap on scores")
+    choice = attention_choice(EngineConfig(prefill_attention="auto"), cache_on("cuda"), ("soft_cap",))
+    assert (choice.name, choice.reason) == ("torch", "it is the only one with a soft cap on scores")
+
+
+@pytest.mark.parametrize(("feature", "words"), [("sinks", "has sinks"), ("soft_cap", "has a soft cap")])
+def test_a_backend_that_lacks_a_feature_is_refused(monkeypatch: pytest.MonkeyPatch, feature: str, words: str) -> None:
+    cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flashinfer", flashinfer_without_a_gpu)
+    for names in (("flashinfer", "flashinfer"), ("torch", "flashinfer"), ("torch", f"{__name__}:Students")):
+        with pytest.raises(ConfigError, match=f"prefill_attention, decode_attention: this model's attention {words}"):
+            select_backend(*names, (feature,))(cache)
+    assert isinstance(select_backend("torch", "torch", (feature,))(cache), TorchAttention)
+
+
+def flashinfer_without_a_gpu(kv_cache: KVCache) -> HybridAttention:
+    """The real classes, which need a GPU only where they plan."""
+    prefill, decode = (FlashInferAttention(kv_cache, lambda kind, indices: object(), each) for each in (False, True))
+    return HybridAttention(kv_cache, prefill, decode)
+
+
+class Students(PagedAttention):
+    """It says nothing of features."""
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None: ...
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        return q
 
 
 def test_auto_on_a_cpu_is_torch() -> None:

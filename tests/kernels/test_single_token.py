@@ -12,17 +12,22 @@ import torch
 from minisgl.kernels import single_token_attention, single_token_linear
 from minisgl.kernels.single_token_linear import linear
 from minisgl.layers.quantization import Quantizer
+from minisgl.models.decoder_layers import GemmaNorm
 from minisgl.models.single_token import SingleTokenDecoder
 from tests.kernels.loading import DEVICE, load
-from tests.model_zoo import Variant, random_tokens
+from tests.model_zoo import ARCHITECTURES, Variant, random_tokens
 from tests.paged_runner import PagedRunner
 
+PHI4_MINI = next(variant for variant in ARCHITECTURES if variant.name == "phi4-mini")
+HALF_A_HEAD = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GROUPED = {"head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
 VARIANTS = [
     Variant("llama-biases", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     Variant("llama-mha", "LlamaForCausalLM", {"num_key_value_heads": 4, "head_dim": 64}),
     Variant("mistral-window", "MistralForCausalLM", {"sliding_window": 40, **GROUPED}),
     Variant("qwen2-tied", "Qwen2ForCausalLM", {"tie_word_embeddings": True, **GROUPED}),
+    Variant("smollm3", "SmolLM3ForCausalLM", {"tie_word_embeddings": True, **GROUPED}),
+    Variant("phi4-mini", "Phi3ForCausalLM", {**PHI4_MINI.overrides, "head_dim": 32, "rope_parameters": HALF_A_HEAD}),
     Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 40, **GROUPED}),
 ]
 
@@ -90,6 +95,21 @@ def test_models_that_it_cannot_run_are_named(tmp_path: Path) -> None:
     assert not SingleTokenDecoder.supports(moe)
     assert not SingleTokenDecoder.supports(odd)
     assert not SingleTokenDecoder.supports(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["olmo3", "granite", "granite4", "gemma2", "gemma3", "glm4", "gpt-oss"])
+def test_layers_that_are_not_plain_are_left_to_others(tmp_path: Path, name: str) -> None:
+    """Norms in other places, factors, caps and sinks: the kernels know none of these, however much they are wanted."""
+    variant = next(variant for variant in ARCHITECTURES if variant.name == name)
+    model, _ = load(tmp_path, Variant(name, variant.architecture, {**variant.overrides, "head_dim": 32}))
+    assert not SingleTokenDecoder.supports(model)
+
+
+def test_a_norm_that_computes_something_else_is_left_to_others(tmp_path: Path) -> None:
+    model, _ = load(tmp_path, Variant("llama", "LlamaForCausalLM", {"head_dim": 32}))
+    assert SingleTokenDecoder.supports(model)
+    model.model.norm.__class__ = GemmaNorm
+    assert not SingleTokenDecoder.supports(model)
 
 
 @pytest.mark.parametrize(("size", "width"), [(1, 1), (7, 5), (24, 1024), (9, 1500), (16, 2048)])

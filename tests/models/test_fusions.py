@@ -26,6 +26,7 @@ VARIANTS = [
     variant
     for variant in ARCHITECTURES
     if variant.name in ("llama", "llama-biases", "llama-mqa-head-dim-24", "mistral-window", "qwen2", "qwen3", "yarn")
+    or variant.name in ("smollm3-window", "olmo3", "granite", "phi4-mini", "gemma2", "gemma3", "glm4", "gpt-oss")
 ]
 
 

@@ -36,6 +36,7 @@ class TritonAttention(PagedAttention):
 
     capturable = True
     captures_prefill = True
+    features = frozenset({"sinks"})
 
     def __init__(self, kv_cache: KVCache) -> None:
         super().__init__(kv_cache)
@@ -216,6 +217,8 @@ def merge_splits_kernel(
 
 class FixedSplitAttention(TritonAttention):
     """FlashDecoding with fixed splits a row, for comparison; ``grouped``: one program for a KV head's query heads."""
+
+    features = frozenset()  # the comparison is about plain attention
 
     def __init__(self, kv_cache: KVCache, grouped: bool = True, num_splits: int = 1) -> None:
         super().__init__(kv_cache)

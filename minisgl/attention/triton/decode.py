@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from minisgl.attention.triton.merge import FEW_ROWS, PrefixParts, merge_parts
-from minisgl.attention.triton.tiles import LOG2_E, LOWEST, load_tile, softmax_step
+from minisgl.attention.triton.tiles import LOG2_E, load_tile, running_values, softmax_step
 from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
 from minisgl.kernels.launch import PDL_LAUNCH_ARGS, tile_range
@@ -50,6 +50,7 @@ def decode_kernel(
     shared_lens_ptr,  # int32[R] leading keys that are left out, if SHARED
     slots_ptr,  # int32[R]
     page_table_ptr,  # int32[slots, table_width]
+    sinks_ptr,  # [KV_HEADS × GROUP], if SINKS
     scale,  # × log2(e)
     num_rows,
     token_stride,
@@ -57,6 +58,7 @@ def decode_kernel(
     table_width,
     USE_PDL: tl.constexpr,  # launched before the preceding kernel has ended, see `PDL_LAUNCH_ARGS`
     SHARED: tl.constexpr,
+    SINKS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: no sliding window
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share a KV head
@@ -96,8 +98,9 @@ def decode_kernel(
     heads = kv_head * GROUP + group_index
     mask = (group_index < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    # Of a row's parts, the one that begins the row has the sinks.
+    row_sum, row_max = running_values(sinks_ptr, heads, group_index < GROUP, begin == row_begin, SINKS, BLOCK_M)
+    new_sum, new_max = running_values(sinks_ptr, heads, group_index < GROUP, True, SINKS, BLOCK_M)
     if USE_PDL and not SHARED:  # what was read so far was written before the step's first layer
         tl.extra.cuda.gdc_wait()
     for tile in tile_range(begin, stop):
@@ -122,8 +125,8 @@ def decode_kernel(
                 tl.store(part_out_ptr + line[:, None] * HEAD_DIM + dims[None, :], result, mask)
                 tl.store(part_lse_ptr + line, row_max + tl.log2(row_sum), group_index < GROUP)
         acc = tl.where(part_ends, 0.0, acc)
-        row_sum = tl.where(part_ends, 0.0, row_sum)
-        row_max = tl.where(part_ends, LOWEST, row_max)
+        row_sum = tl.where(part_ends, new_sum, row_sum)
+        row_max = tl.where(part_ends, new_max, row_max)
         row_ends = tile + 1 == row_end
         row += row_ends.to(tl.int32)
         row_begin = tl.where(row_ends, row_end, row_begin)
@@ -177,12 +180,14 @@ def paged_decode_attention(
         None if prefix is None else prefix.lens,
         inputs.slots,
         inputs.page_table,
+        spec.sinks,
         spec.scale * LOG2_E,
         num_rows,
         q.stride(0),
         q.stride(1),
         inputs.page_table.stride(0),
         SHARED=prefix is not None,
+        SINKS=spec.sinks is not None,
         WINDOW=window,
         PAGE_SIZE=page_size,
         GROUP=group,

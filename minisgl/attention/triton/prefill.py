@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton.tiles import LOG2_E, LOWEST, attend_keys
+from minisgl.attention.triton.tiles import LOG2_E, attend_keys, running_values
 from minisgl.batch import Batch, DeviceBatch, to_device
 from minisgl.context import AttentionSpec
 
@@ -35,10 +35,12 @@ def prefill_kernel(
     cu_seqlens_q_ptr,  # int32[R + 1]
     slots_ptr,  # int32[R]
     page_table_ptr,  # int32[slots, table_width]
+    sinks_ptr,  # [KV_HEADS × GROUP], if SINKS
     scale,  # × log2(e)
     token_stride,
     head_stride,
     table_width,
+    SINKS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: no sliding window
     PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -73,8 +75,7 @@ def prefill_kernel(
     seen_by_all = seq_len - q_len + begin // GROUP + 1
     end = seq_len - q_len + tl.minimum((begin + BLOCK_M - 1) // GROUP, q_len - 1) + 1
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum, row_max = running_values(sinks_ptr, heads, index < q_len * GROUP, True, SINKS, BLOCK_M)
     if WINDOW > 0:
         start = tl.maximum(seen_by_all - WINDOW, 0)
     else:
@@ -154,10 +155,12 @@ def paged_prefill_attention(
         inputs.cu_seqlens_q,
         inputs.slots,
         inputs.page_table,
+        spec.sinks,
         spec.scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         inputs.page_table.stride(0),
+        SINKS=spec.sinks is not None,
         WINDOW=spec.sliding_window or 0,
         PAGE_SIZE=page_size,
         GROUP=spec.num_heads // kv_heads,

@@ -87,6 +87,18 @@ def attend_keys(
 
 
 @triton.jit
+def running_values(sinks_ptr, heads, exists, begins, SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """``row_sum`` and ``row_max`` before the first key: nothing, or a head's sink where a row ``begins``."""
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if SINKS:
+        sinks = tl.load(sinks_ptr + heads, exists, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+        row_sum = tl.where(begins, row_sum + 1.0, row_sum)
+        row_max = tl.where(begins, sinks, row_max)
+    return row_sum, row_max
+
+
+@triton.jit
 def softmax_step(q, k, v, visible, scale, acc, row_sum, row_max, MASKED: tl.constexpr):
     """Attend to one tile of keys (online softmax, Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
 
