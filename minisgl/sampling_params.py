@@ -107,6 +107,13 @@ class SamplingParams:
         """True when the likeliest token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The field that constrains the output's form, ``json_schema`` or ``regex``, and its text; None if neither."""
+        if self.json_schema is not None:
+            return "json_schema", self.json_schema
+        return None if self.regex is None else ("regex", self.regex)
+
     def _check_constraint(self) -> None:
         if self.json_schema is not None:
             _text("json_schema", self.json_schema, _MAX_SCHEMA)

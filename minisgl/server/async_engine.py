@@ -12,6 +12,7 @@ import msgspec
 from minisgl.config import EngineConfig
 from minisgl.errors import EngineDead, MiniSGLError
 from minisgl.sampling_params import SamplingParams
+from minisgl.server.grammar_check import GrammarCheck
 from minisgl.server.live.state import LIVE, LiveFeed, LiveState
 from minisgl.server.messages import (
     STATS,
@@ -132,6 +133,7 @@ class AsyncEngine(ABC):
         self._stats_requests: dict[int, asyncio.Future[StatsReply]] = {}
         self._numbers = itertools.count()
         self._feed = LiveFeed(self._look)
+        self._grammars = GrammarCheck()  # to be closed by the subclass
 
     # -- what a subclass provides ------------------------------------------------------------------------------
 
@@ -168,7 +170,8 @@ class AsyncEngine(ABC):
     ) -> Answer:
         """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
-        Returns the answer, with ``params.n`` choices for each prompt, in the order of the prompts.
+        A grammar is tried first: see `GrammarCheck`. Returns the answer, with ``params.n`` choices for each prompt, in
+        the order of the prompts.
 
         Raises:
             InvalidRequest: a prompt or a parameter is malformed, or cannot fit.
@@ -177,6 +180,7 @@ class AsyncEngine(ABC):
         """
         if self.error is not None:
             raise self.error
+        await self._grammars.check(params)
         job = next(self._numbers)
         message = submit(job, prompts, params, streaming, user, request_id)
         answer = Answer(job, len(prompts) * params.n, self._abort)

@@ -50,6 +50,7 @@ class InProcessEngine(AsyncEngine):
         self._end(EngineDead(SHUTTING_DOWN))
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
+        await self._grammars.close()
 
     def _put(self, message: Submit) -> None:
         if self._inbox.qsize() >= JOBS:

@@ -176,6 +176,7 @@ class ProcessEngine(AsyncEngine):
         self._stopping = True
         self._end(EngineDead(SHUTTING_DOWN))
         await _cancel(*self._repairs)
+        await self._grammars.close()
         await self._detach()
 
     # -- to the processes --------------------------------------------------------------------------------------
