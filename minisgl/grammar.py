@@ -92,7 +92,7 @@ class Grammars:
         return Grammar(self._compiled(field, text).deep_copy(), field, on_error=self._compiled.cache_clear)
 
     def compile(self, params: SamplingParams) -> None:
-        """Compile a grammar that `constraint` will then find. May be called in another thread. Raises `InvalidRequest`."""
+        """Compile a grammar for `constraint` to find; may be called in another thread. Raises `InvalidRequest`."""
         if params.grammar is not None:
             self._compiled(*params.grammar)
 

@@ -59,7 +59,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     metrics = ServerMetrics(engine)
     handler = GenerateHandler(engine, metrics)
-    texts = TextService(engine.tokenizer.path)
+    texts = TextService(engine.tokenizer.path, config.allow_control_tokens)
     syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
     app.include_router(openai_routes(engine, handler, texts, syntax))
     app.include_router(native_routes(engine, handler, texts))

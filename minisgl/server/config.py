@@ -30,6 +30,8 @@ class ServerConfig:
         live_page: serve ``/ui``, which shows every client of the server the requests of all others; ``false``: don't.
         served_model_name: what clients call the model; None is its path or name.
         strict: refuse requests with fields that are not known, instead of ignoring these.
+        allow_control_tokens: take what messages spell like a control token, such as ``<|im_end|>``, for that token, as
+            chat templates need whose users write some. Anybody can then end their message and speak as the system.
         tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
@@ -53,6 +55,7 @@ class ServerConfig:
     live_page: bool = True
     served_model_name: str | None = None
     strict: bool = False
+    allow_control_tokens: bool = False
     tool_parser: str = "auto"
     log_format: str = "text"
     trace: str | None = None

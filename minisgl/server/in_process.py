@@ -18,6 +18,7 @@ from minisgl.server.messages import Abort, Rejected, Reply, StatsRequest, Stop, 
 from minisgl.server.scheduler_worker import IDLE_SECONDS, EngineStage, Views
 from minisgl.server.sockets import JOBS
 from minisgl.server.tokenizer_worker import TokenizerStage
+from minisgl.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +27,17 @@ STOP_TIMEOUT = 30.0  # seconds that `InProcessEngine.stop` waits for the step in
 
 
 class InProcessEngine(AsyncEngine):
-    """Runs one `EngineCore` in a thread, which owns the core from `start` on, except for ``tokenizer.token_text``."""
+    """Runs one `EngineCore` in a thread, which owns the core from `start` on, except for ``tokenizer.token_text``.
 
-    def __init__(self, core: EngineCore, views: Views | None = None) -> None:
+    With ``allow_control_tokens``, messages may spell them.
+    """
+
+    def __init__(self, core: EngineCore, views: Views | None = None, allow_control_tokens: bool = False) -> None:
         super().__init__(core.config, core.tokenizer, core.max_seq_len)
         self._core = core
         self._inbox: queue.SimpleQueue[Submit | Abort | StatsRequest | None] = queue.SimpleQueue()
-        self._tokenizing = TokenizerStage(core.tokenizer, core.max_seq_len)
+        tokenizer = Tokenizer(core.tokenizer.path, True) if allow_control_tokens else core.tokenizer
+        self._tokenizing = TokenizerStage(tokenizer, core.max_seq_len)
         self._engine = EngineStage(core, views)
         self._detokenizing = DetokenizerStage(core.tokenizer)
         self._turns = 0  # of the thread's loop: the heartbeat that `_watch` looks at

@@ -93,6 +93,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     listener = bind(config.host, config.port)
     warn_if_public(listener, config)
+    if config.allow_control_tokens:
+        logger.warning("any text of a user can end its message and go on as the system: --allow-control-tokens is set")
     with _engine(engine_config, config) as engine:
         running = Server(engine, config)
         freeze_heap()
@@ -113,7 +115,7 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
     from minisgl.server.scheduler_worker import engine_views, record_trace
 
     with EngineCore(engine_config) as core, record_trace(core, config.trace):
-        yield InProcessEngine(core, engine_views(core))
+        yield InProcessEngine(core, engine_views(core), config.allow_control_tokens)
 
 
 def warn_if_public(listener: socket.socket, config: ServerConfig) -> None:

@@ -153,8 +153,9 @@ async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_
 class TextService:
     """Tokenizes and detokenizes in a thread, with a tokenizer that no other thread uses: they are not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, allow_control_tokens: bool = False) -> None:
         self._path = path
+        self._allow_control_tokens = allow_control_tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-text")
 
     async def tokenize(self, prompt: str | Conversation) -> list[int]:
@@ -167,7 +168,7 @@ class TextService:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return Tokenizer(self._path)
+        return Tokenizer(self._path, self._allow_control_tokens)
 
     def _encode(self, prompt: str | Conversation) -> list[int]:
         if isinstance(prompt, Conversation):

@@ -58,7 +58,7 @@ def main() -> None:
         inbox = Receiver[Submit](context, address(directory, options.name), Submit, JOBS)
         scheduler = Sender(context, address(directory, "scheduler"), JOBS)
         api = Sender(context, address(directory, "api"), JOBS)
-        stage = TokenizerStage(Tokenizer(Path(options.model)), options.limit)
+        stage = TokenizerStage(Tokenizer(Path(options.model), options.allow_control_tokens), options.limit)
         report(Ready())
         while True:
             job = inbox.receive()

@@ -30,6 +30,8 @@ def user(content: Any) -> dict[str, Any]:
         ({"seed": -2}, "seed"),
         ({"stop": ["a", 1]}, "stop[1]"),
         ({"stop": ""}, "stop"),
+        ({"stop": [f"{number}" for number in range(10_000)]}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"logit_bias": {"cat": 1}}, "logit_bias"),
         ({"logit_bias": {"300": 1}}, "logit_bias"),
