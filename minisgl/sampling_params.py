@@ -172,11 +172,13 @@ def _strings(value: object) -> tuple[str, ...]:
     assert isinstance(items, Iterable)
     result = tuple(items)
     if len(result) > _MAX_STOPS:
-        raise InvalidRequest("stop", f"has {len(result)} strings; at most {_MAX_STOPS} are allowed")
+        raise InvalidRequest("stop", f"must be at most {_MAX_STOPS} strings, got {len(result)}")
     for item in result:
         check_type("stop", item, str, "a string or a list of strings")
         if not 0 < len(item) <= _MAX_STOP_LENGTH:
-            raise InvalidRequest("stop", f"strings must have 1 to {_MAX_STOP_LENGTH} characters, got {len(item)}")
+            raise InvalidRequest(
+                "stop", f"must be strings of 1 to {_MAX_STOP_LENGTH} characters, got one of {len(item)}"
+            )
     return result
 
 

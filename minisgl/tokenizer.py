@@ -153,7 +153,9 @@ class Tokenizer:
         if len(parts) == 1:
             return self._encode("messages", parts[0], False, limit)
         if limit is not None and len(parts) > limit:  # each has a token at least
-            raise ContextExceeded("messages", f"are at least {len(parts)} tokens, and {limit} fit the context; shorten them")
+            raise ContextExceeded(
+                "messages", f"are at least {len(parts)} tokens, and {limit} fit the context; shorten them"
+            )
         self._check_length("messages", sum(map(len, parts)), limit)
         _check_unicode("messages", "".join(parts))
         return [token for ids in self._backend(parts, add_special_tokens=False)["input_ids"] for token in ids]
