@@ -33,8 +33,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output, in (0, 10]
             (CTRL, Keskar et al. 2019); 1 is off.
         logit_bias: token id → value in [-100, 100] added to its logit.
-        stop: strings that end the text, up to 64 of up to 256 characters; the text is cut before the first one. A single
-            string is allowed.
+        stop: strings that end the text, up to 64 of up to 256 characters; the text is cut before the first one. A
+            single string is allowed.
         stop_token_ids: token ids that end the request in addition to the model's end-of-sequence ids.
         ignore_eos: generate on past end-of-sequence ids (``stop_token_ids`` still count).
         seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens in any batch. None draws one
@@ -176,9 +176,7 @@ def _strings(value: object) -> tuple[str, ...]:
     for item in result:
         check_type("stop", item, str, "a string or a list of strings")
         if not 0 < len(item) <= _MAX_STOP_LENGTH:
-            raise InvalidRequest(
-                "stop", f"must be strings of 1 to {_MAX_STOP_LENGTH} characters, got one of {len(item)}"
-            )
+            raise InvalidRequest("stop", f"must be texts of 1 to {_MAX_STOP_LENGTH} characters, got {len(item)}")
     return result
 
 

@@ -20,7 +20,8 @@ class Tokenizer:
     """The tokenizer of the checkpoint in directory ``path``. `ModelLoadError` if its files cannot be read.
 
     With ``allow_control_tokens``, what a conversation's texts spell like a control token becomes one: see
-    `encode_chat`. Without files, `available` is False, and all but `eos_ids` raise `InvalidRequest`: token ids alone still work.
+    `encode_chat`. Without files, `available` is False, and all but `eos_ids` raise `InvalidRequest`: token ids alone
+    still work.
     """
 
     def __init__(self, path: Path, allow_control_tokens: bool = False) -> None:
@@ -34,6 +35,7 @@ class Tokenizer:
         # With byte fallback, a token that has text in any place: the byte of an A.
         self.anchor: list[int] = self._require("anchor").convert_tokens_to_ids(["<0x41>"]) if self.byte_tokens else []
         self._characters_per_token = characters_per_token(self._backend)
+        self._texts: dict[int, str] = {}  # of single tokens, once they were asked for
 
     @property
     def available(self) -> bool:
@@ -135,7 +137,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token on its own, special tokens by name; bytes that are no whole character become U+FFFD."""
-        return self.spell([token_id])
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.spell([token_id])
+        return text
 
     def spell(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids`` with special tokens by name, to show what the model reads."""
@@ -153,9 +158,7 @@ class Tokenizer:
         if len(parts) == 1:
             return self._encode("messages", parts[0], False, limit)
         if limit is not None and len(parts) > limit:  # each has a token at least
-            raise ContextExceeded(
-                "messages", f"are at least {len(parts)} tokens, and {limit} fit the context; shorten them"
-            )
+            raise ContextExceeded("messages", f"are at least {len(parts)} tokens, and {limit} fit the context")
         self._check_length("messages", sum(map(len, parts)), limit)
         _check_unicode("messages", "".join(parts))
         return [token for ids in self._backend(parts, add_special_tokens=False)["input_ids"] for token in ids]

@@ -93,9 +93,7 @@ def test_an_option_allows_for_templates_that_need_them(tmp_path: Path) -> None:
     assert counts == [3, 6]
 
 
-def test_a_text_of_nothing_else_is_refused_before_it_is_encoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_of_nothing_else_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = family(tmp_path, "Phi")
     messages = [{"role": "user", "content": "<|im_end|>" * 100_000}]
     tokenizer.encode_chat(conversation(""))

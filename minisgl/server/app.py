@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -24,6 +25,7 @@ from minisgl.errors import MiniSGLError
 from minisgl.logs import FIELDS
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
+from minisgl.server.connections import BODY_TIMEOUT
 from minisgl.server.errors import ApiError, as_api_error
 from minisgl.server.live.page import add_live_page
 from minisgl.server.metrics import HttpRecord, ServerMetrics, monitoring_routes, record_of
@@ -113,7 +115,10 @@ def is_open(path: str) -> bool:
 
 
 class BodyLimit:
-    """Middleware that refuses bodies of more than ``limit`` bytes, by their announced length or while they are read."""
+    """Middleware that refuses bodies that are late, or have more than ``limit`` bytes.
+
+    The length is taken from the headers, and counted while the body is read.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
@@ -127,14 +132,22 @@ class BodyLimit:
         if int(announced) > self._limit:
             await _refuse(self._error(), scope, receive, send)
             return
-        size = 0
+        size, complete = 0, False
+        due = asyncio.get_running_loop().time() + BODY_TIMEOUT
 
         async def limited() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(due):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, f"the body has not come within {BODY_TIMEOUT:g} s", code="timeout") from None
             size += len(message.get("body", b""))
             if size > self._limit:
                 raise self._error()
+            complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, limited, send)

@@ -33,7 +33,7 @@ from minisgl.tokenizer import Tokenizer
 class Answer:
     """The answer to one job, to be read while it comes in. Belongs to one event loop and one reader.
 
-    Unread updates are merged, so a slow reader costs at most the text of its own answer.
+    Unread updates are merged, so a slow reader costs at most its own answer; `unread` says how much of it.
     """
 
     def __init__(self, job: int, num_choices: int, abort: Callable[[Answer], None]) -> None:
@@ -54,6 +54,12 @@ class Answer:
     def finished(self) -> bool:
         """True once no more updates will come."""
         return self._unfinished == 0 or self._error is not None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait to be taken, and the log-probabilities beside them."""
+        pending = self._pending.values()
+        return sum(len(each.token_ids) + sum(len(entry.top) for entry in each.logprobs) for each in pending)
 
     def accept(self, prompt_lens: list[int]) -> None:
         """The job is in the engine's queue."""

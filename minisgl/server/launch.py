@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import logging
@@ -23,6 +24,7 @@ from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
+from minisgl.server.connections import BACKLOG, connection_class, on_loop_error
 from minisgl.server.process_engine import ProcessEngine
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,14 @@ class Server(uvicorn.Server):
         app = create_app(engine, config)
         # The app logs each request, and the caller configures the logs.
         super().__init__(
-            uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_TIMEOUT, access_log=False, log_config=None)
+            uvicorn.Config(
+                app,
+                http=connection_class(config.max_connections),
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT,
+                access_log=False,
+                log_config=None,
+            )
         )
         self.engine = engine
         self._drain_timeout = config.drain_timeout
@@ -55,6 +64,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and print where."""
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
