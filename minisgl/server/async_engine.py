@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 import msgspec
 
 from minisgl.config import EngineConfig
-from minisgl.errors import EngineDead, MiniSGLError
+from minisgl.errors import EngineDead, InvalidRequest, MiniSGLError
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.grammar_check import GrammarCheck
 from minisgl.server.live.state import LIVE, LiveFeed, LiveState
@@ -186,6 +186,10 @@ class AsyncEngine(ABC):
         """
         if self.error is not None:
             raise self.error
+        most, wanted = self.config.max_queued_requests, len(prompts) * params.n
+        if wanted > most:
+            field = "n" if len(prompts) == 1 else "prompt"
+            raise InvalidRequest(field, f"asks for {wanted} answers, and max_queued_requests is {most}; ask for fewer")
         await self._grammars.check(params)
         job = next(self._numbers)
         message = submit(job, prompts, params, streaming, user, request_id)

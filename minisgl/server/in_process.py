@@ -70,6 +70,7 @@ class InProcessEngine(AsyncEngine):
     def _run(self) -> None:
         try:
             while self._read_inbox():
+                self._tokenize()
                 replies, stopped = self._detokenizing.handle(self._engine.step())
                 if stopped:
                     self._engine.take(Stop(stopped))
@@ -82,19 +83,23 @@ class InProcessEngine(AsyncEngine):
     def _read_inbox(self) -> bool:
         """Handle all messages, and sleep while there is nothing else to do. False when it is time to stop."""
         self._turns += 1
-        while not self._inbox.empty() or not self._engine.has_work:
+        while not self._inbox.empty() or not (self._engine.has_work or self._tokenizing.has_work):
             message = self._next_message()
             if message is None:
                 return False
             if isinstance(message, Submit):
-                tokenized = self._tokenizing.tokenize(message)
-                if isinstance(tokenized, Rejected):
-                    self._send([tokenized])
-                else:
-                    self._engine.take(tokenized)
+                self._tokenizing.take(message)
             else:
                 self._engine.take(message)
         return True
+
+    def _tokenize(self) -> None:
+        if self._tokenizing.has_work and (outcome := self._tokenizing.step()) is not None:
+            _, message = outcome
+            if isinstance(message, Rejected):
+                self._send([message])
+            else:
+                self._engine.take(message)
 
     def _next_message(self) -> Submit | Abort | StatsRequest | None:
         """Sleep until there is one, and check now and then that the engine is alive."""

@@ -121,6 +121,7 @@ class EngineStage:
                 processor.check_fits(choices[0])
                 requests += choices
             for request in requests:
+                request.group = requests[0].uid
                 self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
             self._end([request.uid for request in requests], FinishReason.ABORT)
@@ -222,20 +223,27 @@ MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minute
 def record_trace(core: EngineCore, path: str | None) -> Iterator[None]:
     """Record the steps of the ``with`` block around the engine's thread; write the last ones in Chrome's trace format.
 
-    Without a path, do nothing. Raises `ConfigError` on entry if the file cannot be written.
+    Without a path, do nothing. Raises `ConfigError` if the file cannot be written: on entry, or once the disk is full.
     """
     if path is None:
         yield
         return
-    try:
-        Path(path).touch()
-    except OSError as error:
-        raise ConfigError(f"trace: cannot write {path} ({error.strerror}); choose another file") from error
+    with _naming(path):
+        Path(path).write_text("{}")  # something, since a device may be full
     with core.trace(limit=MAX_EVENTS) as trace:
         try:
             yield
         finally:
-            trace.export(path)
+            with _naming(path):
+                trace.export(path)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"trace: cannot write {path} ({error.strerror}); choose another file") from error
 
 
 def main() -> None:
