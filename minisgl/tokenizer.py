@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -151,16 +153,33 @@ class Tokenizer:
         backend = self._require(field)
         self._check_length(field, len(text), limit)
         _check_unicode(field, text)
+        self._check_beginning(field, text, limit)
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > _LARGE:
+            _return_memory()
         return ids
+
+    def _check_beginning(self, field: str, text: str, limit: int | None) -> None:
+        """Raise `ContextExceeded` if the beginning of a long text is too long already: the rest is left alone."""
+        if limit is None or len(text) <= _BEGINNING * limit:
+            return
+        beginning = text[: _BEGINNING * limit]
+        least = len(self._backend.encode(beginning, add_special_tokens=False)) - _CUT
+        if least > limit:
+            raise ContextExceeded(
+                field,
+                f"its first {len(beginning)} characters are {least} tokens, and {limit} fit the context; shorten it",
+            )
 
     def _encode_parts(self, parts: list[str], limit: int | None) -> list[int]:
         if len(parts) == 1:
             return self._encode("messages", parts[0], False, limit)
         if limit is not None and len(parts) > limit:  # each has a token at least
             raise ContextExceeded("messages", f"are at least {len(parts)} tokens, and {limit} fit the context")
-        self._check_length("messages", sum(map(len, parts)), limit)
-        _check_unicode("messages", "".join(parts))
+        text = "".join(parts)
+        self._check_length("messages", len(text), limit)
+        _check_unicode("messages", text)
+        self._check_beginning("messages", text, limit)
         return [token for ids in self._backend(parts, add_special_tokens=False)["input_ids"] for token in ids]
 
     def _check_length(self, field: str, characters: int, limit: int | None) -> None:
@@ -181,6 +200,17 @@ class Tokenizer:
         if self._backend is None:
             return []
         return [token_id for token_id, token in self._backend.added_tokens_decoder.items() if token.special]
+
+
+_BEGINNING = 8  # characters that are more than a token in almost any text
+_CUT = 64  # tokens that a beginning may have in excess, since a word is cut at its end
+_LARGE = 2**18  # characters whose tokens take tens of megabytes while the library makes them
+
+
+def _return_memory() -> None:
+    """Give back what the allocator keeps of a large text: for 8 MB, it was more than a gigabyte."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _check_unicode(field: str, text: str) -> None:

@@ -39,6 +39,7 @@ logger = logging.getLogger("minisgl.request")
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _CLIENT_CLOSED_REQUEST = 499  # what web servers log for a client that has left before its answer
+_LONGEST_PATH = 80  # characters of an unknown path that are logged
 _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -196,7 +197,7 @@ class RequestLog:
         finally:
             record.endpoint = getattr(scope.get("route"), "path", "other")
             self._metrics.observe(record)
-            logger.info("request", extra={FIELDS: _log_fields(record, scope["method"])})
+            logger.info("request", extra={FIELDS: _log_fields(record, scope)})
 
 
 def _request_id(scope: Scope) -> str:
@@ -205,10 +206,11 @@ def _request_id(scope: Scope) -> str:
     return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _log_fields(record: HttpRecord, method: str) -> dict[str, Any]:
+def _log_fields(record: HttpRecord, scope: Scope) -> dict[str, Any]:
+    path = record.endpoint if "route" in scope else scope["path"][:_LONGEST_PATH]
     line: dict[str, Any] = {
         "request_id": record.request_id,
-        "endpoint": f"{method} {record.endpoint}",
+        "endpoint": f"{scope['method']} {path}",
         "status": record.status,
         "seconds": round(time.perf_counter() - record.arrived, 6),
     }

@@ -114,9 +114,7 @@ def _log_rarely(message: str, *values: object) -> None:
 
 
 def _refusal(most: int) -> bytes:
-    error = ApiError(
-        503, f"{most} connections are open, which is the most; try again later", code="too_many_connections"
-    )
-    body = to_json(error.body())
+    message = f"{most} connections are open, which is the most; try again later"
+    body = to_json(ApiError(503, message, code="too_many_connections").body())
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nretry-after: {RETRY_AFTER}\r\n"
     return b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n" + head.encode() + b"\r\n" + body

@@ -65,6 +65,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and print where."""
         asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        for listener in sockets or []:  # connections inherit it, and would keep the port from the next server
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
@@ -147,6 +149,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # From now on, the port is ours: with this option, a second server would find out only when both have loaded.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port: {port} is taken on {host}; choose another one with --port") from error

@@ -185,6 +185,7 @@ class ProcessEngine(AsyncEngine):
         await _cancel(*self._repairs)
         await self._grammars.close()
         await self._detach()
+        self.died |= (self._topology.scheduler.exit_code or 0) > 0  # it could not write its trace
 
     # -- to the processes --------------------------------------------------------------------------------------
 

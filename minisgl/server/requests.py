@@ -273,7 +273,7 @@ def _token_id(text: str) -> int:
 
 def is_ids(value: Any) -> bool:
     """Whether ``value`` is a list of token ids; none is checked against a vocabulary."""
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:
