@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -105,23 +106,26 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = strings
-        self._held = ""
+        self._strings = tuple(sorted(strings))
+        self._first_letters = {string[0] for string in strings}
+        self._held = ""  # the longest end of the text that may become a stop string
         self.matched: str | None = None  # the string that was found
 
     def feed(self, piece: str) -> str:
         """Take the next piece of text, and return what may be shown: after a match, nothing."""
         if self.matched is not None:
             return ""
-        text = self._held + piece
-        matches = [(start + len(stop), start, stop) for stop in self._strings if (start := text.find(stop)) >= 0]
-        if matches:
-            _, start, self.matched = min(matches)
-            self._held = ""
-            return text[:start]
-        keep = max((_overlap(text, stop) for stop in self._strings), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        if not self._held and self._first_letters.isdisjoint(piece):  # the usual case, and the quick one
+            return piece
+        text, held = self._held + piece, self._held
+        for end, letter in enumerate(piece, len(held) + 1):
+            held = _overlap(held + letter, self._strings)
+            if held.endswith(self._strings):
+                self.matched = max(filter(held.endswith, self._strings), key=len)
+                self._held = ""
+                return text[: end - len(self.matched)]
+        self._held = held
+        return text[: len(text) - len(held)]
 
     def finish(self) -> str:
         """Return the text that was held back for a stop string that never came."""
@@ -129,10 +133,17 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+def _overlap(text: str, strings: Sequence[str]) -> str:
+    """The longest end of ``text`` that one of the sorted ``strings`` begins with, or is; empty if there is none.
+
+    What a letter makes longer, or drops, is all that is looked at: the idea of Aho and Corasick's automaton (1975).
+    """
+    for start in range(len(text)):
+        end = text[start:]
+        at = bisect_left(strings, end)  # strings that begin with it come next in the order
+        if at < len(strings) and strings[at].startswith(end):
+            return end
+    return ""
 
 
 class TextStream:

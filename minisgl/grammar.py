@@ -22,8 +22,9 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
 
 _MAX_CACHED = 64  # grammars that are kept compiled
-# A schema takes some hundreds of states. An expression can be written to take any number, of two kilobytes each.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# A schema takes some hundreds of states. An expression can be written to take any number, of two kilobytes each, and to
+# make so many at one token that the step waits: the fuel is for some 20 ms.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, step_lexer_fuel=50_000, verbose_errors=False)
 # Every way to spell the output in tokens is allowed. With forcing, llguidance tokenises what must come, and would take
 # a text such as <s> for the special token of that name.
 _RULE = '%llguidance {{"no_forcing": true}}\nstart: {}'
@@ -83,12 +84,17 @@ class Grammars:
 
         Raises `InvalidRequest` for a grammar that is malformed, too large, not supported or fits no output.
         """
-        field, text = ("regex", params.regex) if params.json_schema is None else ("json_schema", params.json_schema)
-        if text is None:
+        if params.grammar is None:
             return None
+        field, text = params.grammar
         # Copies share parser states, which makes masks cheap. Once these have grown too large for one request they have
         # for all, so an error clears the cache and the next request compiles its grammar anew.
         return Grammar(self._compiled(field, text).deep_copy(), field, on_error=self._compiled.cache_clear)
+
+    def compile(self, params: SamplingParams) -> None:
+        """Compile a grammar for `constraint` to find; may be called in another thread. Raises `InvalidRequest`."""
+        if params.grammar is not None:
+            self._compiled(*params.grammar)
 
     def masks(self, constraints: Sequence[TokenConstraint]) -> Int32Array:
         """A `MaskMaker` for `Grammar`s. It runs on several cores, without Python's lock."""
@@ -100,15 +106,7 @@ class Grammars:
     def _compile(self, field: str, text: str) -> LLMatcher:
         if not self._tokenizer.available:
             raise InvalidRequest(field, "needs a tokenizer and this model has none")
-        try:
-            rule = _regex_rule(text) if field == "regex" else _json_rule(text)
-            matcher = LLMatcher(self._tokens, _RULE.format(rule), limits=_LIMITS, log_level=0)
-        except ValueError as error:
-            raise InvalidRequest(field, f"cannot be used with this model: {error}") from error
-        matcher.compute_bitmask()  # some errors are found where the first token is
-        if matcher.is_error():
-            raise InvalidRequest(field, f"cannot be used: {_reason(matcher)}")
-        return matcher
+        return compile_grammar(self._tokens, field, text)
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
@@ -120,6 +118,22 @@ class Grammars:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor()
+
+
+def compile_grammar(tokens: LLTokenizer, field: str, text: str) -> LLMatcher:
+    """Compile the schema or expression ``text`` for a vocabulary, without Python's lock.
+
+    Raises `InvalidRequest` as `Grammars.constraint` does.
+    """
+    try:
+        rule = _regex_rule(text) if field == "regex" else _json_rule(text)
+        matcher = LLMatcher(tokens, _RULE.format(rule), limits=_LIMITS, log_level=0)
+    except ValueError as error:
+        raise InvalidRequest(field, f"cannot be used with this model: {error}") from error
+    matcher.compute_bitmask()  # some errors are found where the first token is
+    if matcher.is_error():
+        raise InvalidRequest(field, f"cannot be used: {_reason(matcher)}")
+    return matcher
 
 
 def _regex_rule(pattern: str) -> str:

@@ -14,6 +14,7 @@ _MAX_COUNT = 2**31 - 1
 _MAX_DRAFT = 64
 _MAX_SCHEMA = 65536
 _MAX_REGEX = 8192
+_MAX_STOPS, _MAX_STOP_LENGTH = 64, 256  # they are looked for in every piece of text, before the next request's turn
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output, in (0, 10]
             (CTRL, Keskar et al. 2019); 1 is off.
         logit_bias: token id → value in [-100, 100] added to its logit.
-        stop: strings that end the text; the text is cut before the first one. A single string is allowed.
+        stop: strings that end the text, up to 64 of up to 256 characters; the text is cut before the first one. A
+            single string is allowed.
         stop_token_ids: token ids that end the request in addition to the model's end-of-sequence ids.
         ignore_eos: generate on past end-of-sequence ids (``stop_token_ids`` still count).
         seed: 0 to 2**63 − 1; the same seed, prompt and parameters give the same tokens in any batch. None draws one
@@ -107,6 +109,13 @@ class SamplingParams:
         """True when the likeliest token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The field that constrains the output's form, ``json_schema`` or ``regex``, and its text; None if neither."""
+        if self.json_schema is not None:
+            return "json_schema", self.json_schema
+        return None if self.regex is None else ("regex", self.regex)
+
     def _check_constraint(self) -> None:
         if self.json_schema is not None:
             _text("json_schema", self.json_schema, _MAX_SCHEMA)
@@ -162,10 +171,12 @@ def _strings(value: object) -> tuple[str, ...]:
     check_type("stop", items, Iterable, "a string or a list of strings")
     assert isinstance(items, Iterable)
     result = tuple(items)
+    if len(result) > _MAX_STOPS:
+        raise InvalidRequest("stop", f"must be at most {_MAX_STOPS} strings, got {len(result)}")
     for item in result:
         check_type("stop", item, str, "a string or a list of strings")
-        if not item:
-            raise InvalidRequest("stop", "must not contain the empty string")
+        if not 0 < len(item) <= _MAX_STOP_LENGTH:
+            raise InvalidRequest("stop", f"must be texts of 1 to {_MAX_STOP_LENGTH} characters, got {len(item)}")
     return result
 
 

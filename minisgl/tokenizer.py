@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +21,14 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class Tokenizer:
     """The tokenizer of the checkpoint in directory ``path``. `ModelLoadError` if its files cannot be read.
 
-    Without files, `available` is False, and all but `eos_ids` raise `InvalidRequest`: token ids alone still work.
+    With ``allow_control_tokens``, what a conversation's texts spell like a control token becomes one: see
+    `encode_chat`. Without files, `available` is False, and all but `eos_ids` raise `InvalidRequest`: token ids alone
+    still work.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, allow_control_tokens: bool = False) -> None:
         self.path = path
+        self._allow_control_tokens = allow_control_tokens
         self.eos_ids = load_eos_ids(path)
         self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
         self._raw = _raw_tokenizer(self._backend)
@@ -29,6 +37,7 @@ class Tokenizer:
         # With byte fallback, a token that has text in any place: the byte of an A.
         self.anchor: list[int] = self._require("anchor").convert_tokens_to_ids(["<0x41>"]) if self.byte_tokens else []
         self._characters_per_token = characters_per_token(self._backend)
+        self._texts: dict[int, str] = {}  # of single tokens, once they were asked for
 
     @property
     def available(self) -> bool:
@@ -69,6 +78,9 @@ class Tokenizer:
     ) -> list[int]:
         """Tokenize a conversation in the model's chat template, which writes all special tokens itself.
 
+        A text of the conversation can write none. One that spells ``<|im_end|>`` gets the tokens of its letters, so
+        that no user can end a message and begin another in the system's name.
+
         Args:
             messages: at least one, each with a ``role`` and a ``content``: a string, or a list of parts
                 ``{"type": "text", "text": ...}``. Other keys reach the template as they are.
@@ -79,17 +91,44 @@ class Tokenizer:
         Raises:
             InvalidRequest: ``messages`` is malformed or too long, or the template rejects it or is not there.
         """
-        backend = self._require("messages")
         conversation = _check_messages(messages)
-        if not backend.chat_template:
+        if not self._require("messages").chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt instead")
+        if self._allow_control_tokens:
+            return self._encode("messages", self._render(conversation, tools, add_generation_prompt), False, limit)
+        # A mark after the first letter of such a text passes through the template, and is where the text is cut then:
+        # neither part spells a control token. Clients cannot guess the mark.
+        mark = secrets.token_hex(16)
+        quoted = [_quoted(message, self._control_texts[message["role"] == "tool"], mark) for message in conversation]
+        text = self._render(quoted, _quoted(tools, self._control_texts[False], mark), add_generation_prompt)
+        return self._encode_parts(text.split(mark), limit)
+
+    def _render(self, conversation: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         try:
-            text = backend.apply_chat_template(
+            text: str = self._backend.apply_chat_template(
                 conversation, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is a program of the checkpoint's authors and may raise anything
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
-        return self._encode("messages", text, False, limit)
+        return text
+
+    @cached_property
+    def _control_texts(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """What looks like a control token in a message, and in a tool's result.
+
+        These are all special tokens, and the other added tokens that the template writes around messages or results.
+        """
+        patterns = []
+        for sample, tools in ((_PLAIN_SAMPLE, None), (_TOOL_SAMPLE, [_SAMPLE_TOOL])):
+            try:
+                around = self._render(sample, tools, True)
+            except InvalidRequest:
+                around = ""  # a template without tools, or that wants something else first
+            added = self._backend.added_tokens_decoder.values()
+            texts = {token.content for token in added if token.special or token.content in around}
+            patterns.append({text for text in texts if len(text.strip("\u2581 \t\n")) > 1})
+        plain, of_tools = patterns
+        return _any_of(plain), _any_of(plain | of_tools)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids`` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
@@ -100,7 +139,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token on its own, special tokens by name; bytes that are no whole character become U+FFFD."""
-        return self.spell([token_id])
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.spell([token_id])
+        return text
 
     def spell(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids`` with special tokens by name, to show what the model reads."""
@@ -110,12 +152,35 @@ class Tokenizer:
     def _encode(self, field: str, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
         backend = self._require(field)
         self._check_length(field, len(text), limit)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
+        _check_unicode(field, text)
+        self._check_beginning(field, text, limit)
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > _LARGE:
+            _return_memory()
         return ids
+
+    def _check_beginning(self, field: str, text: str, limit: int | None) -> None:
+        """Raise `ContextExceeded` if the beginning of a long text is too long already: the rest is left alone."""
+        if limit is None or len(text) <= _BEGINNING * limit:
+            return
+        beginning = text[: _BEGINNING * limit]
+        least = len(self._backend.encode(beginning, add_special_tokens=False)) - _CUT
+        if least > limit:
+            raise ContextExceeded(
+                field,
+                f"its first {len(beginning)} characters are {least} tokens, and {limit} fit the context; shorten it",
+            )
+
+    def _encode_parts(self, parts: list[str], limit: int | None) -> list[int]:
+        if len(parts) == 1:
+            return self._encode("messages", parts[0], False, limit)
+        if limit is not None and len(parts) > limit:  # each has a token at least
+            raise ContextExceeded("messages", f"are at least {len(parts)} tokens, and {limit} fit the context")
+        text = "".join(parts)
+        self._check_length("messages", len(text), limit)
+        _check_unicode("messages", text)
+        self._check_beginning("messages", text, limit)
+        return [token for ids in self._backend(parts, add_special_tokens=False)["input_ids"] for token in ids]
 
     def _check_length(self, field: str, characters: int, limit: int | None) -> None:
         per_token = self._characters_per_token
@@ -135,6 +200,47 @@ class Tokenizer:
         if self._backend is None:
             return []
         return [token_id for token_id, token in self._backend.added_tokens_decoder.items() if token.special]
+
+
+_BEGINNING = 8  # characters that are more than a token in almost any text
+_CUT = 64  # tokens that a beginning may have in excess, since a word is cut at its end
+_LARGE = 2**18  # characters whose tokens take tens of megabytes while the library makes them
+
+
+def _return_memory() -> None:
+    """Give back what the allocator keeps of a large text: for 8 MB, it was more than a gigabyte."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
+
+
+_PLAIN_SAMPLE = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+_SAMPLE_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
+_SAMPLE_CALL = {"id": "a", "type": "function", "function": {"name": "a", "arguments": {}}}
+_TOOL_SAMPLE = [
+    *({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [_SAMPLE_CALL]}),
+    *({"role": "tool", "content": "a", "tool_call_id": "a", "name": "a"}, {"role": "user", "content": "a"}),
+]
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of all ``texts``, the longest first; without any, one that never matches."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _quoted(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+    """A copy of a JSON value in which ``mark`` stands after the first character of what matches ``pattern``."""
+    if isinstance(value, str):
+        return pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
+    if isinstance(value, Mapping):
+        return {_quoted(name, pattern, mark): _quoted(item, pattern, mark) for name, item in value.items()}
+    return [_quoted(item, pattern, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _load(path: Path) -> Any:

@@ -234,6 +234,12 @@ def test_the_stop_string_that_is_complete_first_counts() -> None:
     assert stop.matched == "bc"
 
 
+def test_of_those_that_end_together_the_longest_counts() -> None:
+    stop = StopStrings(["bc", "abc", "c"])
+    assert stop.feed("xabc") == "x"
+    assert stop.matched == "abc"
+
+
 @given(pieces=st.lists(few_letters, max_size=6), word=stop_words)
 def test_one_stop_string_is_str_find(pieces: list[str], word: str) -> None:
     text = "".join(pieces)
@@ -251,7 +257,8 @@ def test_pieces_do_not_matter(pieces: list[str], words: list[str]) -> None:
     by_letter = "".join(letters.feed(letter) for letter in text) + letters.finish()
     assert "".join(chunks.feed(piece) for piece in pieces) + chunks.finish() == by_letter
     assert chunks.matched == letters.matched
-    assert (letters.matched is None) == (not any(word in text for word in words))
+    ends = [(text.find(word) + len(word), -len(word), word) for word in words if word in text]
+    assert letters.matched == (min(ends)[2] if ends else None)
 
 
 @given(pieces=st.lists(few_letters, max_size=6), words=st.lists(stop_words, min_size=1, max_size=4))

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from minisgl.errors import InvalidRequest, ModelLoadError
+from minisgl.errors import ContextExceeded, InvalidRequest, ModelLoadError
 from minisgl.tokenizer import Tokenizer, characters_per_token, load_eos_ids
 from tests.tiny_tokenizer import KINDS, byte_level, save, tiny_tokenizer
 
@@ -189,6 +189,19 @@ def test_the_default_model_has_a_bound(default_model_dir: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"^messages: \d+ characters"):
         tokenizer.encode_chat([{"role": "user", "content": "x" * 1_000_000}], limit=100)
     assert len(tokenizer.encode("x" * 1000, limit=1000)) < 1000
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(default_model_dir: Path) -> None:
+    tokenizer, read = Tokenizer(default_model_dir), []
+    encode = tokenizer.backend.encode
+    tokenizer.backend.encode = lambda text, **options: read.append(len(text)) or encode(text, **options)
+    text, says = "the quick brown fox " * 5_000, "its first 16000 characters are [0-9]+ tokens, and 2000 fit"
+    with pytest.raises(ContextExceeded, match=says):
+        tokenizer.encode(text, limit=2000)
+    with pytest.raises(ContextExceeded, match=says):
+        tokenizer.encode_chat([{"role": "user", "content": text}], limit=2000)
+    assert read == [16_000, 16_000]
+    assert len(tokenizer.encode(" " * 9_000 + "the quick", limit=1000)) <= 1000, "few tokens, though many characters"
 
 
 def write(directory: Path, **files: object) -> Path:

@@ -15,14 +15,21 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MemoryDemand, Policies
 from minisgl.table import RunningTable
 
+TURN = 32  # requests of one group that may leave the queue before another group's turn
+
 
 class WaitingQueue:
-    """Requests in order of arrival, preempted ones before all others; at most ``limit`` new ones."""
+    """Requests in order of arrival, preempted ones before all others; at most ``limit`` new ones.
+
+    Groups of requests take turns, so that a body with thousands of prompts does not stand before all later ones.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.preempted: dict[int, Request] = {}
         self.new: dict[int, Request] = {}
+        self._groups: dict[int, dict[int, Request]] = {}  # the new ones; the group whose turn it is comes first
+        self._turns: dict[int, int] = {}  # requests that a group may still send in its turn, if it has sent some
 
     def __len__(self) -> int:
         return len(self.preempted) + len(self.new)
@@ -41,6 +48,23 @@ class WaitingQueue:
         if not self.has_room:
             raise QueueFull(f"{self.limit} requests are waiting already (max_queued_requests); try again later")
         self.new[request.uid] = request
+        self._groups.setdefault(_group(request), {})[request.uid] = request
+
+    def first(self, count: int) -> list[Request]:
+        """The next ``count`` new requests, or all: by arrival, but at most `TURN` of a group in a row."""
+        if len(self._groups) == len(self.new):  # as if there were no groups
+            return list(islice(self.new.values(), count))
+        chosen: list[Request] = []
+        turns = [(iter(requests.values()), self._turns.get(group, TURN)) for group, requests in self._groups.items()]
+        while turns and len(chosen) < count:
+            again = []
+            for requests, turn in turns:
+                part = list(islice(requests, turn))
+                chosen += part
+                if len(part) == turn:
+                    again.append((requests, TURN))
+            turns = again
+        return chosen[:count]
 
     def put_back(self, request: Request) -> None:
         """Return a preempted request to the head, before all that arrived later."""
@@ -48,15 +72,32 @@ class WaitingQueue:
         self.preempted = dict(sorted(self.preempted.items()))
 
     def note_bypass(self, admitted: Request) -> None:
-        """Count the bypass for every new request that arrived before ``admitted`` and still waits."""
-        for request in self.new.values():
+        """Count the bypass for new requests that arrived before ``admitted``: those that are next in their groups."""
+        for requests in self._groups.values():
+            request = next(iter(requests.values()))
             if request.uid > admitted.uid:
                 return
             request.bypassed += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request, preempted or new."""
-        (self.preempted if request.uid in self.preempted else self.new).pop(request.uid)
+        if self.preempted.pop(request.uid, None) is not None:
+            return
+        del self.new[request.uid]
+        group = _group(request)
+        requests = self._groups[group]
+        del requests[request.uid]
+        turn = self._turns.pop(group, TURN) - 1
+        if not requests:
+            del self._groups[group]
+        elif turn:
+            self._turns[group] = turn
+        else:
+            self._groups[group] = self._groups.pop(group)
+
+
+def _group(request: Request) -> int:
+    return request.uid if request.group is None else request.group
 
 
 QUEUE_WINDOW = 1024  # waiting requests that a step looks at, so that a long queue costs no host time
@@ -74,7 +115,7 @@ class Admitter:
 
     def candidates(self) -> list[Request]:
         """Requests to consider, in this order: preempted ones by arrival, then new ones by the queue policy."""
-        new = list(islice(self.waiting.new.values(), QUEUE_WINDOW))
+        new = self.waiting.first(QUEUE_WINDOW)
         return [*self.waiting.preempted.values(), *self.policies.queue.order(new, self._cached_len)]
 
     def try_admit(self, request: Request) -> NewRequest | None:

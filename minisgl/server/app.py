@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -24,6 +25,7 @@ from minisgl.errors import MiniSGLError
 from minisgl.logs import FIELDS
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
+from minisgl.server.connections import BODY_TIMEOUT
 from minisgl.server.errors import ApiError, as_api_error
 from minisgl.server.live.page import add_live_page
 from minisgl.server.metrics import HttpRecord, ServerMetrics, monitoring_routes, record_of
@@ -37,6 +39,7 @@ logger = logging.getLogger("minisgl.request")
 
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _CLIENT_CLOSED_REQUEST = 499  # what web servers log for a client that has left before its answer
+_LONGEST_PATH = 80  # characters of an unknown path that are logged
 _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
@@ -59,7 +62,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     metrics = ServerMetrics(engine)
     handler = GenerateHandler(engine, metrics)
-    texts = TextService(engine.tokenizer.path)
+    texts = TextService(engine.tokenizer.path, config.allow_control_tokens)
     syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
     app.include_router(openai_routes(engine, handler, texts, syntax))
     app.include_router(native_routes(engine, handler, texts))
@@ -113,7 +116,10 @@ def is_open(path: str) -> bool:
 
 
 class BodyLimit:
-    """Middleware that refuses bodies of more than ``limit`` bytes, by their announced length or while they are read."""
+    """Middleware that refuses bodies that are late, or have more than ``limit`` bytes.
+
+    The length is taken from the headers, and counted while the body is read.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
@@ -127,14 +133,22 @@ class BodyLimit:
         if int(announced) > self._limit:
             await _refuse(self._error(), scope, receive, send)
             return
-        size = 0
+        size, complete = 0, False
+        due = asyncio.get_running_loop().time() + BODY_TIMEOUT
 
         async def limited() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(due):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, f"the body has not come within {BODY_TIMEOUT:g} s", code="timeout") from None
             size += len(message.get("body", b""))
             if size > self._limit:
                 raise self._error()
+            complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, limited, send)
@@ -183,7 +197,7 @@ class RequestLog:
         finally:
             record.endpoint = getattr(scope.get("route"), "path", "other")
             self._metrics.observe(record)
-            logger.info("request", extra={FIELDS: _log_fields(record, scope["method"])})
+            logger.info("request", extra={FIELDS: _log_fields(record, scope)})
 
 
 def _request_id(scope: Scope) -> str:
@@ -192,10 +206,11 @@ def _request_id(scope: Scope) -> str:
     return given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _log_fields(record: HttpRecord, method: str) -> dict[str, Any]:
+def _log_fields(record: HttpRecord, scope: Scope) -> dict[str, Any]:
+    path = record.endpoint if "route" in scope else scope["path"][:_LONGEST_PATH]
     line: dict[str, Any] = {
         "request_id": record.request_id,
-        "endpoint": f"{method} {record.endpoint}",
+        "endpoint": f"{scope['method']} {path}",
         "status": record.status,
         "seconds": round(time.perf_counter() - record.arrived, 6),
     }

@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 import msgspec
 
 from minisgl.config import EngineConfig
-from minisgl.errors import EngineDead, MiniSGLError
+from minisgl.errors import EngineDead, InvalidRequest, MiniSGLError
 from minisgl.sampling_params import SamplingParams
+from minisgl.server.grammar_check import GrammarCheck
 from minisgl.server.live.state import LIVE, LiveFeed, LiveState
 from minisgl.server.messages import (
     STATS,
@@ -32,7 +33,7 @@ from minisgl.tokenizer import Tokenizer
 class Answer:
     """The answer to one job, to be read while it comes in. Belongs to one event loop and one reader.
 
-    Unread updates are merged, so a slow reader costs at most the text of its own answer.
+    Unread updates are merged, so a slow reader costs at most its own answer; `unread` says how much of it.
     """
 
     def __init__(self, job: int, num_choices: int, abort: Callable[[Answer], None]) -> None:
@@ -53,6 +54,12 @@ class Answer:
     def finished(self) -> bool:
         """True once no more updates will come."""
         return self._unfinished == 0 or self._error is not None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait to be taken, and the log-probabilities beside them."""
+        pending = self._pending.values()
+        return sum(len(each.token_ids) + sum(len(entry.top) for entry in each.logprobs) for each in pending)
 
     def accept(self, prompt_lens: list[int]) -> None:
         """The job is in the engine's queue."""
@@ -132,6 +139,7 @@ class AsyncEngine(ABC):
         self._stats_requests: dict[int, asyncio.Future[StatsReply]] = {}
         self._numbers = itertools.count()
         self._feed = LiveFeed(self._look)
+        self._grammars = GrammarCheck()  # to be closed by the subclass
 
     # -- what a subclass provides ------------------------------------------------------------------------------
 
@@ -168,7 +176,8 @@ class AsyncEngine(ABC):
     ) -> Answer:
         """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
-        Returns the answer, with ``params.n`` choices for each prompt, in the order of the prompts.
+        A grammar is tried first: see `GrammarCheck`. Returns the answer, with ``params.n`` choices for each prompt, in
+        the order of the prompts.
 
         Raises:
             InvalidRequest: a prompt or a parameter is malformed, or cannot fit.
@@ -177,6 +186,11 @@ class AsyncEngine(ABC):
         """
         if self.error is not None:
             raise self.error
+        most, wanted = self.config.max_queued_requests, len(prompts) * params.n
+        if wanted > most:
+            field = "n" if len(prompts) == 1 else "prompt"
+            raise InvalidRequest(field, f"asks for {wanted} answers, and max_queued_requests is {most}; ask for fewer")
+        await self._grammars.check(params)
         job = next(self._numbers)
         message = submit(job, prompts, params, streaming, user, request_id)
         answer = Answer(job, len(prompts) * params.n, self._abort)

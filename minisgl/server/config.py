@@ -26,10 +26,13 @@ class ServerConfig:
         cors_origin: origins, such as ``https://example.org``, whose pages may call the server from a browser, separated
             by commas; ``*`` is all of them.
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
+        max_connections: most connections at a time; one more is answered 503 and closed.
         health_timeout: seconds that ``/health/generate`` waits for its token.
         live_page: serve ``/ui``, which shows every client of the server the requests of all others; ``false``: don't.
         served_model_name: what clients call the model; None is its path or name.
         strict: refuse requests with fields that are not known, instead of ignoring these.
+        allow_control_tokens: take what messages spell like a control token, such as ``<|im_end|>``, for that token, as
+            chat templates need whose users write some. Anybody can then end their message and speak as the system.
         tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
@@ -49,10 +52,12 @@ class ServerConfig:
     api_key: str | None = field(default=None, repr=False)
     cors_origin: tuple[str, ...] = ()
     max_body_size: int = 8 * 2**20
+    max_connections: int = 4096
     health_timeout: float = 10.0
     live_page: bool = True
     served_model_name: str | None = None
     strict: bool = False
+    allow_control_tokens: bool = False
     tool_parser: str = "auto"
     log_format: str = "text"
     trace: str | None = None
@@ -67,10 +72,9 @@ class ServerConfig:
             raise ConfigError(f"port: must be from 0 to 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError("api_key: must be one or more printable ASCII characters")
-        if self.max_body_size < 1:
-            raise ConfigError(f"max_body_size: must be at least 1 byte, got {self.max_body_size}")
-        if self.tokenizer_workers < 1:
-            raise ConfigError(f"tokenizer_workers: must be at least 1, got {self.tokenizer_workers}")
+        for name in ("max_body_size", "max_connections", "tokenizer_workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("health_timeout", "start_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: must be a positive number of seconds, got {getattr(self, name)}")

@@ -18,6 +18,7 @@ from minisgl.server.messages import Abort, Rejected, Reply, StatsRequest, Stop, 
 from minisgl.server.scheduler_worker import IDLE_SECONDS, EngineStage, Views
 from minisgl.server.sockets import JOBS
 from minisgl.server.tokenizer_worker import TokenizerStage
+from minisgl.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +27,17 @@ STOP_TIMEOUT = 30.0  # seconds that `InProcessEngine.stop` waits for the step in
 
 
 class InProcessEngine(AsyncEngine):
-    """Runs one `EngineCore` in a thread, which owns the core from `start` on, except for ``tokenizer.token_text``."""
+    """Runs one `EngineCore` in a thread, which owns the core from `start` on, except for ``tokenizer.token_text``.
 
-    def __init__(self, core: EngineCore, views: Views | None = None) -> None:
+    With ``allow_control_tokens``, messages may spell them.
+    """
+
+    def __init__(self, core: EngineCore, views: Views | None = None, allow_control_tokens: bool = False) -> None:
         super().__init__(core.config, core.tokenizer, core.max_seq_len)
         self._core = core
         self._inbox: queue.SimpleQueue[Submit | Abort | StatsRequest | None] = queue.SimpleQueue()
-        self._tokenizing = TokenizerStage(core.tokenizer, core.max_seq_len)
+        tokenizer = Tokenizer(core.tokenizer.path, True) if allow_control_tokens else core.tokenizer
+        self._tokenizing = TokenizerStage(tokenizer, core.max_seq_len)
         self._engine = EngineStage(core, views)
         self._detokenizing = DetokenizerStage(core.tokenizer)
         self._turns = 0  # of the thread's loop: the heartbeat that `_watch` looks at
@@ -50,6 +55,7 @@ class InProcessEngine(AsyncEngine):
         self._end(EngineDead(SHUTTING_DOWN))
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
+        await self._grammars.close()
 
     def _put(self, message: Submit) -> None:
         if self._inbox.qsize() >= JOBS:
@@ -64,6 +70,7 @@ class InProcessEngine(AsyncEngine):
     def _run(self) -> None:
         try:
             while self._read_inbox():
+                self._tokenize()
                 replies, stopped = self._detokenizing.handle(self._engine.step())
                 if stopped:
                     self._engine.take(Stop(stopped))
@@ -76,19 +83,23 @@ class InProcessEngine(AsyncEngine):
     def _read_inbox(self) -> bool:
         """Handle all messages, and sleep while there is nothing else to do. False when it is time to stop."""
         self._turns += 1
-        while not self._inbox.empty() or not self._engine.has_work:
+        while not self._inbox.empty() or not (self._engine.has_work or self._tokenizing.has_work):
             message = self._next_message()
             if message is None:
                 return False
             if isinstance(message, Submit):
-                tokenized = self._tokenizing.tokenize(message)
-                if isinstance(tokenized, Rejected):
-                    self._send([tokenized])
-                else:
-                    self._engine.take(tokenized)
+                self._tokenizing.take(message)
             else:
                 self._engine.take(message)
         return True
+
+    def _tokenize(self) -> None:
+        if self._tokenizing.has_work and (outcome := self._tokenizing.step()) is not None:
+            _, message = outcome
+            if isinstance(message, Rejected):
+                self._send([message])
+            else:
+                self._engine.take(message)
 
     def _next_message(self) -> Submit | Abort | StatsRequest | None:
         """Sleep until there is one, and check now and then that the engine is alive."""

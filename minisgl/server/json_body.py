@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from email.message import Message
 from typing import Any, NoReturn
@@ -20,6 +21,11 @@ _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")  # what a header must not hold
 _LONGEST_NAME, _MOST_NAMES, _MOST_LOGGED = 80, 20, 200
 _LOGGED: set[str] = set()  # each name is logged once
 MAX_NESTING = 64  # levels of objects and lists: enough for any tool's schema, safe for recursive readers
+# What may be in a body: more of it would hold up the event loop for seconds, and no request needs it.
+MAX_CONTAINERS, MAX_FIELDS, MAX_VALUES = 50_000, 50_000, 2_000_000
+_LONG_NUMBER = re.compile(rb"[0-9]{21}")
+_SMALL = 2**16  # bytes of a body that cannot be too much
+_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 class JsonRoute(APIRoute):
@@ -74,8 +80,9 @@ def _check_content_type(given: str) -> None:
 
 def read_json(body: bytes) -> Any:
     """Parse ``body``; `ApiError` 400 for bad UTF-8 or JSON, repeated keys, deep nesting, invalid numbers or texts."""
+    _check_size(body)
     try:
-        value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
+        value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_parser(body))
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
@@ -92,8 +99,7 @@ def read_json(body: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         name = ascii(twice if len(twice) <= 80 else twice[:77] + "...")  # it may hold lone surrogates
         raise ApiError(400, f"the body names {name} twice in one object")
     return result
@@ -101,6 +107,28 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(word: str) -> NoReturn:
     raise ApiError(400, f"the body is not valid JSON: {word} is not a JSON number")
+
+
+def _check_size(body: bytes) -> None:
+    """Raise `ApiError` if a body has too much in it, before any of it is read."""
+    if len(body) <= _SMALL:
+        return
+    rest = _TEXTS.sub(b"", body)
+    counts = {
+        "objects and lists": (rest.count(b"{") + rest.count(b"["), MAX_CONTAINERS),
+        "fields": (rest.count(b":"), MAX_FIELDS),
+        "values": (rest.count(b",") + 1, MAX_VALUES),
+    }
+    for what, (number, limit) in counts.items():
+        if number > limit:
+            raise ApiError(
+                400, f"the body has {number} {what}; at most {limit} are read, so split it", code="body_too_large"
+            )
+
+
+def _parser(body: bytes) -> Callable[[str], int]:
+    # Python's own is quick, and all that is needed where no number is long.
+    return _integer if _LONG_NUMBER.search(body) else int
 
 
 def _integer(digits: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import logging
@@ -23,6 +24,7 @@ from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
+from minisgl.server.connections import BACKLOG, connection_class, on_loop_error
 from minisgl.server.process_engine import ProcessEngine
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,14 @@ class Server(uvicorn.Server):
         app = create_app(engine, config)
         # The app logs each request, and the caller configures the logs.
         super().__init__(
-            uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_TIMEOUT, access_log=False, log_config=None)
+            uvicorn.Config(
+                app,
+                http=connection_class(config.max_connections),
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT,
+                access_log=False,
+                log_config=None,
+            )
         )
         self.engine = engine
         self._drain_timeout = config.drain_timeout
@@ -55,6 +64,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and print where."""
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        for listener in sockets or []:  # connections inherit it, and would keep the port from the next server
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
@@ -93,6 +105,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     listener = bind(config.host, config.port)
     warn_if_public(listener, config)
+    if config.allow_control_tokens:
+        logger.warning("any text of a user can end its message and go on as the system: --allow-control-tokens is set")
     with _engine(engine_config, config) as engine:
         running = Server(engine, config)
         freeze_heap()
@@ -113,7 +127,7 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
     from minisgl.server.scheduler_worker import engine_views, record_trace
 
     with EngineCore(engine_config) as core, record_trace(core, config.trace):
-        yield InProcessEngine(core, engine_views(core))
+        yield InProcessEngine(core, engine_views(core), config.allow_control_tokens)
 
 
 def warn_if_public(listener: socket.socket, config: ServerConfig) -> None:
@@ -135,6 +149,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # From now on, the port is ours: with this option, a second server would find out only when both have loaded.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port: {port} is taken on {host}; choose another one with --port") from error

@@ -262,6 +262,7 @@ class TokenizerOptions(ChildOptions, frozen=True, kw_only=True):
 
     model: str  # directory of the checkpoint
     limit: int | None  # most tokens of a request, as far as it is known before the engine has started
+    allow_control_tokens: bool = False
 
 
 class DetokenizerOptions(ChildOptions, frozen=True, kw_only=True):

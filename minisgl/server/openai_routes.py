@@ -41,6 +41,7 @@ from minisgl.server.tools import ToolSyntax
 from minisgl.tokenizer import Tokenizer
 
 SCORES_AT_ONCE = 64  # beginnings of an echoed prompt that are in the engine's queue together
+MAX_CHARACTERS = 2**20  # of a text that is tokenized for a client: a second's work, and 150 MB while it lasts
 _FORCING_BIAS = 100.0
 
 
@@ -150,11 +151,16 @@ async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_
     return entry if entry.token_id == token_id else TokenLogprobs(token_id, LEAST_LOGPROB, entry.top)
 
 
+def _contents(conversation: Conversation) -> list[str]:
+    return [message["content"] for message in conversation.messages]
+
+
 class TextService:
     """Tokenizes and detokenizes in a thread, with a tokenizer that no other thread uses: they are not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, allow_control_tokens: bool = False) -> None:
         self._path = path
+        self._allow_control_tokens = allow_control_tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-text")
 
     async def tokenize(self, prompt: str | Conversation) -> list[int]:
@@ -167,9 +173,14 @@ class TextService:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return Tokenizer(self._path)
+        return Tokenizer(self._path, self._allow_control_tokens)
 
     def _encode(self, prompt: str | Conversation) -> list[int]:
+        field, texts = ("prompt", [prompt]) if isinstance(prompt, str) else ("messages", _contents(prompt))
+        if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise InvalidRequest(
+                field, f"must have at most {MAX_CHARACTERS} characters, got {characters}; split the text"
+            )
         if isinstance(prompt, Conversation):
             return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
         return self._tokenizer.encode(prompt)

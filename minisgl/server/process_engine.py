@@ -64,6 +64,7 @@ class Topology:
         self._context = zmq.Context()
         self._model = str(model)
         self._limit = limit
+        self._allow_control_tokens = server.allow_control_tokens
         self._started = 0
         self._common: dict[str, Any] = {"directory": str(self.directory), "log_format": server.log_format}
         self._hang_timeout = config.hang_timeout
@@ -124,7 +125,13 @@ class Topology:
     def _start_tokenizer(self) -> TokenizerLink:
         name = f"tokenizer-{self._started}"
         self._started += 1
-        options = TokenizerOptions(name=name, model=self._model, limit=self._limit, **self._common)
+        options = TokenizerOptions(
+            name=name,
+            model=self._model,
+            limit=self._limit,
+            allow_control_tokens=self._allow_control_tokens,
+            **self._common,
+        )
         child = ChildProcess("minisgl.server.tokenizer_worker", options, hang_timeout=self._hang_timeout)
         return TokenizerLink(child, self._sender(name, JOBS))
 
@@ -176,7 +183,9 @@ class ProcessEngine(AsyncEngine):
         self._stopping = True
         self._end(EngineDead(SHUTTING_DOWN))
         await _cancel(*self._repairs)
+        await self._grammars.close()
         await self._detach()
+        self.died |= (self._topology.scheduler.exit_code or 0) > 0  # it could not write its trace
 
     # -- to the processes --------------------------------------------------------------------------------------
 

@@ -100,7 +100,8 @@ NumLogprobs = Annotated[StrictInt, documented(minimum=0, maximum=20)]
 _TopP = Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=1)]
 _Penalty = Annotated[StrictFloat, documented(minimum=-2, maximum=2)]
 _Bias = Annotated[StrictFloat, documented(minimum=-100, maximum=100)]
-_Text = Annotated[StrictStr, documented(minLength=1)]
+_StopString = Annotated[StrictStr, documented(minLength=1, maxLength=256)]
+_StopStrings = Annotated[list[_StopString], documented(maxItems=64)]
 _TokenId = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 
 
@@ -129,7 +130,9 @@ class SamplingFields(ApiObject):
         | None
     ) = None
     n: Annotated[StrictInt, documented(minimum=1, maximum=128)] = 1
-    stop: Annotated[list[_Text] | None, BeforeValidator(as_list, json_schema_input_type=_Text | list[_Text])] = None
+    stop: Annotated[
+        list[_StopString] | None, BeforeValidator(as_list, json_schema_input_type=_StopString | _StopStrings)
+    ] = None
     stop_token_ids: list[_TokenId] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
@@ -270,7 +273,7 @@ def _token_id(text: str) -> int:
 
 def is_ids(value: Any) -> bool:
     """Whether ``value`` is a list of token ids; none is checked against a vocabulary."""
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def _as_prompts(value: Any) -> list[str | list[int]]:

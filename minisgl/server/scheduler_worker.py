@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 Views = Mapping[str, Callable[[], bytes]]  # the answer to each topic of a `StatsRequest`; called between two steps
 IDLE_SECONDS = 0.5  # longest sleep of an idle engine
+COMPILE_POLL = 0.005  # the same while a grammar is compiled
 
 
 class EngineStage:
@@ -57,17 +59,19 @@ class EngineStage:
         self._step_by_step: set[int] = set()  # uids whose tokens are sent as they come: streamed, or with stop strings
         self._unstarted: set[int] = set()  # uids that have not been reported to have left the queue
         self._progress = Progress()
+        self._compiling: list[tuple[Tokenized, Future[None]]] = []  # jobs whose grammars are not ready yet
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="minisgl-grammar")
 
     @property
     def has_work(self) -> bool:
         """Whether another step has something to do or to report."""
-        return self._core.has_work or bool(self._job_of) or bool(self._progress)
+        return self._core.has_work or bool(self._job_of) or bool(self._progress) or bool(self._compiling)
 
     def take(self, message: ToScheduler) -> None:
         """Handle a message. Its outcome is reported by the next `step`."""
         match message:
             case Tokenized():
-                self._submit(message)
+                self._prepare(message)
             case Abort():
                 self._end(self._jobs.get(message.job, ()), FinishReason.ABORT)
             case Stop():
@@ -77,12 +81,33 @@ class EngineStage:
 
     def step(self) -> Progress:
         """Run one step, if there is work, and report what is new since the last."""
+        self._submit_compiled()
         output = self._core.step()
         progress, self._progress = self._progress, Progress()
         progress.started = self._started(output)
         progress.tokens = self._tokens(output)
         progress.finished = [self._forget(request) for request in output.finished if request.uid in self._job_of]
         return progress
+
+    def _prepare(self, job: Tokenized) -> None:
+        """Submit a job, once its grammar is compiled in another thread: the steps of other requests do not wait."""
+        if "json_schema" not in job.params and "regex" not in job.params:
+            self._submit(job)
+            return
+        compile_grammar = self._core.input_processor.grammars.compile
+        compiled = self._compiler.submit(lambda: compile_grammar(SamplingParams(**job.params)))
+        self._compiling.append((job, compiled))
+
+    def _submit_compiled(self) -> None:
+        """Submit the jobs whose grammars are ready. If there is nothing else to do, wait a moment for one."""
+        if self._compiling and not self._core.has_work:
+            wait([self._compiling[0][1]], COMPILE_POLL)
+        while self._compiling and self._compiling[0][1].done():
+            job, compiled = self._compiling.pop(0)
+            if (error := compiled.exception()) is None:
+                self._submit(job)
+            else:
+                self._reject(job, error)
 
     def _submit(self, job: Tokenized) -> None:
         """Enqueue all requests of a job, or none of them."""
@@ -96,12 +121,11 @@ class EngineStage:
                 processor.check_fits(choices[0])
                 requests += choices
             for request in requests:
+                request.group = requests[0].uid
                 self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
-            if not isinstance(error, MiniSGLError):
-                logger.exception("job %d (%s) cannot be submitted", job.job, job.request_id)
             self._end([request.uid for request in requests], FinishReason.ABORT)
-            self._progress.rejected.append(Rejected(job.job, Failure.of(error)))
+            self._reject(job, error)
             return
         uids = [request.uid for request in requests]
         self._jobs[job.job] = set(uids)
@@ -115,6 +139,11 @@ class EngineStage:
         )
         self._progress.accepted.append(accepted)
 
+    def _reject(self, job: Tokenized, error: BaseException) -> None:
+        if not isinstance(error, MiniSGLError):
+            logger.error("job %d (%s) cannot be submitted", job.job, job.request_id, exc_info=error)
+        self._progress.rejected.append(Rejected(job.job, Failure.of(error)))
+
     def _end(self, uids: Iterable[int], reason: FinishReason) -> None:
         for uid in list(uids):
             self._core.finish(uid, reason)
@@ -122,7 +151,7 @@ class EngineStage:
     def _answer(self, request: StatsRequest) -> None:
         view = self._views.get(request.topic)
         content = b"" if view is None else view()
-        states = {"scheduler": len(self._jobs) + len(self._job_of)}
+        states = {"scheduler": len(self._jobs) + len(self._job_of) + len(self._compiling)}
         self._progress.stats.append(StatsReply(request.number, content, states))
 
     def _started(self, output: StepOutput) -> list[Started]:
@@ -194,20 +223,27 @@ MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minute
 def record_trace(core: EngineCore, path: str | None) -> Iterator[None]:
     """Record the steps of the ``with`` block around the engine's thread; write the last ones in Chrome's trace format.
 
-    Without a path, do nothing. Raises `ConfigError` on entry if the file cannot be written.
+    Without a path, do nothing. Raises `ConfigError` if the file cannot be written: on entry, or once the disk is full.
     """
     if path is None:
         yield
         return
-    try:
-        Path(path).touch()
-    except OSError as error:
-        raise ConfigError(f"trace: cannot write {path} ({error.strerror}); choose another file") from error
+    with _naming(path):
+        Path(path).write_text("{}")  # something, since a device may be full
     with core.trace(limit=MAX_EVENTS) as trace:
         try:
             yield
         finally:
-            trace.export(path)
+            with _naming(path):
+                trace.export(path)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"trace: cannot write {path} ({error.strerror}); choose another file") from error
 
 
 def main() -> None:

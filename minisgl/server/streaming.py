@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from minisgl.server.metrics import HttpRecord, ServerMetrics, record_of
 from minisgl.server.requests import EngineRequest, GenerationBody
 
 T = TypeVar("T")
+MAX_UNREAD = 16_384  # tokens and log-probabilities of a stream that may wait for a client, beside what is in sockets
+LONG = 1024  # tokens of an answer that takes some milliseconds to write as a whole
 MakeFormat = Callable[[Usage], Awaitable[Format]]
 
 
@@ -59,7 +61,10 @@ class GenerateHandler:
             answer.abort()
         for update in updates:
             note(update)
-        return Response(to_json(style.whole(updates)), media_type="application/json")
+        size = sum(len(update.token_ids) for update in updates)
+        # In a thread if it is long: other streams are written in the meantime.
+        body = _whole(style, updates) if size < LONG else await asyncio.to_thread(_whole, style, updates)
+        return Response(body, media_type="application/json")
 
     async def _begin(
         self, asked: EngineRequest, make_format: MakeFormat, request_id: str
@@ -83,6 +88,10 @@ class GenerateHandler:
         gap = record.note(news)
         if gap is not None:
             self._metrics.observe_gap(gap)
+
+
+def _whole(style: Format, updates: Sequence[Update]) -> bytes:
+    return to_json(style.whole(updates))
 
 
 async def _collect(answer: Answer) -> list[Update]:
@@ -135,8 +144,9 @@ class EventStream(StreamingResponse):
     """An answer as server-sent events. However the stream ends, the rest of the answer is aborted.
 
     Events are written where the engine's updates are delivered, so that no task is woken for a token; all of a step for
-    this client are one write. While the connection takes no more, updates are merged in the `Answer`. ``note`` is
-    called with every update before it is sent, and with the error that ends the stream, if any.
+    this client are one write. While the connection takes no more, updates are merged in the `Answer`, up to
+    `MAX_UNREAD`; more of them end the stream. ``note`` is called with every update before it is sent, and with the
+    error that ends the stream, if any.
     """
 
     def __init__(
@@ -187,7 +197,13 @@ class EventStream(StreamingResponse):
 
     def _write(self) -> None:
         """Write what is unread, unless the client is still to take what was written before."""
-        if self._blocked is not None or self._written.done():
+        if self._written.done():
+            return
+        if self._blocked is not None:
+            if self._answer.unread > MAX_UNREAD:
+                self._answer.abort()
+                message = "the client does not read its answer as fast as it is generated, and too much of it waits"
+                self._written.set_exception(ApiError(408, message, code="slow_client"))
             return
         events: list[bytes] = []
         failure: Exception | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from pathlib import Path
 
 import zmq
 
-from minisgl.child_process import Ready, child_process
+from minisgl.child_process import BEAT_INTERVAL, Ready, child_process
 from minisgl.errors import Failure, MiniSGLError
 from minisgl.logs import log_request
 from minisgl.server.messages import (
@@ -26,22 +27,46 @@ from minisgl.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
+TURN = 2**16  # bytes of token ids after which the next job has its turn
+_PROMPT = 512  # bytes that a prompt counts for besides
+
+
 class TokenizerStage:
-    """Tokenizes jobs one by one, and refuses texts that must have more than ``limit`` tokens, if known."""
+    """Tokenizes jobs, which take turns, and refuses texts that must have more than ``limit`` tokens, if known."""
 
     def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
+        self._jobs: deque[tuple[Submit, list[bytes]]] = deque()  # with the prompts that are done
 
-    def tokenize(self, job: Submit) -> Tokenized | Rejected:
-        """Tokenize a job's texts. An error in them, or in the chat template, ends this job alone."""
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a job that is not done."""
+        return bool(self._jobs)
+
+    def take(self, job: Submit) -> None:
+        """Put a job behind the others."""
+        self._jobs.append((job, []))
+
+    def step(self) -> tuple[Submit, Tokenized | Rejected] | None:
+        """Tokenize some texts of the first job. Return it once it is done; else it goes behind the others.
+
+        An error in the texts, or in the chat template, ends this job alone.
+        """
+        job, done = self._jobs.popleft()
+        budget = TURN
         try:
-            prompts = [self._token_ids(prompt) for prompt in job.prompts]
+            while len(done) < len(job.prompts) and budget > 0:
+                done.append(self._token_ids(job.prompts[len(done)]))
+                budget -= len(done[-1]) + _PROMPT
         except Exception as error:
             if not isinstance(error, MiniSGLError):
                 logger.exception("job %d (%s) cannot be tokenized", job.job, job.request_id)
-            return Rejected(job.job, Failure.of(error))
-        return Tokenized(job.job, prompts, job.params, job.streaming, job.user, job.request_id)
+            return job, Rejected(job.job, Failure.of(error))
+        if len(done) < len(job.prompts):
+            self._jobs.append((job, done))
+            return None
+        return job, Tokenized(job.job, done, job.params, job.streaming, job.user, job.request_id)
 
     def _token_ids(self, prompt: PackedPrompt) -> bytes:
         if isinstance(prompt, TokenIds):
@@ -58,11 +83,14 @@ def main() -> None:
         inbox = Receiver[Submit](context, address(directory, options.name), Submit, JOBS)
         scheduler = Sender(context, address(directory, "scheduler"), JOBS)
         api = Sender(context, address(directory, "api"), JOBS)
-        stage = TokenizerStage(Tokenizer(Path(options.model)), options.limit)
+        stage = TokenizerStage(Tokenizer(Path(options.model), options.allow_control_tokens), options.limit)
         report(Ready())
         while True:
-            job = inbox.receive()
-            message = stage.tokenize(job)
+            for job in inbox.receive_all(0.0 if stage.has_work else BEAT_INTERVAL):
+                stage.take(job)
+            if not stage.has_work or (outcome := stage.step()) is None:
+                continue
+            job, message = outcome
             log_request(logger, "tokenized", job.request_id, job=job.job)
             if isinstance(message, Rejected):
                 api.send([message])

@@ -8,7 +8,7 @@ import pytest
 from minisgl.errors import QueueFull
 from minisgl.request import Request
 from minisgl.sampling_params import SamplingParams
-from minisgl.scheduler.admission import WaitingQueue
+from minisgl.scheduler.admission import TURN, WaitingQueue
 
 
 def request(uid: int) -> Request:
@@ -56,6 +56,44 @@ def test_only_earlier_requests_are_bypassed() -> None:
     queue.note_bypass(request(3))
     queue.note_bypass(request(0))
     assert [each.bypassed for each in waiting] == [1, 1, 0]
+
+
+def test_groups_take_turns_and_none_stands_before_all_later_ones() -> None:
+    queue = WaitingQueue(1000)
+    large = [request(uid) for uid in range(1, 101)]
+    for each in large:
+        each.group = 1
+        queue.add(each)
+    queue.add(request(101))
+    left = []
+    while len(queue):
+        first = queue.first(1000)
+        assert len(first) == len(queue)
+        assert first[:1] == queue.first(1)
+        queue.remove(first[0])
+        left.append(first[0].uid)
+        if first[0].uid == 40:
+            queue.add(request(102))
+            queue.add(request(103))
+    turns = [*range(1, TURN + 1), 101, *range(TURN + 1, 2 * TURN + 1), 102, 103, *range(2 * TURN + 1, 101)]
+    assert left == turns
+    assert not queue._groups
+    assert not queue._turns
+
+
+def test_what_may_come_first_is_what_comes() -> None:
+    queue = WaitingQueue(1000)
+    for uid in range(300):
+        each = request(uid)
+        each.group = uid % 3 if uid % 5 else None
+        queue.add(each)
+    expected, came = [each.uid for each in queue.first(1000)], []
+    while len(queue):
+        (first,) = queue.first(1)
+        queue.remove(first)
+        came.append(first.uid)
+    assert sorted(expected) == list(range(300))
+    assert came == expected
 
 
 def test_remove_finds_a_request_wherever_it_waits() -> None:

@@ -147,7 +147,9 @@ class RunningServer(ServerThread):
     def __init__(self, checkpoint: Path, config: ServerConfig | None = None, **options: Any) -> None:
         self.core = GatedCore(EngineConfig(model=str(checkpoint), **{**TINY, **options}))
         self.gate = self.core.gate
-        super().__init__(InProcessEngine(self.core, engine_views(self.core)), config or ServerConfig())
+        config = config or ServerConfig()
+        engine = InProcessEngine(self.core, engine_views(self.core), config.allow_control_tokens)
+        super().__init__(engine, config)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

@@ -30,6 +30,8 @@ def user(content: Any) -> dict[str, Any]:
         ({"seed": -2}, "seed"),
         ({"stop": ["a", 1]}, "stop[1]"),
         ({"stop": ""}, "stop"),
+        ({"stop": [f"{number}" for number in range(10_000)]}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"logit_bias": {"cat": 1}}, "logit_bias"),
         ({"logit_bias": {"300": 1}}, "logit_bias"),
@@ -130,6 +132,11 @@ def test_json_is_compact_utf8_whatever_the_text() -> None:
     assert to_json({"model": "half \ud800"}) == b'{"model":"half ?"}'
 
 
+def test_a_long_text_is_a_text_whatever_is_in_it() -> None:
+    text = '{[:,"\\' * 400_000
+    assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
 DEEP = b"[" * MAX_NESTING + b"]" * MAX_NESTING
 
 
@@ -153,7 +160,12 @@ def test_what_json_can_say_is_read(body: bytes) -> None:
         (b"[-Infinity]", "-Infinity", None),
         (b'{"seed": ' + b"9" * 5000 + b"}", "5000 digits", None),
         (b"[" + DEEP + b"]", "inside of each other", None),
-        (b"[" * 100_000, "inside of each other", None),
+        (b"[" * 40_000, "inside of each other", None),
+        (b"[" * 100_000, "100000 objects and lists; at most 50000", None),
+        (b"[" + b"{}," * 50_000 + b"1]", "50001 objects and lists; at most 50000", None),
+        (b'{"a":0' + b',"b\\":":0' * 60_000 + b"}", "60001 fields; at most 50000", None),
+        (b"[1" + b",1" * 2_000_000 + b"]", "2000001 values; at most 2000000", None),
+        (b"{" + b",".join(b'"%06d":0' % n for n in range(20_000)) + b',"019999":0}', "'019999' twice", None),
         (b'{"a":' * 2000 + b"1" + b"}" * 2000, "inside of each other", None),
         (b'{"messages": [{"content": "half \\ud800"}]}', "lone surrogate at character 5", "messages[0].content"),
         (b'{"odd \\ud800 name": 1}', "lone surrogate", None),

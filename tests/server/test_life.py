@@ -75,9 +75,11 @@ def test_a_full_queue_is_a_503_with_retry_after(own_server: RunningServer) -> No
         assert int(caught.value.response.headers["Retry-After"]) > 0
     own_server.gate.allowed = None
     assert first() == "length"
-    with pytest.raises(openai.InternalServerError, match="max_queued_requests"):
-        own_server.chat(n=3)
     assert own_server.idle(), "a job is enqueued as a whole or not at all"
+    with pytest.raises(openai.BadRequestError, match="n: asks for 3 answers, and max_queued_requests is 2"):
+        own_server.chat(n=3)
+    with pytest.raises(openai.BadRequestError, match="prompt: asks for 200000 answers"):
+        own_server.complete(prompt=["x"] * 200_000)
 
 
 def test_a_step_that_fails_fails_its_requests_alone(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,17 @@ def test_every_request_leaves_one_line_without_its_text(
         assert "quick" not in TextFormatter("api").format(record)
 
 
+def test_an_unknown_path_is_logged_by_its_beginning_and_counted_without(
+    watched: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        watched.http.get("/v2/" + "x%0a" * 1000)
+        wait_until(lambda: len(lines(caplog)) == 1)
+    (line,) = lines(caplog)
+    assert (line["endpoint"], line["status"]) == ("GET /v2/" + "x\n" * 38, 404)
+    assert "v2" not in watched.http.get("/metrics").text
+
+
 def test_an_unexpected_error_is_for_the_log_alone(
     watched: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

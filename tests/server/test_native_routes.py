@@ -101,6 +101,8 @@ def test_text_to_tokens_and_back(server: RunningServer, reference: LLM) -> None:
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 1}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x" * 1_050_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 700_000}] * 2}, "messages"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [300]}, "tokens"),

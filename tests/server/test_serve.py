@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import json
@@ -16,18 +17,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import openai
 import pytest
+import uvicorn
 
 from minisgl.config import EngineConfig
 from minisgl.core import EngineCore
 from minisgl.errors import ConfigError
 from minisgl.serve import main
+from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig, add_options, given_options
-from minisgl.server.launch import bind
+from minisgl.server.launch import Server, bind
+from minisgl.server.scheduler_worker import record_trace
 from minisgl.trace import Trace
-from tests.server.harness import MESSAGES, in_background, wait_until
+from tests.server.harness import MESSAGES, TINY, in_background, wait_until
 
 
 @pytest.fixture
@@ -154,6 +159,44 @@ def test_a_port_that_is_taken(checkpoint: Path, capsys: pytest.CaptureFixture[st
         port = taken.getsockname()[1]
         assert main(flags(checkpoint, port)) == 1
     assert f"port: {port} is taken on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_port_belongs_to_the_server_that_still_loads_and_to_the_next_one_at_once() -> None:
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    with first, pytest.raises(ConfigError, match=f"port: {port} is taken"):
+        bind("127.0.0.1", port)
+    engine = Mock(AsyncEngine, model="m")
+    for _ in range(2):  # the first leaves connections behind, which the kernel remembers for a minute
+        listener = bind("127.0.0.1", port)
+        server = Server.__new__(Server)
+        server.engine = engine
+        with patch.object(uvicorn.Server, "startup"):
+            asyncio.run(server.startup([listener]))
+        listener.listen()
+        with socket.create_connection(("127.0.0.1", port)):
+            listener.accept()[0].close()
+        listener.close()
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_trace_that_cannot_be_written_is_an_error_before_anything_is_served(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], in_process: bool
+) -> None:
+    words = [*flags(checkpoint), "--trace", "/dev/full", "--in-process", str(in_process)]
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert "trace: cannot write /dev/full (No space left on device)" in err
+    assert "serving" not in err
+
+
+def test_a_trace_that_cannot_be_written_at_the_end_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    core = EngineCore(EngineConfig(model=str(checkpoint), **TINY))
+    with core, pytest.raises(ConfigError, match="trace: cannot write"), record_trace(core, str(path)):
+        path.unlink()
+        path.mkdir()
 
 
 @pytest.mark.parametrize(("host", "port", "name"), [("127.0.0.1", 70000, "port"), ("no such host", 0, "host")])

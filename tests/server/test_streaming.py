@@ -17,8 +17,10 @@ from starlette.types import Message
 from minisgl.chat import NoAnswer
 from minisgl.chat import _events as read_events
 from minisgl.errors import EngineDead
+from minisgl.request import TokenLogprobs
+from minisgl.server import streaming
 from minisgl.server.async_engine import Answer
-from minisgl.server.errors import to_json
+from minisgl.server.errors import ApiError, to_json
 from minisgl.server.formats import ChatFormat, CompletionFormat, Usage
 from minisgl.server.messages import Update
 from minisgl.server.streaming import EventStream, TimeLimit, event, until_disconnect
@@ -129,13 +131,18 @@ class Connection:
         return [[chunk["choices"][0]["text"] for chunk in write] for write in chunks if write]
 
 
-def streamed(story: Callable[[Answer, Connection], Awaitable[None]], num_choices: int = 1) -> Connection:
+def streamed(
+    story: Callable[[Answer, Connection], Awaitable[None]],
+    num_choices: int = 1,
+    note: Callable[[Update | ApiError], object] = lambda news: None,
+    abort: Callable[[Answer], object] = lambda answer: None,
+) -> Connection:
     """What a client gets of an answer that has the ``story``."""
 
     async def scenario() -> Connection:
-        connection, answer = Connection(), Answer(0, num_choices, abort=lambda answer: None)
+        connection, answer = Connection(), Answer(0, num_choices, abort)  # type: ignore[arg-type]
         style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])  # type: ignore[arg-type]
-        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
+        stream = EventStream(answer, style, TimeLimit(None), note)  # type: ignore[arg-type]
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -185,6 +192,24 @@ def test_what_comes_while_a_client_takes_nothing_is_one_event() -> None:
 
     after_the_first = "".join(f" {number}" for number in range(1, 100)) + "!"
     assert streamed(story).texts == [["a"], [" 0"], [after_the_first]]
+
+
+@pytest.mark.parametrize("logprobs", [0, 20])
+def test_too_much_that_is_unread_ends_the_stream(logprobs: int) -> None:
+    most, noted, aborted = streaming.MAX_UNREAD // (1 + logprobs), [], []
+    entries = [TokenLogprobs(5, -1.0, [(5, -1.0)] * logprobs)] if logprobs else []
+
+    async def story(answer: Answer, connection: Connection) -> None:
+        connection.takes.clear()
+        put(answer, Update(0, 0, "a", [1]))
+        for number in range(most + 9):
+            put(answer, Update(0, 0, "x", [5], list(entries)))
+            assert bool(aborted) == (number >= most)
+        connection.takes.set()
+
+    sent = streamed(story, note=noted.append, abort=aborted.append).sent
+    assert [b'"text":"a"' in sent[1], b"does not read its answer" in sent[-2]] == [True, True]
+    assert noted[-1].code == "slow_client"
 
 
 def test_a_stream_that_cannot_be_written_ends_alone() -> None:

@@ -37,7 +37,22 @@ USER = {"role": "user", "content": "the dog"}
 
 def tokenize(*prompts: Any, tokenizer: Tokenizer | None = None, limit: int | None = None) -> Tokenized | Rejected:
     stage = TokenizerStage(tokenizer or tiny_tokenizer("byte-level"), limit)
-    return stage.tokenize(submit(5, prompts, SamplingParams(stop="x"), True, "me"))
+    stage.take(submit(5, prompts, SamplingParams(stop="x"), True, "me"))
+    outcome = stage.step()
+    assert outcome is not None
+    return outcome[1]
+
+
+def test_a_job_of_many_texts_does_not_stand_before_others() -> None:
+    stage = TokenizerStage(tiny_tokenizer("byte-level"), None)
+    for job, prompts in ((1, ["the dog"] * 1000), (2, ["the fox"]), (3, ["a"] * 1000)):
+        stage.take(submit(job, prompts, SamplingParams(), False, ""))
+    done: dict[int, int] = {}
+    while stage.has_work:
+        if (outcome := stage.step()) is not None:
+            assert isinstance(outcome[1], Tokenized)
+            done[outcome[0].job] = len(outcome[1].prompts)
+    assert list(done.items()) == [(2, 1), (1, 1000), (3, 1000)]
 
 
 def test_all_kinds_of_prompts_become_token_ids() -> None:

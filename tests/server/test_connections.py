@@ -1,0 +1,204 @@
+"""Clients that send slowly, never read, or come in crowds: bounded in time, memory and number, and others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from minisgl.server import app, connections, streaming
+from minisgl.server.config import ServerConfig
+from minisgl.server.connections import connection_class, on_loop_error
+from tests.server.harness import RunningServer, in_background, wait_until
+from tests.server.test_life import send
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_logged", {})
+
+
+def connect(server: RunningServer, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(server.address, timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    return data
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD])
+def test_headers_that_do_not_come_end_the_connection(
+    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.3)
+    with connect(own_server, begun) as connection:
+        assert rest(connection).count(b"HTTP/1.1 200") == begun.count(b"/health")
+    assert not own_server.server.server_state.connections
+
+
+def test_headers_that_trickle_end_it_too(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.3)
+    with connect(own_server, HEAD) as connection:
+        end = time.monotonic() + 20
+        while not select.select([connection], [], [], 0.02)[0]:  # until there is something to read: the end
+            assert time.monotonic() < end
+            connection.sendall(b"x: y\r\n")
+
+
+def test_a_body_that_does_not_come_is_a_408(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.3)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.5)
+    with connect(own_server, HEAD + b"content-length: 100\r\n\r\n{") as connection:
+        answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body has not come within 0.3 s" in answer
+
+
+def test_a_request_at_work_is_not_taken_for_late(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.2)
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
+    own_server.gate.allowed = 0
+    asked = in_background(lambda: own_server.chat().choices[0].finish_reason)
+    time.sleep(0.8)
+    own_server.gate.allowed = None
+    assert asked() == "length"
+
+
+def test_one_connection_too_many_is_told_so(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, ServerConfig(max_connections=3)) as server:
+        held = [connect(server) for _ in range(3)]
+        wait_until(lambda: len(server.server.server_state.connections) == 3)
+        with connect(server) as connection:
+            answer = rest(connection)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        for each in held:
+            each.close()
+        wait_until(lambda: not server.server.server_state.connections)
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_cap_leaves_room_for_other_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2000))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    assert connection_class(500).most == 500
+    assert connection_class(4096).most == 2000 - 256
+    assert limits == [(1780, 2000), (2000, 2000)]
+    assert "1744 connections at most" in caplog.text
+
+
+def test_want_of_files_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    for _ in range(1000):
+        error = OSError(24, "Too many open files")
+        on_loop_error(loop, {"message": "socket.accept() out of system resource", "exception": error})
+    on_loop_error(loop, {"message": "something else"})
+    loop.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "Too many open files" in caplog.text
+
+
+def test_a_server_without_files_goes_on_when_it_has_them_again(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "minisgl.serve", "--model", str(checkpoint), "--in-process", "--port", "0"]
+    options = ["--device", "cpu", "--num-pages", "64", "--page-size", "4", "--live-page", "false"]
+    limit = "import resource, os, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)); os.execv(*sys.argv[1:2],"
+    few_files, log = [sys.executable, "-c", limit + " sys.argv[1:])"], tmp_path / "log"
+    with log.open("wb") as file, subprocess.Popen([*few_files, *command, *options], stderr=file) as child:
+        try:
+            wait_until(lambda: b"serving" in log.read_bytes(), timeout=120.0)
+            (port,) = re.findall(rb"http://127.0.0.1:([0-9]+)", log.read_bytes())
+            crowd = [socket.create_connection(("127.0.0.1", int(port))) for _ in range(400)]
+            time.sleep(3.0)
+            for each in crowd:
+                each.close()
+            url = f"http://127.0.0.1:{int(port)}/health"
+            wait_until(lambda: answers(url), timeout=60.0)
+            assert len(log.read_bytes()) < 20_000
+        finally:
+            child.terminate()
+            child.wait(60)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture
+def endless(checkpoint: Path) -> Iterator[RunningServer]:
+    """A server whose answers can be long."""
+    with RunningServer(checkpoint, num_pages=4096, max_running_requests=64) as running:
+        yield running
+
+
+def deaf(server: RunningServer) -> socket.socket:
+    """A client that asks for a long stream with much in each chunk, and reads none of it."""
+    connection = send(server, stream=True, n=8, max_tokens=400, logprobs=True, top_logprobs=20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    return connection
+
+
+def test_a_client_that_reads_nothing_is_left(
+    endless: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "STALL_TIMEOUT", 0.5)
+    with caplog.at_level(logging.WARNING), deaf(endless):
+        wait_until(lambda: "its client has read nothing for 0.5 s" in caplog.text, timeout=60.0)
+        wait_until(lambda: not endless.engine.busy)
+        wait_until(endless.idle)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_others_have_all_their_tokens_beside_clients_that_read_nothing(endless: RunningServer) -> None:
+    silent = [deaf(endless) for _ in range(4)]
+    wait_until(lambda: len(endless.core.scheduler.requests) == 32)
+    good = [in_background(lambda: list(endless.complete(stream=True, max_tokens=40))) for _ in range(8)]
+    for each in good:
+        chunks: Any = each()
+        assert chunks[-1].choices[0].finish_reason
+    for each in silent:
+        each.close()
+    wait_until(lambda: not endless.engine.busy)
+    wait_until(endless.idle)
+
+
+def test_a_long_answer_is_written_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "LONG", 8)
+    threads: list[str] = []
+    whole = streaming._whole
+
+    def watched(*arguments: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return whole(*arguments)
+
+    monkeypatch.setattr(streaming, "_whole", watched)
+    for max_tokens in (4, 12):
+        answer = server.complete(max_tokens=max_tokens, logprobs=2, extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == max_tokens
+    assert [name.startswith("asyncio_") for name in threads] == [False, True]
