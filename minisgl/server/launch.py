@@ -110,9 +110,14 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Async
         return
     from minisgl.core import EngineCore
     from minisgl.server.in_process import InProcessEngine
+    from minisgl.server.kv_events import publish_kv_events
     from minisgl.server.scheduler_worker import engine_views, record_trace
 
-    with EngineCore(engine_config) as core, record_trace(core, config.trace):
+    with (
+        EngineCore(engine_config) as core,
+        record_trace(core, config.trace),
+        publish_kv_events(core, config.kv_events, config.kv_events_replay, config.kv_events_topic),
+    ):
         yield InProcessEngine(core, engine_views(core))
 
 
