@@ -93,7 +93,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     listener = bind(config.host, config.port)
     warn_if_public(listener, config)
-    with _engine(engine_config, config) as engine:
+    with open_engine(engine_config, config) as engine:
         running = Server(engine, config)
         freeze_heap()
         try:
@@ -104,9 +104,18 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 @contextmanager
-def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[AsyncEngine]:
+def open_engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[AsyncEngine]:
+    """Load the model and start the engine's processes, or take a thread; raises as `serve` does.
+
+    Call the engine's ``start`` in the event loop that will use it. Requests that run when the ``with`` block ends get
+    an answer only if ``stop`` was awaited before.
+    """
     if not config.in_process:
-        yield ProcessEngine(engine_config, config)
+        engine = ProcessEngine(engine_config, config)
+        try:
+            yield engine
+        finally:
+            engine.end_processes()
         return
     from minisgl.core import EngineCore
     from minisgl.server.in_process import InProcessEngine

@@ -186,6 +186,11 @@ class ProcessEngine(AsyncEngine):
         await _cancel(*self._repairs)
         await self._detach()
 
+    def end_processes(self) -> None:
+        """End all processes if `stop` has not; from any thread."""
+        self._stopping = True
+        self._topology.stop()
+
     # -- to the processes --------------------------------------------------------------------------------------
 
     def _put(self, message: Submit) -> None:
