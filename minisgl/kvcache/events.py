@@ -1,7 +1,7 @@
 """Which pages the prefix cache has stored and removed, as the events that vLLM publishes for routers.
 
-The field names, their order and the tags are those of vLLM's ``KVEventBatch``, encoded as arrays: whatever reads vLLM's
-events reads ours. A page of ours is a block there.
+Names, order and tags are those of vLLM's ``KVEventBatch``: in MessagePack, a batch is an array, and its events are maps
+(arrays in vLLM's first versions, which its routers refuse by now). A page of ours is a block there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minisgl.request import Int32Array
 MEDIUM = "GPU"  # vLLM's name for the first tier; on a CPU too, since routers know no other
 
 
-class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Consecutive pages of a prefix are cached. A block's hash tells its whole prefix; it means nothing elsewhere."""
 
     block_hashes: list[int]
@@ -26,14 +26,14 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lora_name: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     """Pages were evicted."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     """Nothing is cached any more."""
 
 
@@ -91,5 +91,5 @@ class KVEventLog:
 
 
 def _hash(name: bytes) -> int:
-    """64 bits of a page's name, which readers of older versions of the format expect."""
+    """64 bits of a page's name; some readers take no more."""
     return int.from_bytes(name[:8], "big")

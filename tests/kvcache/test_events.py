@@ -16,7 +16,7 @@ def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
 
 
-def test_an_event_is_the_array_that_vllm_publishes() -> None:
+def test_a_batch_is_what_vllm_publishes() -> None:
     log = KVEventLog(2)
     log.note(pages(1, 2, 3, 4), pages(10, 11))
     log.extend(pages(5, 6), 12, 11)
@@ -24,13 +24,20 @@ def test_an_event_is_the_array_that_vllm_publishes() -> None:
     log.save(pages(11, 10))
     encoded = msgspec.msgpack.encode(KVEventBatch(1.5, log.take()))
     ts, (first, stored, extended, removed, cleared), rank = msgspec.msgpack.decode(encoded)
-    assert (ts, first, rank) == (1.5, ["AllBlocksCleared"], 0)
-    a, b = stored[1]
-    assert stored == ["BlockStored", [a, b], None, [1, 2, 3, 4], 2, None, "GPU", None]
-    (c,) = extended[1]
-    assert extended == ["BlockStored", [c], b, [5, 6], 2, None, "GPU", None]
-    assert removed == ["BlockRemoved", [c], "GPU"]
-    assert cleared == ["AllBlocksCleared"]
+    assert (ts, first, rank) == (1.5, {"type": "AllBlocksCleared"}, 0)
+    a, b = stored["block_hashes"]
+    place = {"block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None}
+    assert stored == {
+        "type": "BlockStored",
+        "block_hashes": [a, b],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        **place,
+    }
+    (c,) = extended["block_hashes"]
+    assert extended == {**stored, "block_hashes": [c], "parent_block_hash": b, "token_ids": [5, 6]}
+    assert removed == {"type": "BlockRemoved", "block_hashes": [c], "medium": "GPU"}
+    assert cleared == {"type": "AllBlocksCleared"}
     assert len({a, b, c}) == 3
     assert all(0 <= key < 2**64 for key in (a, b, c))
     assert log.take() == []
