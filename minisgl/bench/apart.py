@@ -23,7 +23,6 @@ from minisgl.bench.page_store import evict_all
 from minisgl.bench.report import Cell, Report
 from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.kvcache.host_store import HostPages, HostStore
-from minisgl.kvcache.page_store import PageOffloader
 from minisgl.llm import LLM
 from minisgl.request import Int32Array
 from minisgl.sampling_params import SamplingParams
@@ -157,7 +156,7 @@ def serve_apart(prefill: LLM, decode: LLM, jobs: Sequence[Job], num_slots: int) 
     store, lock = HostStore(Handover(prefill, decode, num_slots)), threading.Lock()
     for llm in (prefill, decode):
         llm.scheduler.memory.forget_unlocked()  # pages of earlier requests have no names
-        llm.scheduler.memory.offload = PageOffloader(_End(store, lock, llm is prefill), llm.config.page_size)
+        llm.scheduler.memory.offload_to(_End(store, lock, llm is prefill))
     second = EngineThread(decode)
 
     def hand_over(job: Job) -> None:

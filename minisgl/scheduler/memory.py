@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from minisgl.errors import InvariantError
-from minisgl.kvcache.page_store import PageOffloader, PageStore
+from minisgl.kvcache.page_store import CacheListener, PageOffloader, PageStore
 from minisgl.kvcache.pool import PagePool, PageTable
 from minisgl.kvcache.prefix import ExtensiblePrefixCache, Handle, InsertResult, MatchResult, PrefixCache
 from minisgl.request import Int32Array
@@ -35,7 +35,15 @@ class KVMemory:
         self._extend = cache.extend if isinstance(cache, ExtensiblePrefixCache) else None
         # Pages of each row that its lock covers; -1 if the row has other pages there, or its answer can't be published
         self._published = np.full(table.max_running, -1, dtype=np.int32)
-        self.offload = None if store is None else PageOffloader(store, self.page_size)
+        self.listeners: list[CacheListener] = []  # append one only while the cache is empty
+        self.offload: PageOffloader | None = None
+        if store is not None:
+            self.offload_to(store)
+
+    def offload_to(self, store: PageStore) -> None:
+        """Keep evicted pages in this store from now on. Call it once, while the cache is empty."""
+        self.offload = PageOffloader(store, self.page_size)
+        self.listeners.append(self.offload)
 
     @property
     def num_pages(self) -> int:
@@ -88,8 +96,8 @@ class KVMemory:
         missing = count - self.pool.num_free
         if missing > 0:
             evicted = self.cache.evict(missing)
-            if self.offload is not None:
-                self.offload.save(evicted)
+            for listener in self.listeners:
+                listener.save(evicted)
             self._free_cached(evicted)
         return self.pool.alloc(count)
 
@@ -175,8 +183,8 @@ class KVMemory:
             return False
         self._handles[slot] = handle
         self.is_cached[page] = True
-        if self.offload is not None:
-            self.offload.extend(tokens, page, int(self.page_table.rows[slot, index - 1]) if index else None)
+        for listener in self.listeners:
+            listener.extend(tokens, page, int(self.page_table.rows[slot, index - 1]) if index else None)
         return True
 
     def _insert(self, slot: int, count: int) -> InsertResult:
@@ -184,8 +192,8 @@ class KVMemory:
         insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], offered)
         accepted = offered[: len(insert.pages)]
         self.is_cached[accepted[accepted == insert.pages]] = True
-        if self.offload is not None:
-            self.offload.note(self.table.tokens[slot, : len(insert.pages) * self.page_size], insert.pages)
+        for listener in self.listeners:
+            listener.note(self.table.tokens[slot, : len(insert.pages) * self.page_size], insert.pages)
         return insert
 
     def _repoint(self, slot: int, canonical: Int32Array) -> None:
@@ -221,15 +229,23 @@ class KVMemory:
 
     def settle(self) -> None:
         """Note that the oldest step in flight is complete, and with it all pages evicted so far."""
-        if self.offload is not None:
-            self.offload.settle()
+        for listener in self.listeners:
+            listener.settle()
 
     def forget_unlocked(self) -> None:
         """Empty the prefix cache of everything that no request has locked."""
         forgotten = self.cache.evict(self.cache.num_evictable)
-        if self.offload is not None:
-            self.offload.forget(forgotten)
+        for listener in self.listeners:
+            listener.forget(forgotten)
         self._free_cached(forgotten)
+
+    def flush(self) -> int:
+        """Forget every prefix that no request has locked, and what the page store has; return the number of pages."""
+        flushed = self.cache.num_evictable
+        self.forget_unlocked()
+        if self.offload is not None:
+            self.offload.forget_all()
+        return flushed
 
     def _free_cached(self, pages: Int32Array) -> None:
         self.is_cached[pages] = False

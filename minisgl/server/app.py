@@ -34,6 +34,7 @@ from minisgl.server.openai_routes import TextService, openai_routes
 from minisgl.server.openapi import describe_api
 from minisgl.server.streaming import GenerateHandler
 from minisgl.server.tools import syntax_for
+from minisgl.server.worker_routes import worker_routes
 
 logger = logging.getLogger("minisgl.request")
 
@@ -67,6 +68,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     app.include_router(openai_routes(engine, handler, texts, syntax))
     app.include_router(native_routes(engine, handler, texts))
     app.include_router(monitoring_routes(engine, metrics, config.health_timeout))
+    app.include_router(worker_routes(engine))
     describe_api(app, engine.model, with_key=config.api_key is not None)
     if config.live_page:
         add_live_page(app, engine)

@@ -15,6 +15,7 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.server.grammar_check import GrammarCheck
 from minisgl.server.live.state import LIVE, LiveFeed, LiveState
 from minisgl.server.messages import (
+    FLUSH,
     STATS,
     Abort,
     Accepted,
@@ -222,6 +223,11 @@ class AsyncEngine(ABC):
         """How busy the engine is. Raises `EngineDead`."""
         reply = await self.ask(STATS)
         return msgspec.msgpack.decode(reply.content, type=EngineStats)
+
+    async def flush_cache(self) -> int:
+        """Empty the prefix cache of what no request uses; returns how many pages that was. Raises `EngineDead`."""
+        reply = await self.ask(FLUSH)
+        return msgspec.msgpack.decode(reply.content, type=int)
 
     def watch(self) -> AsyncGenerator[LiveState, None]:
         """Yield the engine's state, at most ten times a second. Raises `EngineDead`."""

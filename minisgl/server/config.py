@@ -37,6 +37,10 @@ class ServerConfig:
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
         trace: file for a record of the engine's last steps, in Chrome's trace format, written when the server stops.
+        kv_events: ZeroMQ endpoint to bind, such as ``tcp://*:5557``, that tells routers which prefixes are cached, in
+            vLLM's format. It asks for no key, and shows the token ids of requests. None: tell nobody.
+        kv_events_replay: endpoint to bind where a router can ask for events that it has missed; None: there is none.
+        kv_events_topic: topic of these messages.
         in_process: run the engine in a thread of the server's process: starts faster and needs less memory, but
             tokenizing and detokenizing take turns with the engine.
         tokenizer_workers: processes that turn text into tokens.
@@ -61,6 +65,9 @@ class ServerConfig:
     tool_parser: str = "auto"
     log_format: str = "text"
     trace: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
     in_process: bool = False
     tokenizer_workers: int = 1
     restart: bool = False
@@ -80,6 +87,8 @@ class ServerConfig:
                 raise ConfigError(f"{name}: must be a positive number of seconds, got {getattr(self, name)}")
         if not self.drain_timeout >= 0:
             raise ConfigError(f"drain_timeout: must be a number of seconds, at least 0, got {self.drain_timeout}")
+        if self.kv_events is None and self.kv_events_replay is not None:
+            raise ConfigError("kv_events_replay: there is nothing to replay without kv_events; give both")
         self._one_of("tool_parser", "auto", "none", *TOOL_PARSERS)
         self._one_of("log_format", "text", "json")
 

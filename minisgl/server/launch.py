@@ -107,7 +107,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     warn_if_public(listener, config)
     if config.allow_control_tokens:
         logger.warning("any text of a user can end its message and go on as the system: --allow-control-tokens is set")
-    with _engine(engine_config, config) as engine:
+    with open_engine(engine_config, config) as engine:
         running = Server(engine, config)
         freeze_heap()
         try:
@@ -118,15 +118,29 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 @contextmanager
-def _engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[AsyncEngine]:
+def open_engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[AsyncEngine]:
+    """Load the model and start the engine's processes, or take a thread; raises as `serve` does.
+
+    Call the engine's ``start`` in the event loop that will use it. Requests that run when the ``with`` block ends get
+    an answer only if ``stop`` was awaited before.
+    """
     if not config.in_process:
-        yield ProcessEngine(engine_config, config)
+        engine = ProcessEngine(engine_config, config)
+        try:
+            yield engine
+        finally:
+            engine.end_processes()
         return
     from minisgl.core import EngineCore
     from minisgl.server.in_process import InProcessEngine
+    from minisgl.server.kv_events import publish_kv_events
     from minisgl.server.scheduler_worker import engine_views, record_trace
 
-    with EngineCore(engine_config) as core, record_trace(core, config.trace):
+    with (
+        EngineCore(engine_config) as core,
+        record_trace(core, config.trace),
+        publish_kv_events(core, config.kv_events, config.kv_events_replay, config.kv_events_topic),
+    ):
         yield InProcessEngine(core, engine_views(core), config.allow_control_tokens)
 
 

@@ -232,6 +232,7 @@ class StatsReply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Reply = Accepted | Rejected | Update | StatsReply
 
 STATS = "stats"  # the topic whose answer is an `EngineStats`
+FLUSH = "flush"  # the topic that empties the prefix cache of what no request uses, and answers how many pages that was
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -276,3 +277,6 @@ class SchedulerOptions(ChildOptions, frozen=True, kw_only=True):
 
     engine: EngineConfig
     trace: str | None = None  # file for a trace of the engine's last steps
+    kv_events: str | None = None  # this and the next two: see `ServerConfig`
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""

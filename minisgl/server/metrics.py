@@ -142,7 +142,15 @@ class ServerMetrics:
         self._mean_accepted = gauge("mean_accepted_length", "Accepted tokens of a verification, which is one row's.")
         self._paused = gauge("requests_drafting_paused", "Running requests without drafts, which did not pay.")
         self._pages = gauge("kv_pages", "KV pages by state; used ones belong to running requests.", "state")
-
+        # The same by the names that routers read of vLLM
+        self._gauges_of_vllm = {
+            name: Gauge(f"vllm:{name}", text, ["model_name"], registry=registry)
+            for name, text in (
+                ("num_requests_running", "As minisgl_requests_running."),
+                ("num_requests_waiting", "As minisgl_requests_waiting."),
+                ("kv_cache_usage_perc", "Share of the KV pages that running requests use, from 0 to 1."),
+            )
+        }
         self._store = counter(
             "page_store_pages",
             "KV pages, if there is a page store: evicted into it, wanted by prompts and not in the prefix cache, and "
@@ -195,6 +203,9 @@ class ServerMetrics:
         self._paused.set(stats.paused)
         for state, pages in (("used", stats.used_pages), ("cached", stats.cached_pages), ("free", stats.free_pages)):
             self._pages.labels(state).set(pages)
+        of_vllm = (stats.running, stats.waiting, stats.used_pages / stats.pages)
+        for each, value in zip(self._gauges_of_vllm.values(), of_vllm, strict=True):
+            each.labels(self._engine.model).set(value)
         for event, count in stats.store.items():
             new = count - self._stored.get(event, 0)
             self._store.labels(event).inc(new if new >= 0 else count)  # an engine that was restarted begins anew

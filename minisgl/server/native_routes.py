@@ -130,6 +130,7 @@ class TokenizeRequest(ApiObject):
     messages: list[ChatMessage] | None = None
     add_special_tokens: Annotated[bool, only_default(True)] = True
     add_generation_prompt: Annotated[bool, only_default(True)] = True
+    continue_final_message: Annotated[bool, only_default(False)] = False
 
     @property
     def text(self) -> str | Conversation:

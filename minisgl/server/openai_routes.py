@@ -96,7 +96,7 @@ def openai_routes(
 
     def described() -> dict[str, Any]:
         model = {"id": engine.model, "object": "model", "created": created, "owned_by": "minisgl"}
-        return {**model, "max_model_len": engine.max_seq_len}
+        return {**model, "root": engine.config.model, "max_model_len": engine.max_seq_len}
 
     @router.get("/models", response_model=ModelList, responses=error_responses(*READS))
     async def models() -> Any:

@@ -226,12 +226,13 @@ class ResponsesReply(BaseModel):
 
 
 class ModelReply(ApiReply):
-    """The model; ``max_model_len`` is the most tokens of a prompt and its continuation."""
+    """The model; ``root`` is its path or name, ``max_model_len`` the most tokens of a prompt and its continuation."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
 
 
@@ -279,6 +280,63 @@ class VersionReply(ApiReply):
     """The version of the server's package."""
 
     version: str
+
+
+class RankLoad(ApiReply):
+    """How busy an engine is; cached pages that no request uses count as free."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    max_running_requests: int
+
+
+class LoadsReply(ApiReply):
+    """Answer of ``/v1/loads``."""
+
+    timestamp: str
+    dp_rank_count: int
+    loads: list[RankLoad]
+
+
+class LoadReply(ApiReply):
+    """Answer of ``/get_load``: requests that run or wait."""
+
+    load: int
+
+
+class ServerInfoReply(ApiReply):
+    """Answer of ``/server_info``."""
+
+    model_path: str
+    served_model_name: str
+    version: str
+    tp_size: int
+    dp_size: int
+    page_size: int
+    context_length: int
+    max_total_tokens: int
+    max_running_requests: int
+
+
+class ModelInfoReply(ApiReply):
+    """Answer of ``/model_info``."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    model_type: str | None
+    architectures: list[str] | None
+
+
+class FlushReply(ApiReply):
+    """Answer of ``/flush_cache``: KV pages that hold no prefix any more."""
+
+    flushed_pages: int
 
 
 class HealthReply(ApiReply):

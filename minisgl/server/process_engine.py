@@ -73,7 +73,15 @@ class Topology:
         self.to_scheduler = self._sender("scheduler", UNBOUNDED)
         self.scheduler = ChildProcess(
             "minisgl.server.scheduler_worker",
-            SchedulerOptions(name="scheduler", engine=config, trace=server.trace, **self._common),
+            SchedulerOptions(
+                name="scheduler",
+                engine=config,
+                trace=server.trace,
+                kv_events=server.kv_events,
+                kv_events_replay=server.kv_events_replay,
+                kv_events_topic=server.kv_events_topic,
+                **self._common,
+            ),
             hang_timeout=config.hang_timeout,
             turn_timeout=max(config.distributed_timeout, config.hang_timeout or 0.0),
         )
@@ -186,6 +194,11 @@ class ProcessEngine(AsyncEngine):
         await self._grammars.close()
         await self._detach()
         self.died |= (self._topology.scheduler.exit_code or 0) > 0  # it could not write its trace
+
+    def end_processes(self) -> None:
+        """End all processes if `stop` has not; from any thread."""
+        self._stopping = True
+        self._topology.stop()
 
     # -- to the processes --------------------------------------------------------------------------------------
 

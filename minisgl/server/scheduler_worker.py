@@ -19,9 +19,11 @@ from minisgl.outputs import RequestMetrics
 from minisgl.request import FinishReason, Request
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.scheduler import StepOutput
+from minisgl.server.kv_events import publish_kv_events
 from minisgl.server.live.state import LIVE
 from minisgl.server.live.view import LiveView
 from minisgl.server.messages import (
+    FLUSH,
     STATS,
     Abort,
     DraftCounts,
@@ -194,6 +196,7 @@ def engine_views(core: EngineCore) -> Views:
     return {
         STATS: lambda: msgspec.msgpack.encode(_stats(core)),
         LIVE: lambda: msgspec.msgpack.encode(live.look()),
+        FLUSH: lambda: msgspec.msgpack.encode(core.scheduler.memory.flush()),
     }
 
 
@@ -252,7 +255,11 @@ def main() -> None:
         context, directory = zmq.Context(), Path(options.directory)
         inbox = Receiver[ToScheduler](context, address(directory, options.name), ToScheduler, JOBS)
         detokenizer = Sender(context, address(directory, "detokenizer"), STEPS)
-        with EngineCore(options.engine) as core, record_trace(core, options.trace):
+        with (
+            EngineCore(options.engine) as core,
+            record_trace(core, options.trace),
+            publish_kv_events(core, options.kv_events, options.kv_events_replay, options.kv_events_topic),
+        ):
             stage = EngineStage(core, engine_views(core))
             report(Ready({"max_seq_len": core.max_seq_len}))
             while True:

@@ -14,7 +14,7 @@ from minisgl.config import EngineConfig
 from minisgl.drafters.protocol import DraftTarget
 from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.host_store import host_store
-from minisgl.kvcache.page_store import PageOffloader, PageStore
+from minisgl.kvcache.page_store import PageStore
 from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.request import FinishReason, Request
@@ -118,7 +118,7 @@ class Harness:
         cache.k.fill_(-1)
         cache.v.fill_(0)
         self.executor.kv = cache.k.view(-1).numpy()
-        self.memory.offload = PageOffloader(make_store(cache), page_size)
+        self.memory.offload_to(make_store(cache))
 
     @property
     def batches(self) -> list[Batch]:

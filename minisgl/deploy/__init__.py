@@ -1,0 +1,1 @@
+"""Our engine under other programs that start and stop replicas of it."""
