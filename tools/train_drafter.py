@@ -176,7 +176,7 @@ def write(
     batch: int,
     until: float = math.inf,
 ) -> list[Text]:
-    """Let the model answer ``prompts`` (token ids), ``batch`` at a time; stop at the time ``until``."""
+    """Let the model answer ``prompts`` (token ids), ``batch`` at a time; begin no more of them at the time ``until``."""
     config = model.generation_config
     ends = set(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
     pad = next(iter(ends)) or 0
@@ -185,7 +185,7 @@ def write(
         sampling = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
     texts: list[Text] = []
     for begin in range(0, len(prompts), batch):
-        if time.monotonic() > until:
+        if begin > 0 and time.monotonic() > until:
             break
         chosen = prompts[begin : begin + batch]
         longest = max(map(len, chosen))
@@ -408,7 +408,7 @@ def run(name: str, minutes: float, output: Path, seed: int = 0, draft_tokens: in
     _tell(start, f"{sum(map(len, held_out.values()))} texts to measure on")
     prompts, texts, turn = encoded(training_prompts(1_000_000, seed)), [], 0
     writing_ends = start + 60 * minutes * 0.45
-    while time.monotonic() < writing_ends:
+    while not texts or time.monotonic() < writing_ends:
         # Greedy answers once; sampled ones differ every time, so they are what the rest of the time is spent on.
         texts += write(model, prompts, longest, 0.0 if turn == 0 else 1.0, at_a_time, _part(writing_ends, turn == 0))
         _tell(start, f"{len(texts)} texts, {sum(len(text.tokens) - text.prompt_len for text in texts)} tokens")

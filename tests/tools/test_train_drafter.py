@@ -87,9 +87,9 @@ def test_training_lowers_the_loss_and_more_guesses_are_right(model: LlamaForCaus
     before = mean_accepted(accepted_lengths(model, head, unseen, tokens, 3))
     losses = train(model, head, texts, tokens, progress=lambda done: done / 60, batch=32, steps=3, rate=5e-3)
     after = mean_accepted(accepted_lengths(model, head, unseen, tokens, 3))
-    print(len(losses), losses[0], losses[-1], before, after)
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    assert after > before + 0.3
+    assert len(losses) == 60
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert after > before + 0.5
 
 
 def test_what_is_measured_is_a_walk_along_the_text(model: LlamaForCausalLM) -> None:
