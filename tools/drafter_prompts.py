@@ -43,7 +43,8 @@ Write a Python dictionary with five facts about {}.
 Answer as a pirate: what do you think of {}?
 """.strip().splitlines()
 
-_SUBJECTS = """
+_SUBJECTS = (
+    """
 the moon|volcanoes|photosynthesis|the Roman Empire|chess|bread baking|electric cars|gravity|jazz|black holes|vaccines
 the French Revolution|whales|coffee|solar panels|democracy|swimming|the Sahara|inflation|dinosaurs|gardening|algebra
 the human heart|trains|ancient Egypt|sleep|bicycles|coral reefs|money|the internet|football|earthquakes|honey bees
@@ -54,12 +55,19 @@ job interviews|the water cycle|tennis|castles|mushrooms|sound waves|public speak
 the printing press|elephants|budgeting|electricity|running a marathon|fairy tales|satellites|rainbows|pottery|ants
 sharks|the violin|fractions|plastic|the Great Wall of China|hiking|magnets|spiders|email|nuclear power|cooking pasta
 the Olympic Games|batteries|birds of prey|mountains|teamwork|the brain|airplanes|tropical fruit|libraries|knitting|salt
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 
-_UNSEEN = """
+_UNSEEN = (
+    """
 tides|the Ottoman Empire|origami|lightning|horses|the immune system|urban planning|geometry|the guitar|deserts|dreams
 telescopes|cycling to work|the Industrial Revolution|potatoes|penicillin|wooden houses|marine biology|taxes|snow
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 
 _CODE = """
 Write a Python function that {}.
@@ -68,12 +76,16 @@ Write a JavaScript function that {}.
 Explain how you would write a program that {}.
 """.strip().splitlines()
 
-_PROGRAMS = """
+_PROGRAMS = (
+    """
 reverses a string|finds the largest number of a list|counts the words of a text|checks whether a number is prime
 sorts a list of names|computes a factorial|merges two sorted lists|removes duplicates from a list|reads a CSV file
 converts Celsius to Fahrenheit|counts vowels|finds the shortest word|adds two matrices|draws a triangle of stars
 computes the mean and the median|validates an email address|computes Fibonacci numbers|splits a bill among friends
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 
 _UNSEEN_PROGRAMS = ["checks whether a word is a palindrome", "finds the second largest number of a list"]
 

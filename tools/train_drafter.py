@@ -191,9 +191,9 @@ def write(
         longest = max(map(len, chosen))
         ids = torch.tensor([[pad] * (longest - len(each)) + list(each) for each in chosen], device=model.device)
         mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in chosen], device=model.device)
-        written = model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_tokens, pad_token_id=pad, **sampling
-        )[:, longest:].tolist()
+        written = model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, pad_token_id=pad, **sampling)[
+            :, longest:
+        ].tolist()
         for prompt, answer in zip(chosen, written, strict=True):
             length = next((index + 1 for index, token in enumerate(answer) if token in ends), len(answer))
             if length > 1:
