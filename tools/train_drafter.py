@@ -49,6 +49,13 @@ class HeadConfig:
     intermediate_size: int = 768  # of its MLP; the default model's own is twice as wide
 
 
+class RMSNorm(nn.RMSNorm):
+    """A norm in the dtype of its input, which autocast does not see to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Head(nn.Module):
     """The head of EAGLE-3, for training: whole sequences, plain PyTorch. Parameters are named as in checkpoints.
 
@@ -66,8 +73,8 @@ class Head(nn.Module):
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = nn.ModuleDict(
             {
-                "input_layernorm": nn.RMSNorm(size, self.eps),
-                "hidden_norm": nn.RMSNorm(size, self.eps),
+                "input_layernorm": RMSNorm(size, self.eps),
+                "hidden_norm": RMSNorm(size, self.eps),
                 "self_attn": nn.ModuleDict(
                     {
                         "q_proj": nn.Linear(2 * size, self.num_heads * self.head_dim, bias=False),
@@ -76,7 +83,7 @@ class Head(nn.Module):
                         "o_proj": nn.Linear(self.num_heads * self.head_dim, size, bias=False),
                     }
                 ),
-                "post_attention_layernorm": nn.RMSNorm(size, self.eps),
+                "post_attention_layernorm": RMSNorm(size, self.eps),
                 "mlp": nn.ModuleDict(
                     {
                         "gate_proj": nn.Linear(size, config.intermediate_size, bias=False),
@@ -86,7 +93,7 @@ class Head(nn.Module):
                 ),
             }
         )
-        self.norm = nn.RMSNorm(size, self.eps)
+        self.norm = RMSNorm(size, self.eps)
         theta = model.rope_parameters["rope_theta"]
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         self.register_buffer("inv_freq", theta**-exponents, persistent=False)
@@ -176,7 +183,7 @@ def write(
     batch: int,
     until: float = math.inf,
 ) -> list[Text]:
-    """Let the model answer ``prompts`` (token ids), ``batch`` at a time; begin no more of them at the time ``until``."""
+    """Let the model answer ``prompts`` (token ids), ``batch`` at a time; begin no more at the time ``until``."""
     config = model.generation_config
     ends = set(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
     pad = next(iter(ends)) or 0

@@ -64,7 +64,7 @@ class Speculation:
     ) -> None:
         self.stats = DraftStats()
         self._table = table
-        self._drafter = drafter
+        self._drafter: Drafter | None = drafter  # None once closed
         self._num_draft_tokens = num_draft_tokens
         self._vocab_size = vocab_size
         self._worker = DraftThread(TIME_LIMIT)
@@ -97,12 +97,17 @@ class Speculation:
         """Forget a request that has ended, with its output."""
         if request.uid in self._off:
             self._off.remove(request.uid)
-        elif request.params.num_draft_tokens != 0:
+        elif (drafter := self._drafter) is not None and request.params.num_draft_tokens != 0:
             tokens = request.tokens()
             try:
-                self._worker.call(lambda: self._drafter.finish(request.uid, request.prompt_len, tokens))
+                self._worker.call(lambda: drafter.finish(request.uid, request.prompt_len, tokens))
             except Exception:
                 logger.exception("the drafter failed when request %d had ended", request.uid)
+
+    def close(self) -> None:
+        """Let go of the drafter, which may have the memory of a model; nothing is drafted any more."""
+        self._drafter = None
+        self._limit[:] = self._num_draft_tokens = 0
 
     @property
     def num_paused(self) -> int:
@@ -155,8 +160,10 @@ class Speculation:
 
     def _ask(self, rows: Sequence[DraftRow]) -> list[Int32Array]:
         """The drafter's guesses. If it fails for several rows, ask for each alone, to find whose fault it is."""
+        drafter = self._drafter
+        assert drafter is not None, "without one, no row wants drafts"
         try:
-            guesses = self._worker.call(lambda: self._drafter.propose(rows))
+            guesses = self._worker.call(lambda: drafter.propose(rows))
             if len(guesses) != len(rows):
                 raise ValueError(f"{len(guesses)} guesses for {len(rows)} rows")
             return [self._checked(row, guess) for row, guess in zip(rows, guesses, strict=True)]

@@ -1,4 +1,4 @@
-"""Draft models and EAGLE heads through the offline API: exact, with pages of their own, and refused where they misfit."""
+"""Draft models and EAGLE heads: exact, with pages of their own, and refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def edited(head: Path, directory: Path, edit: Callable[[dict[str, Any], dict[str
         (lambda c, t: c.update(num_hidden_layers=2), ConfigError, "has 2 layers, and only one"),
         (lambda c, t: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ConfigError, "2, 3, 10"),
         (lambda c, t: t.pop("fc.weight"), ModelLoadError, "missing: fc.weight"),
-        (lambda c, t: t.update(norm=t["norm.weight"]), ModelLoadError, "unexpected: norm "),
+        (lambda c, t: t.update(norm=torch.ones(32)), ModelLoadError, "unexpected: norm "),
         (lambda c, t: c.update(intermediate_size=48), ModelLoadError, "wrong shape: midlayer.mlp"),
         (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), ModelLoadError, "unsupported dtype"),
         (lambda c, t: t.pop("d2t"), ModelLoadError, "'d2t' must say"),
@@ -294,29 +294,28 @@ def test_a_head_that_does_not_fit_is_refused(
 
 def test_a_head_with_an_embedding_and_an_lm_head_of_its_own(path: Path, head: Path, tmp_path: Path) -> None:
     """As published ones have them: the embedding is the model's, and the LM head is used."""
-    torch.manual_seed(5)
 
     def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors["embed_tokens.weight"] = torch.zeros(300, 32)
         tensors["lm_head.weight"] = torch.zeros(120, 32)
-        tensors["d2t"][0] = 11
+        tensors["d2t"][0] = 0
 
     llm = make(path, drafter="eagle", draft_model=edited(head, tmp_path, edit))
     llm.generate(PROMPTS[0], GREEDY)
     assert drafts_of(llm)[0] > 0
     rows = sequences_of(llm).draft([DraftRow(9, 0, np.arange(5, dtype=np.int32), 3)])
-    assert rows[0].tolist() == [11, 11, 11], "all logits are zero, and the first of the head's tokens is 11"
+    assert rows[0].tolist() == [0, 0, 0], "all of the head's logits are zero, and its first token is 0"
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(path: Path, smaller: Path, tmp_path: Path) -> None:
     other, _ = tiny_checkpoint(tmp_path / "other", "LlamaForCausalLM", vocab_size=299)
     with pytest.raises(ConfigError, match="'model' has a vocabulary of 299 and the model has one of 300"):
         make(path, drafter="model", draft_model=str(other))
-    with pytest.raises(ConfigError, match="^draft_model: drafter='model' needs a model to draft with"):
+    with pytest.raises(ConfigError, match=r"^draft_model: drafter='model' needs a model to draft with"):
         make(path, drafter="model")
-    with pytest.raises(ConfigError, match="^draft_model: drafter='eagle' needs a head"):
+    with pytest.raises(ConfigError, match=r"^draft_model: drafter='eagle' needs a head"):
         make(path, drafter="eagle")
-    with pytest.raises(ConfigError, match="^draft_model: must be a model's name or None"):
+    with pytest.raises(ConfigError, match=r"^draft_model: must be a model's name or None"):
         make(path, drafter="model", draft_model=3)
     broken = tmp_path / "broken"
     shutil.copytree(smaller, broken)
