@@ -29,7 +29,8 @@ class HiddenStates:
                 "no such layers; use a drafter that was made for this model"
             )
         locations = (kv_cache.num_pages + 1) * kv_cache.page_size
-        # Cleared, unlike keys and values: a page that comes back from a page store has no states of its own.
+        # A page that a page store brings back has the states of another one: guesses from them are worse, answers are
+        # not. Cleared, because states that nobody has written must at least be finite.
         self.values = torch.zeros(
             (locations, len(layers), model.config.hidden_size), dtype=kv_cache.dtype, device=kv_cache.k.device
         )

@@ -72,7 +72,7 @@ class Speculation:
         self._clock = clock
         self._started: deque[float] = deque()  # when each step in flight was scheduled
         self._processed = 0.0  # when the last one was processed
-        self._asked: float | None = None  # when the drafter was asked for those of the step under construction
+        self._asked: float | None = None  # when the drafts of the step under construction were asked for
         self._off: set[int] = set()  # uids about which the drafter is asked nothing more
         self._step = 0  # steps that decode
         rows = table.max_running
@@ -137,7 +137,7 @@ class Speculation:
         )
         if len(wanted) == 0 or self.costs.wants_plain_step(len(slots)):
             return drafts
-        self._asked = self._clock()
+        asked = self._clock()
         rows = [
             DraftRow(table.request(slot).uid, slot, table.tokens[slot, : table.known_len[slot]], count)
             for slot, count in zip(slots[wanted].tolist(), counts[wanted].tolist(), strict=True)
@@ -146,10 +146,12 @@ class Speculation:
             drafts[i] = guess
             if len(guess) == 0:
                 self._learn(row.slot, 0, _WEIGHT_OF_NONE, len(slots))
+            else:
+                self._asked = asked
         return drafts
 
     def begin_step(self) -> None:
-        """Note the time at which a step was scheduled, or its drafts were asked for."""
+        """Note the time at which a step was scheduled, or the drafts that it has were asked for: they take time too."""
         self._started.append(self._clock() if self._asked is None else self._asked)
         self._asked = None
 
