@@ -57,6 +57,10 @@ bench-gpu: $(READY_FOR_ALL) ## test and measure the engine on this machine's GPU
 	@$(BIN)/python -m minisgl.bench profile --model Qwen3-14B --output benchmarks/results/profile-14b.json
 	@$(BIN)/python -m tools.readme
 
+.PHONY: drafter
+drafter: $(READY) ## train the drafter of the default model; MINUTES=5 on a GPU, 480 (a night) without one
+	@$(BIN)/python -m tools.train_drafter --minutes $(or $(MINUTES),$(if $(shell command -v nvidia-smi 2>/dev/null),5,480))
+
 # -- to work on it ---------------------------------------------------------------------------------------------------
 
 .PHONY: test

@@ -90,7 +90,10 @@ class EngineConfig:
             asynchronously, and False on the CPU. The tokens are the same.
         drafter: guesses the next tokens of a request, which one step then verifies (speculative decoding); the answers
             are the same. ``"ngram"`` (what followed the last tokens where they occurred before), ``"suffix"`` (the
-            same for any length of match, and in earlier answers too) or ``"none"``.
+            same for any length of match, and in earlier answers too), ``"model"`` (what a smaller model says),
+            ``"eagle"`` (a head that was trained on the model's hidden states) or ``"none"``.
+        draft_model: what ``"model"`` or ``"eagle"`` draft with, named like ``model``: a model with the same vocabulary,
+            or an EAGLE-3 checkpoint for this model. None is the head of the default model.
         num_draft_tokens: most tokens to draft for a request in a step, from 1 to 64; a request can ask for fewer.
         tensor_parallel_size: ranks that share the model, each on its own GPU, or as a process on the CPU.
         control_plane: how the driver sends steps to the ranks: ``"shared-memory"`` or ``"zmq"``.
@@ -144,6 +147,7 @@ class EngineConfig:
     max_graph_tokens: int | None = None
     overlap: bool | None = None
     drafter: str = "none"
+    draft_model: str | None = None
     num_draft_tokens: int = 4
     tensor_parallel_size: int = 1
     control_plane: str = "shared-memory"
@@ -182,6 +186,8 @@ class EngineConfig:
             raise ConfigError(
                 f"page_store_gib: must be a positive number of GiB, at most {_MOST_GIB:g}, got {self.page_store_gib!r}"
             )
+        if self.draft_model is not None and not isinstance(self.draft_model, str):
+            raise ConfigError(f"draft_model: must be a model's name or None, got {self.draft_model!r}")
         if self.page_store_path is not None and not isinstance(self.page_store_path, str):
             raise ConfigError(f"page_store_path: must be a directory's name or None, got {self.page_store_path!r}")
         self._check_fusions()

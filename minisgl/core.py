@@ -177,6 +177,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the ranks' processes, if there are any. Also happens at garbage collection and at exit."""
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.close()
         self.executor.close()
 
     @contextmanager

@@ -250,7 +250,7 @@ def test_a_drafter_that_always_stands_still_is_left_alone(
 
 def test_what_an_option_must_be(path: Path) -> None:
     for options, message in (
-        ({"drafter": "nonesuch"}, "drafter: unknown name 'nonesuch'; choose from ngram, suffix"),
+        ({"drafter": "nonesuch"}, "drafter: unknown name 'nonesuch'; choose from eagle, model, ngram, suffix"),
         ({"drafter": 3}, "drafter: must be a string"),
         ({"num_draft_tokens": 0}, "num_draft_tokens: must be an integer from 1 to 64, got 0"),
         ({"num_draft_tokens": 65}, "num_draft_tokens: must be an integer from 1 to 64, got 65"),

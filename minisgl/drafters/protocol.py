@@ -10,7 +10,7 @@ import torch
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.registry import Registry
+from minisgl.registry import Registry, resolve
 from minisgl.request import Int32Array
 
 
@@ -72,7 +72,21 @@ class DraftTarget:
             )
 
 
+def hidden_layers(config: EngineConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers of a model with ``num_layers`` whose inputs its engine keeps for the drafter of ``config``.
+
+    A drafter that reads some says which, in a static method of this name. The states of a token are in
+    ``engine.hidden_states``, at the location of its KV, as soon as the step that fed it has been launched.
+    """
+    if config.drafter == "none" or config.tensor_parallel_size > 1:
+        return ()
+    of_drafter = getattr(resolve("drafter", config.drafter, DRAFTERS), "hidden_layers", None)
+    return () if of_drafter is None else tuple(of_drafter(config, num_layers))
+
+
 DRAFTERS: Registry[Callable[[DraftTarget], Drafter]] = {
+    "eagle": "minisgl.drafters.eagle:EagleDrafter",
+    "model": "minisgl.drafters.model:ModelDrafter",
     "ngram": "minisgl.drafters.ngram:NgramDrafter",
     "suffix": "minisgl.drafters.suffix:SuffixDrafter",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from minisgl.attention.select import attention_choice, select_backend
 from minisgl.config import EngineConfig
+from minisgl.drafters.protocol import hidden_layers
 from minisgl.engine.cuda_graph import (
     CpuGraph,
     CudaGraphCapture,
@@ -20,6 +22,7 @@ from minisgl.engine.cuda_graph import (
     sizes_to_capture,
 )
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
+from minisgl.engine.hidden_states import HiddenStates
 from minisgl.engine.memory import (
     all_gather_int,
     check_memory_balance,
@@ -83,7 +86,8 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
     if device.type == "cuda":  # free closed engines in reference cycles, and PyTorch's cache
         gc.collect()
         torch.cuda.empty_cache()
-        warn_if_occupied(torch.cuda.memory_allocated(device), total_memory(device))
+        if config.num_pages is None:
+            warn_if_occupied(torch.cuda.memory_allocated(device), total_memory(device))
     free_before = free_memory(device)
     check_memory_balance(free_before, communicator, device)
 
@@ -125,6 +129,8 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         page_size=config.page_size,
         itemsize=kv_dtype.itemsize,
     )
+    layers_read = hidden_layers(config, model_config.num_layers)
+    bytes_read = len(layers_read) * config.page_size * model_config.hidden_size * dtype.itemsize
     num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
         trial = make_runner(num_pages=1)
@@ -139,25 +145,34 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
             graph_bytes=graph_bytes + (STAGING_PAGES * bytes_per_page if config.page_store == "host" else 0),
             free_before=free_before,
             max_seq_len=max_seq_len,
-            page_bytes=bytes_per_page,
+            page_bytes=bytes_per_page + bytes_read,
             device=device,
             num_ranks=communicator.size,
         )
     num_pages = min(all_gather_int(num_pages, communicator, device))
-    check_num_pages(num_pages, config.page_size, bytes_per_page, device)
+    check_num_pages(num_pages, config.page_size, bytes_per_page + bytes_read, device)
 
     eager = make_runner(num_pages)
+    states = HiddenStates(model, layers_read, eager.kv_cache) if layers_read else None
+    # The decoder for single tokens has no layers to keep states of.
+    runner = capture_runner(config, eager, () if layers_read else fusions)
+    choice = attention_choice(config, eager.kv_cache)
+    copier = None
+    if config.page_store == "host":
+        copier = HostPages(eager.kv_cache, slots_that_fit(config.page_store_gib, bytes_per_page, communicator.size))
+    return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator, copier, states)
+
+
+def capture_runner(config: EngineConfig, eager: ModelRunner, fusions: Collection[str] = ()) -> ModelRunner:
+    """Return ``eager``, or on CUDA one that replays its steps from graphs, after a warm-up of all of its kernels."""
+    device = eager.device
     capture: GraphCapture = CudaGraphCapture(device) if device.type == "cuda" else CpuGraph
     runner = build_prefill_runner(config, eager, capture)  # first: these graphs need the most memory
     runner = build_verify_runner(config, runner, capture)
     runner = build_runner(config, runner, fusions, capture)
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)
-    choice = attention_choice(config, eager.kv_cache)
-    copier = None
-    if config.page_store == "host":
-        copier = HostPages(eager.kv_cache, slots_that_fit(config.page_store_gib, bytes_per_page, communicator.size))
-    return Engine(config, model_config, runner, choice, bytes_per_page, graph_bytes, communicator, copier)
+    return runner
 
 
 def warn_if_occupied(held: int, total: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from minisgl.batch import Batch, StepObserver, StepResult
 from minisgl.config import EngineConfig
 from minisgl.context import AttentionChoice
+from minisgl.engine.hidden_states import HiddenStates
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Logprobs, SampledTokens, token_logprobs
 from minisgl.engine.sampling import HostSampling, SamplingTable
@@ -27,7 +28,7 @@ class Engine:
 
     ``page_bytes`` counts a KV page over all layers; ``graph_bytes`` is the measured need of the CUDA graphs, or 0. The
     ranks that share a model by a ``communicator`` each have an engine, and each is told of every step. ``page_copier``
-    is the host memory for evicted pages, if there is any.
+    is the host memory for evicted pages, if there is any, and ``hidden_states`` what a drafter reads.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Engine:
         graph_bytes: int = 0,
         communicator: Communicator = SINGLE_RANK,
         page_copier: HostPages | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -56,6 +58,7 @@ class Engine:
         self.page_bytes = page_bytes
         self.graph_bytes = graph_bytes
         self.page_copier = page_copier
+        self.hidden_states = hidden_states
         self.sampling = SamplingTable(config.max_running_requests)
         self.closed = False
         self.observers: list[StepObserver] = []  # follow the phase "compute": sending a step to the device
@@ -65,7 +68,7 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        del self.runner, self.model, self.kv_cache
+        del self.runner, self.model, self.kv_cache, self.hidden_states
         if self.page_copier is not None:
             self.page_copier.close()
         gc.collect()

@@ -89,6 +89,25 @@ def load_model(
     return model.eval()
 
 
+def load_weights(
+    module: nn.Module, path: Path, dtype: torch.dtype, device: torch.device, unused: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """Fill a module that was built on the meta device with the weights in ``path``; return the ``unused`` ones there.
+
+    Those are on the CPU, as they are stored. Raises `ModelLoadError` like `load_model`.
+    """
+    targets, headers = checkpoint_targets(module), read_headers(path)
+    found = {name: headers.pop(name) for name in unused if name in headers}
+    _check({name: SourceTensor(target.shape) for name, target in targets.items()}, headers, path)
+    _materialize(module, dtype, device)
+    _fill(targets, headers)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, header in found.items():
+        with safe_open(header.file, framework="pt") as file:
+            tensors[name] = file.get_tensor(name)
+    return tensors
+
+
 # -- what the model needs ----------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ class Speculation:
     ) -> None:
         self.stats = DraftStats()
         self._table = table
-        self._drafter = drafter
+        self._drafter: Drafter | None = drafter  # None once closed
         self._num_draft_tokens = num_draft_tokens
         self._vocab_size = vocab_size
         self._worker = DraftThread(TIME_LIMIT)
@@ -72,6 +72,7 @@ class Speculation:
         self._clock = clock
         self._started: deque[float] = deque()  # when each step in flight was scheduled
         self._processed = 0.0  # when the last one was processed
+        self._asked: float | None = None  # when the drafts of the step under construction were asked for
         self._off: set[int] = set()  # uids about which the drafter is asked nothing more
         self._step = 0  # steps that decode
         rows = table.max_running
@@ -96,12 +97,17 @@ class Speculation:
         """Forget a request that has ended, with its output."""
         if request.uid in self._off:
             self._off.remove(request.uid)
-        elif request.params.num_draft_tokens != 0:
+        elif (drafter := self._drafter) is not None and request.params.num_draft_tokens != 0:
             tokens = request.tokens()
             try:
-                self._worker.call(lambda: self._drafter.finish(request.uid, request.prompt_len, tokens))
+                self._worker.call(lambda: drafter.finish(request.uid, request.prompt_len, tokens))
             except Exception:
                 logger.exception("the drafter failed when request %d had ended", request.uid)
+
+    def close(self) -> None:
+        """Let go of the drafter, which may have the memory of a model; nothing is drafted any more."""
+        self._drafter = None
+        self._limit[:] = self._num_draft_tokens = 0
 
     @property
     def num_paused(self) -> int:
@@ -138,6 +144,7 @@ class Speculation:
         )
         if len(wanted) == 0 or self.costs.wants_plain_step(len(slots)):
             return drafts
+        asked = self._clock()
         rows = [
             DraftRow(table.request(slot).uid, slot, table.tokens[slot, : table.known_len[slot]], count)
             for slot, count in zip(slots[wanted].tolist(), counts[wanted].tolist(), strict=True)
@@ -146,11 +153,14 @@ class Speculation:
             drafts[i] = guess
             if len(guess) == 0:
                 self._learn(row.slot, 0, _WEIGHT_OF_NONE, len(slots))
+            else:
+                self._asked = asked
         return drafts
 
     def begin_step(self) -> None:
-        """Note the time at which a step was scheduled."""
-        self._started.append(self._clock())
+        """Note the time at which a step was scheduled, or the drafts that it has were asked for: they take time too."""
+        self._started.append(self._clock() if self._asked is None else self._asked)
+        self._asked = None
 
     def _drafting(self, slots: Int32Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
         return (self._limit[slots] > 0) & (self._resume_at[slots] <= self._step)
@@ -159,8 +169,10 @@ class Speculation:
 
     def _ask(self, rows: Sequence[DraftRow]) -> list[Int32Array]:
         """The drafter's guesses. If it fails for several rows, ask for each alone, to find whose fault it is."""
+        drafter = self._drafter
+        assert drafter is not None, "without one, no row wants drafts"
         try:
-            guesses = self._worker.call(lambda: self._drafter.propose(rows))
+            guesses = self._worker.call(lambda: drafter.propose(rows))
             if len(guesses) != len(rows):
                 raise ValueError(f"{len(guesses)} guesses for {len(rows)} rows")
             return [self._checked(row, guess) for row, guess in zip(rows, guesses, strict=True)]

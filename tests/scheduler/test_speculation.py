@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from minisgl.config import EngineConfig
-from minisgl.drafters.protocol import DraftTarget
+from minisgl.drafters.protocol import DraftRow, DraftTarget
 from minisgl.scheduler.speculation import DraftThread, StepCosts
 from tests.drafting import KnowsTheShadow
 from tests.scheduler.harness import DELAYS, Harness
@@ -140,3 +141,23 @@ def test_a_thread_that_stands_still_is_left_behind() -> None:
 
 def test_a_target_knows_its_engine() -> None:
     assert DraftTarget(EngineConfig(), 3, 8, 64).engine is None
+
+
+def test_the_time_of_drafting_counts_as_that_of_the_step() -> None:
+    class Slow(Always):
+        def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+            clock[0] += 7.0
+            return super().propose(rows)
+
+    clock = [0.0]
+    made = harness(Slow, 1.0)
+    speculation = made.speculation
+    assert speculation is not None
+    noted: list[tuple[bool, float]] = []
+    speculation.costs.note = lambda num_rows, verifies, seconds: noted.append((verifies, seconds))  # type: ignore[method-assign]
+    speculation._clock = lambda: clock[0]
+    made.add([1, 2], max_tokens=40)
+    made.run()
+    assert {seconds for verifies, seconds in noted if verifies} == {7.0}
+    assert {seconds for verifies, seconds in noted if not verifies} <= {0.0}
+    assert len(noted) > 5
