@@ -64,6 +64,11 @@ class Batch:
         return np.flatnonzero(self.sample_rows[1:] == self.sample_rows[:-1]).astype(np.int32) + 1
 
     @property
+    def num_generating(self) -> int:
+        """Leading rows that decode, with drafts or without."""
+        return self.num_decode + len(np.unique(self.sample_rows[self.draft_rows]))
+
+    @property
     def num_rows(self) -> int:
         return len(self.slots)
 

@@ -165,7 +165,7 @@ class TraceObserver:
     """A `StepObserver` that records steps in a trace; ``args["step"]`` of an event is the step's number, from 0.
 
     - On the track ``host``: spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` has the
-      numbers of ``rows``, ``tokens``, leading ``decode`` rows and ``constrained`` rows, and for each row its ``uids``,
+      numbers of ``rows``, ``tokens``, leading rows that ``decode`` and ``constrained`` rows, and for each row its ``uids``,
       tokens ``fed`` and tokens ``cached`` before.
     - On the track ``device``, if the engine is observed too: a span ``decode``, ``prefill`` or ``mixed``.
     - On the track ``requests``: instants ``admit``, ``preempt`` and ``finish`` with ``uid``, the last with ``reason``.
@@ -225,7 +225,7 @@ class TraceObserver:
         return {
             "rows": batch.num_rows,
             "tokens": batch.num_tokens,
-            "decode": batch.num_decode,
+            "decode": batch.num_generating,
             "uids": self._table.arrival[batch.slots].tolist(),
             "fed": batch.q_lens.tolist(),
             "cached": (batch.seq_lens - batch.q_lens).tolist(),
@@ -261,7 +261,8 @@ def recorded(trace: Trace, loop: EngineLoop, engine: Engine | None = None) -> It
 
 
 def _kind(batch: Batch) -> str:
-    return "mixed" if 0 < batch.num_decode < batch.num_rows else "decode" if batch.num_decode else "prefill"
+    generating = batch.num_generating
+    return "mixed" if 0 < generating < batch.num_rows else "decode" if generating else "prefill"
 
 
 def _from_json(entry: dict[str, Any]) -> Event:

@@ -14,6 +14,7 @@ import torch
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 from minisgl.trace import DEVICE, HOST, REQUESTS, TRACKS, Event, Trace
+from tests.drafting import KnowsTheAnswers, draft_always
 from tests.tiny_text_model import Failing, assert_idle_and_clean, directed_llm, text_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -73,6 +74,18 @@ def test_a_launch_tells_how_many_masks_it_has(llm: LLM) -> None:
     with llm.trace() as trace:
         llm.generate([PROMPTS[0]] * 2, [GREEDY, SamplingParams(regex="x{2}")])
     assert sum(event.args["constrained"] for event in named(trace, "launch")) == 2
+
+
+def test_a_step_that_verifies_drafts_decodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [[*prompt, *directed_llm(path).generate(prompt, GREEDY)[0].token_ids] for prompt in PROMPTS]
+    monkeypatch.setattr(KnowsTheAnswers, "answers", answers)
+    llm = draft_always(directed_llm(path, page_size=4, device="cpu", drafter="tests.drafting:KnowsTheAnswers"))
+    with llm.trace() as trace:
+        llm.generate(PROMPTS, GREEDY)
+    rows = [event.args for event in named(trace, "launch")]
+    assert any(max(each["fed"]) > 1 for each in rows[1:])
+    assert [each["decode"] for each in rows] == [0] + [each["rows"] for each in rows[1:]]
+    assert {event.name for event in trace.events if event.track == DEVICE} == {"prefill", "decode"}
 
 
 def test_with_overlap_a_step_is_launched_before_the_one_before_it_is_waited_for(path: Path) -> None:

@@ -54,6 +54,7 @@ HELP = {
     "backend": "names; all that can run here if there are none",
     "concurrency": "closed loop: users, a run for each number; by default 16",
     "chances": "probabilities that a draft is right",
+    "costs": "numbers of drafts: what a step costs that verifies so many of each request",
     "devices": "of the two engines",
     "disconnects": "share of clients that leave before the end",
     "draft_tokens": "tokens to draft for a request in a step",

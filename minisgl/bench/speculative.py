@@ -5,18 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
+from minisgl.batch import Batch, StepPhase
 from minisgl.bench.report import Report, Target
 from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
 from minisgl.llm import LLM
 from minisgl.models.decoder import CausalLM
-from minisgl.request import Int32Array
+from minisgl.request import Int32Array, Request
 from minisgl.sampling_params import SamplingParams
+from minisgl.trace import observed
 
 _PROMPT_LEN, _OUTPUT_LEN = 128, 256
 _NONE = "none"
@@ -49,52 +52,58 @@ def _always_say_zero(llm: LLM) -> None:
 def run_speculative(
     model: str = "Qwen3-14B",
     options: Mapping[str, Any] = {},
-    running: Sequence[int] = (1, 64),
+    running: Sequence[int] = (1, 8, 64),
     chances: Sequence[float] = (0.0, 0.8),
     draft_tokens: int = 4,
+    costs: Sequence[int] = (1, 2, 4, 8, 16),
     repeat: int = 3,
     edit: bool = False,
 ) -> Report:
-    """Tokens a second with drafts over those without, by requests at a time and probability; or of ``ngram``."""
+    """Tokens a second with drafts over those without, and what a step that verifies costs; or what ``ngram`` brings."""
     report = Report("speculative")
     if edit:
         return _run_edit(report, model, options, draft_tokens, repeat)
-    columns = ("drafts", "requests", "tokens/s", "× without", "accepted a step", "verified a token")
+    columns = ("drafts", "requests", "tokens/s", "least", "most", "× without", "accepted a step", "verified a token")
     table = report.table(f"{model}, {draft_tokens} drafts, {_PROMPT_LEN} in, {_OUTPUT_LEN} out", *columns)
-    engine = {"max_running_requests": max(running), "num_draft_tokens": draft_tokens, "max_seq_len": 1024, **options}
+    columns = ("requests", "drafts a row", "ms", "least", "most", "× plain")
+    steps = report.table(f"{model}: one step, of which all drafts are right", *columns)
+    engine = {"max_running_requests": max(running), "max_seq_len": 1024, **options}
+    drafter = f"{RightWithChance.__module__}:{RightWithChance.__qualname__}"
     base: dict[int, float] = {}
+    plain: dict[int, float] = {}
     with make_engine(model, engine) as llm:
         _always_say_zero(llm)
         for count in running:
-            base[count] = _tokens_a_second(report, llm, count, _NONE, repeat)
-            table.add(_NONE, count, base[count], 1.0, 0.0, 0.0)
+            speeds, periods = _measure(report, llm, count, _NONE, repeat)
+            base[count], plain[count] = statistics.median(speeds), statistics.median(periods)
+            table.add(_NONE, count, base[count], min(speeds), max(speeds), 1.0, 0.0, 0.0)
+            steps.add(count, 0, 1e3 * plain[count], 1e3 * min(periods), 1e3 * max(periods), 1.0)
     del llm
     free_memory()
-    drafter = f"{RightWithChance.__module__}:{RightWithChance.__qualname__}"
-    for chance in chances:
+    runs = [(chance, draft_tokens) for chance in chances] + [(1.0, drafts) for drafts in costs]
+    for chance, drafts in runs:
         RightWithChance.chance = chance
-        with make_engine(model, {**engine, "drafter": drafter}) as llm:
+        with make_engine(model, {**engine, "drafter": drafter, "num_draft_tokens": drafts}) as llm:
             _always_say_zero(llm)
+            speculation = llm.scheduler.speculation
+            assert speculation is not None
             for count in running:
-                speculation = llm.scheduler.speculation
-                assert speculation is not None
-                before = speculation.stats.drafted, speculation.stats.accepted, speculation.stats.verifications
-                speed = _tokens_a_second(report, llm, count, f"right with {chance:g}", repeat)
-                stats = speculation.stats
-                drafted, accepted, steps = (
-                    after - old
-                    for after, old in zip((stats.drafted, stats.accepted, stats.verifications), before, strict=True)
-                )
-                tokens = (repeat + 1) * count * _OUTPUT_LEN
-                table.add(
-                    f"right with {chance:g}",
-                    count,
-                    speed,
-                    speed / base[count],
-                    accepted / max(steps, 1),
-                    drafted / tokens,
-                )
-                _add_target(report, chance, count, speed / base[count])
+                before = replace(speculation.stats)
+                name = f"right with {chance:g}" if chance < 1.0 else f"{drafts} right ones"
+                speeds, periods = _measure(report, llm, count, name, repeat)
+                stats, speed = speculation.stats, statistics.median(speeds)
+                if chance == 1.0:
+                    cost = statistics.median(periods)
+                    ratio = cost / plain[count]
+                    steps.add(count, drafts, 1e3 * cost, 1e3 * min(periods), 1e3 * max(periods), ratio)
+                    if (count, drafts) == (1, 4):
+                        report.targets.append(Target("step of 1 request with 4 drafts × plain", ratio, 1.12, False))
+                    continue
+                accepted = (stats.accepted - before.accepted) / max(stats.verifications - before.verifications, 1)
+                verified = (stats.drafted - before.drafted) / ((repeat + 1) * count * _OUTPUT_LEN)
+                ratio = speed / base[count]
+                table.add(name, count, speed, min(speeds), max(speeds), ratio, accepted, verified)
+                _add_target(report, chance, count, ratio)
         del llm
         free_memory()
     return report
@@ -107,20 +116,51 @@ def _add_target(report: Report, chance: float, count: int, ratio: float) -> None
         report.targets.append(Target(name, ratio, limits[chance, count], at_least=True))
 
 
-def _tokens_a_second(report: Report, llm: LLM, count: int, name: str, repeat: int) -> float:
-    """Median of ``repeat`` runs, after one that is not counted; all runs have the same prompts."""
+class _StepPeriods:
+    """A `StepObserver` that measures from the end of a step to the end of the next, of steps that decode alone."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether the step verifies
+        self._last: tuple[object, float] = None, 0.0
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Do nothing: the end of the step before is where a step begins."""
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        """Count a step with the same rows as the one before, and drafts if that one had some."""
+        if phase != "process" or batch is None:
+            return
+        verifies, now = len(batch.drafts) > 0, time.perf_counter()
+        kind = None if batch.num_tokens > len(batch.sample_rows) else (batch.num_rows, verifies)
+        if kind is not None and kind == self._last[0]:
+            self.seconds[verifies].append(now - self._last[1])
+        self._last = kind, now
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Do nothing."""
+
+
+def _measure(report: Report, llm: LLM, count: int, name: str, repeat: int) -> tuple[list[float], list[float]]:
+    """Tokens a second, and median seconds of a step, of ``repeat`` runs with the same prompts behind an uncounted one.
+
+    The steps are those that verify, if there are any.
+    """
     rng = np.random.default_rng(count)
     prompts = rng.integers(0, llm.model_config.vocab_size, (count, _PROMPT_LEN)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_LEN, ignore_eos=True)
-    speeds = []
+    speeds, periods = list[float](), list[float]()
     for _ in range(repeat + 1):
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        speeds.append(count * _OUTPUT_LEN / (time.perf_counter() - start))
+        watch = _StepPeriods()
+        with observed(watch, llm.loop.observers):
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params)
+            speeds.append(count * _OUTPUT_LEN / (time.perf_counter() - start))
+        periods.append(statistics.median(watch.seconds[True] or watch.seconds[False]))
         if any(any(output.token_ids) for output in outputs):
             raise AssertionError("the model has said something else than token 0")
     report.samples[f"{name}, {count} at a time, tokens/s"] = speeds[1:]
-    return statistics.median(speeds[1:])
+    report.samples[f"{name}, {count} at a time, s a step"] = periods[1:]
+    return speeds[1:], periods[1:]
 
 
 _TEXT = '''def area(width, height):
@@ -144,7 +184,9 @@ _TASKS = (
 
 
 def _run_edit(report: Report, model: str, options: Mapping[str, Any], draft_tokens: int, repeat: int) -> Report:
-    table = report.table(f"{model} edits a text, one request at a time", "drafter", "tokens/s", "× without")
+    table = report.table(
+        f"{model} edits a text, one request at a time", "drafter", "tokens/s", "least", "most", "× without"
+    )
     params = SamplingParams(temperature=0.0, max_tokens=160)
     speeds: dict[str, float] = {}
     answers: dict[str, list[list[int]]] = {}
@@ -165,8 +207,8 @@ def _run_edit(report: Report, model: str, options: Mapping[str, Any], draft_toke
         if answers[drafter] != answers[_NONE]:
             raise AssertionError(f"{drafter} has changed an answer")
         count = sum(len(tokens) - 1 for tokens in answers[drafter])
-        report.samples[f"{drafter}, tokens/s"] = [count / each for each in seconds]
-        speeds[drafter] = statistics.median(count / each for each in seconds)
-        table.add(drafter, speeds[drafter], speeds[drafter] / speeds[_NONE])
+        rates = report.samples[f"{drafter}, tokens/s"] = [count / each for each in seconds]
+        speeds[drafter] = statistics.median(rates)
+        table.add(drafter, speeds[drafter], min(rates), max(rates), speeds[drafter] / speeds[_NONE])
     report.targets.append(Target("ngram, tokens/s × without", speeds["ngram"] / speeds[_NONE], 1.8, at_least=True))
     return report

@@ -26,6 +26,7 @@ _NAMES = {
     "processes": "Message ProcessState message_player message_sequence process_tree",
     "ranks": "FreeMemory compare_free_memory",
     "slices": "SlicedMatrix decoder_slices weight_slices",
+    "speculation": "DraftLog DraftStep accept_or_resample draft_player draft_steps suffix_automaton",
     "svg": "Picture",
     "tables": "RESULTS Markdown Measured has_cuda kept measured table",
     "timelines": "host_device_timeline kernel_timeline launch_lanes schedule_player schedule_timeline step_timeline",

@@ -115,6 +115,13 @@ class Speculation:
         slots = self._table.slots
         return int(((self._limit[slots] > 0) & (self._resume_at[slots] > self._step)).sum())
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """`DraftStats` without the pauses that are over, and how many requests are ``paused`` now."""
+        stats = self.stats
+        counts = {"drafted": stats.drafted, "accepted": stats.accepted, "verifications": stats.verifications}
+        return counts | {"paused": self.num_paused}
+
     # -- before a step -----------------------------------------------------------------------------------------
 
     def ready(self, slots: Int32Array) -> Int32Array:

@@ -206,17 +206,7 @@ def _stats(core: EngineCore) -> EngineStats:
     free, cached = memory.pool.num_free, memory.cache.num_evictable
     store = {} if memory.offload is None else memory.offload.counts
     stats = EngineStats(len(scheduler.waiting), len(scheduler.table), memory.num_pages, free, cached, store)
-    speculation = scheduler.speculation
-    if speculation is None:
-        return stats
-    counts = speculation.stats
-    return msgspec.structs.replace(
-        stats,
-        drafted=counts.drafted,
-        accepted=counts.accepted,
-        verifications=counts.verifications,
-        paused=speculation.num_paused,
-    )
+    return stats if scheduler.speculation is None else msgspec.structs.replace(stats, **scheduler.speculation.counts)
 
 
 MAX_EVENTS = 50_000  # the last ones are kept; a step has about six: some minutes of decoding, some megabytes

@@ -38,6 +38,14 @@ def test_lookup_finds_the_longest_ngram(text: list[int], count: int) -> None:
     assert NgramDrafter(TARGET).look_up(np.array(text, dtype=np.int32), count).tolist() == expected
 
 
+def test_lookup_returns_an_array_of_its_own() -> None:
+    tokens = np.array([1, 2, 3, 4, 1, 2], dtype=np.int32)
+    drafts = NgramDrafter(TARGET).look_up(tokens, 2)
+    assert drafts.dtype == np.int32
+    assert drafts.tolist() == [3, 4]
+    assert not np.shares_memory(drafts, tokens), "the tokens may change before the drafts are read"
+
+
 @pytest.mark.parametrize("text", texts())
 def test_an_automaton_knows_the_longest_repeated_suffix(text: list[int]) -> None:
     automaton = SuffixAutomaton()

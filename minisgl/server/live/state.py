@@ -52,6 +52,8 @@ class LiveRequest(msgspec.Struct):
     shared: int  # of these, read by another running request as well
     node: int  # the last tree node that it reads; 0 is none
     preemptions: int
+    accepted: int  # of its drafts so far
+    rejected: int
     arrived: float  # these four: 0 until it has happened
     admitted: float
     first_token: float
@@ -103,6 +105,7 @@ class LiveState(msgspec.Struct):
     num_waiting: int
     slices: list[LiveSlice]  # the last `MOST_SLICES`; the last one may still grow
     store: dict[str, int]  # `PageOffloader.counts`; empty without a page store
+    drafts: dict[str, int]  # drafted and accepted since the engine started, paused now; empty without a drafter
     cost: float  # processor seconds of the engine's thread to make this
 
 

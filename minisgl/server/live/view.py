@@ -154,9 +154,10 @@ class StepWatch:
     def _note(self, batch: Batch) -> LiveSlice:
         requests = [self._table.request(slot) for slot in batch.slots.tolist()]
         fed = batch.q_lens.tolist()
-        decode = batch.num_decode
+        generating = batch.num_generating
+        decode = sum(fed[:generating])  # drafts included
         rows = [
-            (request.uid, 0 if row < decode else fed[row], int(row < decode))
+            (request.uid, 0, fed[row]) if row < generating else (request.uid, fed[row], 0)
             for row, request in enumerate(requests[:MOST_RUNNING])
         ]
         preempted = [request.uid for request, before in self._previous if request.preemptions > before]
@@ -247,6 +248,7 @@ class LiveView:
             num_waiting=len(scheduler.waiting),
             slices=list(self._steps.slices),
             store={} if memory.offload is None else memory.offload.counts,
+            drafts={} if scheduler.speculation is None else scheduler.speculation.counts,
             cost=0.0,
         )
         state.cost = time.thread_time() - before
@@ -314,6 +316,8 @@ def _live_request(request: Request) -> LiveRequest:
         shared=0,
         node=0,
         preemptions=request.preemptions,
+        accepted=request.accepted_drafts,
+        rejected=request.rejected_drafts,
         arrived=times.arrived,
         admitted=times.admitted,
         first_token=times.first_token,

@@ -30,18 +30,18 @@ export function drawBatch(state) {
 function show(request, isFocused) {
   let row = rows.get(request.uid);
   if (!row) {
-    row = make("tr", {}, ...Array.from({ length: 5 }, () => make("td")));
+    row = make("tr", {}, ...Array.from({ length: 6 }, () => make("td")));
     row.dataset.uid = request.uid;
     row.children[0].append(make("span", { className: "tag" }, `r${request.uid}`));
     row.children[2].append(make("span", { className: "bar" }, make("i"), make("i"), make("i")), make("span"));
-    row.children[4].append(make("span"));
+    row.children[5].append(make("span"));
     const [fill, ink] = colorsOf(request.uid);
     row.style.setProperty("--request", fill);
     row.style.setProperty("--on-request", ink);
     rows.set(request.uid, row);
   }
   row.className = `${request.finished ? "ended" : request.state}${isFocused ? " focused" : ""}`;
-  const [, stateCell, tokens, pages, text] = row.children;
+  const [, stateCell, tokens, pages, drafts, text] = row.children;
   stateCell.textContent = said(request);
   const [cached, prompt, generated] = tokens.firstChild.children;
   const all = request.prompt + request.room;
@@ -54,6 +54,9 @@ function show(request, isFocused) {
     `${request.generated} of up to ${request.room} generated`;
   pages.textContent = request.pages || "";
   pages.title = `${request.pages} pages, ${request.shared} of them read by others as well`;
+  const drafted = request.accepted + request.rejected;
+  drafts.textContent = drafted ? `${request.accepted} / ${drafted}` : "";
+  drafts.title = `${request.accepted} of ${drafted} drafts accepted`;
   text.firstChild.textContent = visible(request.text);
   return row;
 }

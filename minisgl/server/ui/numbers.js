@@ -13,6 +13,8 @@ export function drawNumbers(state, history, time) {
   const used = state.num_pages - state.free - state.evictable;
   const { wanted, restored } = state.store;
   const fromStore = ["of the rest in the store", wanted ? `${Math.round((100 * restored) / wanted)} %` : "–"];
+  const { drafted, accepted, paused } = state.drafts;
+  const ofDrafts = drafted ? `${Math.round((100 * accepted) / drafted)} %${paused ? `, ${paused} paused` : ""}` : "–";
   show([
     ["running", state.num_running],
     ["waiting", state.num_waiting],
@@ -21,6 +23,7 @@ export function drawNumbers(state, history, time) {
     ["decode", `${rate("decode")} tok/s`],
     ["of prompts cached", prompt ? `${Math.round((100 * cached) / prompt)} %` : "–"],
     ...(wanted === undefined ? [] : [fromStore]),
+    ...(drafted === undefined ? [] : [["of drafts accepted", ofDrafts]]),
   ]);
 }
 

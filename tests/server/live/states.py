@@ -11,4 +11,4 @@ def empty_state(time: float, cost: float = 0.0) -> LiveState:
     """Taken at a time, at a cost."""
     fields: dict[str, Any] = dict.fromkeys(LiveState.__struct_fields__, 0)
     lists: dict[str, Any] = {name: [] for name in ("cells", "nodes", "requests", "slices")}
-    return LiveState(**{**fields, **lists, "cache": "none", "store": {}, "time": time, "cost": cost})
+    return LiveState(**{**fields, **lists, "cache": "none", "store": {}, "drafts": {}, "time": time, "cost": cost})

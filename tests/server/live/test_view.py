@@ -29,6 +29,7 @@ from minisgl.server.live.state import (
     PageRun,
 )
 from minisgl.server.live.view import LONGEST_USER, MOST_VISITED, LiveView, StepWatch, nodes_of
+from tests.drafting import KnowsTheAnswers, draft_always
 from tests.tiny_text_model import Failing, Scripted, assert_idle_and_clean, directed_llm
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -73,6 +74,24 @@ def test_slices_hold_every_token_of_every_request(llm: LLM, monkeypatch: pytest.
             fed[uid] = (fed[uid][0] + prefill, fed[uid][1] + decode)
     for uid, output in enumerate(outputs):
         assert fed[uid] == (len(output.prompt_token_ids) - output.cached_tokens, 11)  # the last token is not fed
+
+
+def test_drafts_are_decode_tokens_and_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "SHORTEST_SLICE", 0.0)
+    plain = directed_llm(str(checkpoint), page_size=4, num_pages=32, device="cpu").generate([1, 2, 3, 4, 5], PARAMS)[0]
+    monkeypatch.setattr(KnowsTheAnswers, "answers", [plain.prompt_token_ids + plain.token_ids])
+    monkeypatch.setattr(KnowsTheAnswers, "errors", 0.0)
+    options = {"page_size": 4, "num_pages": 32, "device": "cpu", "num_draft_tokens": 3}
+    llm = draft_always(directed_llm(str(checkpoint), **options, drafter="tests.drafting:KnowsTheAnswers"))
+    view = LiveView(llm.core)
+    assert view.look().drafts == {"drafted": 0, "accepted": 0, "verifications": 0, "paused": 0}
+    llm.generate([1, 2, 3, 4, 5], PARAMS)
+    state = view.look()
+    assert [(each.prefill, each.decode) for each in state.slices] == [(5, 0), (0, 4), (0, 4), (0, 3)]
+    assert [each.rows for each in state.slices][1:3] == [[(0, 0, 4)]] * 2
+    (request,) = state.requests
+    assert (request.accepted, request.rejected) == (8, 0)
+    assert state.drafts == {"drafted": 8, "accepted": 8, "verifications": 3, "paused": 0}
 
 
 def test_short_steps_are_put_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
