@@ -24,6 +24,8 @@ STAGES: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (11, "+ CUDA graphs", {"enforce_eager": False}),
     (12, "+ fused kernels", {"fusions": None, "sampler": "auto"}),
     (13, "+ overlap", {"overlap": True}),
+    (19, "+ weights in int8", {"quantization": "int8"}),
+    (19, "+ weights in fp8", {"quantization": "fp8"}),
 )
 """Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops, on a CPU."""
 _ON_CUDA_ALONE = (10, 11, 12)
