@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.layers.quantizers import Int8, pack_int4, unpack_int4
+from minisgl.layers import quantizers
+from minisgl.layers.quantizers import WEIGHT_ONLY_TOKENS, Int8, pack_int4, unpack_int4
 
 
 def test_a_group_is_divided_by_its_own_scale() -> None:
@@ -31,6 +32,24 @@ def test_a_group_of_zeros_stays_one() -> None:
     tensors = Int8(2).quantize(torch.tensor([[0.0, 0.0, 3.0, 0.0]]))
     assert tensors["weight"].tolist() == [[0, 0, 127, 0]]
     assert bool(tensors["weight_scale"].isfinite().all())
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("columns", [31, 33, 64, 192])
+@pytest.mark.parametrize("tokens", [1, 3, WEIGHT_ONLY_TOKENS + 1])
+def test_int8_needs_no_instructions_for_it(
+    products: bool, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older CPUs multiply by floats; of rows that do not fill a register, PyTorch's product would read too much."""
+    monkeypatch.setattr(quantizers, "_INT8_PRODUCTS", products)
+    generator = torch.Generator().manual_seed(columns)
+    weight, x = (torch.randn(count, columns, generator=generator) for count in (8, tokens))
+    quantizer = Int8()
+    tensors = quantizer.prepack(quantizer.quantize(weight))
+    expected = x @ weight.T
+    assert float((quantizer.linear(x, tensors, None) - expected).norm() / expected.norm()) < 0.03
+    assert float((quantizer.linear(x, tensors, torch.ones(8)) - 1 - expected).norm() / expected.norm()) < 0.03
+    assert quantizer.linear(x[:0], tensors, None).shape == (0, 8)
 
 
 def test_halves_of_a_group_share_bytes() -> None:
