@@ -47,8 +47,8 @@ def test_int8_needs_no_instructions_for_it(
     quantizer = Int8()
     tensors = quantizer.prepack(quantizer.quantize(weight))
     expected = x @ weight.T
-    assert float((quantizer.linear(x, tensors, None) - expected).norm() / expected.norm()) < 0.03
-    assert float((quantizer.linear(x, tensors, torch.ones(8)) - 1 - expected).norm() / expected.norm()) < 0.03
+    assert float((quantizer.linear(x, tensors, None) - expected).norm() / expected.norm()) < 0.06
+    assert float((quantizer.linear(x, tensors, torch.ones(8)) - 1 - expected).norm() / expected.norm()) < 0.06
     assert quantizer.linear(x[:0], tensors, None).shape == (0, 8)
 
 
