@@ -24,6 +24,7 @@ STAGES: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (11, "+ CUDA graphs", {"enforce_eager": False}),
     (12, "+ fused kernels", {"fusions": None, "sampler": "auto"}),
     (13, "+ overlap", {"overlap": True}),
+    (19, "+ weights in 8 bits: int8 on a CPU, fp8 on a GPU", {"quantization": "int8"}),
 )
 """Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops, on a CPU."""
 _ON_CUDA_ALONE = (10, 11, 12)
@@ -52,7 +53,7 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
         table = report.table(f"{model}, output tokens/s", "chapter", "", "median", "least", "most")
         options = {**ALL_OFF, "prefill_attention": "torch", "decode_attention": "torch"}
         for place, (chapter, label, added) in enumerate(STAGES):
-            options |= added
+            options |= {"quantization": "fp8"} if on_cuda and chapter == 19 else added
             if (not added and (on_cuda or model != "default")) or (chapter in _ON_CUDA_ALONE and not on_cuda):
                 continue
             speeds = _engine(model, options, prompts, repeat) if added else _loop(place, prompts, repeat)

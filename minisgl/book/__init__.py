@@ -20,6 +20,7 @@ _NAMES = {
     "loading": "LoadRun file_map memory_stages watch_memory",
     "memory": "Array PoolUse array_map memory_budget page_map pool_use toy_page_map",
     "model": "attention_map distribution head_sharing layer_flow packed_rows rotation_dials softmax_panels",
+    "numbers": "Stored nibbles number_bits number_line",
     "overview": "architecture scoreboard you_are_here",
     "players": "Snapshots live player",
     "prefix": "hash_chain prefix_groups radix_tree",

@@ -21,6 +21,11 @@ GROUP_SIZES = (128, 64, 32)
 # With so few tokens a product waits for its weights, and quantised activations would gain nothing.
 WEIGHT_ONLY_TOKENS = 16
 _TINY = 1e-12
+# Without these instructions, oneDNN's products of int8 and int8 take ten times as long as those of float32.
+_INT8_PRODUCTS = torch.backends.mkldnn.is_available() and (
+    torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
+)
+_INT8_VECTOR = 64  # `torch._weight_int8pack_mm` reads beyond the end of rows that do not fill its registers
 
 
 class Fp8(Quantizer):
@@ -95,10 +100,12 @@ class Fp8Block(Fp8):
 
 
 class Int8(Quantizer):
-    """Weights in int8 with a scale for each row, activations with one for each token: the sum is one of integers.
+    """Weights in int8 with a scale for each row. Meant for the CPU.
 
-    Meant for the CPU, where oneDNN multiplies int8 with VNNI or AMX instructions. `group_size` is for Q8_0 of GGUF,
-    with a scale for every 32 weights of a row: then activations stay as they are.
+    With VNNI or AMX instructions, activations become int8 too, with a scale for each token, and oneDNN adds up
+    integers. Other CPUs multiply by floats: few tokens by PyTorch's weight-only product, which computes in bfloat16,
+    many by the dequantised weight. `group_size` is for Q8_0 of GGUF, with a scale for every 32 weights of a row: then
+    activations stay as they are.
     """
 
     quantizes_embeddings = True
@@ -128,7 +135,11 @@ class Int8(Quantizer):
             from minisgl.kernels.quantized_linear import int8_linear
 
             return int8_linear(x, weight, weight_scale, self.group_size, bias)
-        if self.group_size:
+        if not _INT8_PRODUCTS and self._has_few(x):
+            ones = torch.ones(len(weight), dtype=torch.bfloat16)  # scales stay float32
+            out = torch._weight_int8pack_mm(x.bfloat16(), weight, ones).float()
+            return _add_bias(out.mul_(weight_scale.T), bias).to(x.dtype)
+        if self.group_size or not _INT8_PRODUCTS:
             return F.linear(x, self.dequantize(tensors).to(x.dtype), bias)
         scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_(min=_TINY) / 127.0
         numbers = (x / scale).round_().to(torch.int8)
@@ -138,9 +149,13 @@ class Int8(Quantizer):
             out = _int_mm(numbers, weight) * weight_scale.T
         return _add_bias(out.mul_(scale), bias).to(x.dtype)
 
+    def _has_few(self, x: torch.Tensor) -> bool:
+        """Whether PyTorch's weight-only product can be used, and is the fastest."""
+        return not self.group_size and 0 < len(x) <= WEIGHT_ONLY_TOKENS and x.shape[1] % _INT8_VECTOR == 0
+
     def prepack(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         weight = tensors["weight"]
-        if self.group_size or weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        if self.group_size or weight.device.type != "cpu" or not _INT8_PRODUCTS:
             return dict(tensors)
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         # Zero points of the rows, which the operator wants though all are 0.

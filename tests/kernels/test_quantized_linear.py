@@ -97,6 +97,17 @@ def test_rows_are_rounded_as_the_twin_does(dtype: torch.dtype) -> None:
     assert float(error) < 0.03
 
 
+def test_an_outlier_costs_other_tokens_nothing() -> None:
+    x = random(4, 96, dtype=torch.float32)
+    before, before_scale = quantize_rows(x)
+    x[1, 7] = -3000.0
+    after, after_scale = quantize_rows(x)
+    others = [0, 2, 3]
+    assert torch.equal(after.float()[others], before.float()[others])
+    assert torch.equal(after_scale[others], before_scale[others])
+    assert float(after[1, 7]) * float(after_scale[1]) == pytest.approx(-3000.0)
+
+
 # -- one token ---------------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ TYPED = {
         "4 % better": "a question",
         "what 4 %": "the answer to it",
     },
+    "19-quantised-weights.md": {"take 90 % of its bytes": "a question"},
 }
 
 
