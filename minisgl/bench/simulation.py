@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
-from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.scheduler import Scheduler, StepOutput
 from minisgl.table import RunningTable
 
 ANSWER = 1  # the token that a model which computes nothing always answers
@@ -191,31 +191,41 @@ class ReplicaSpec:
 
 
 class Replica:
-    """An engine without a model, whose ``device`` has the time."""
+    """An engine as the fleet sees it: it runs a step at a time, and says how long that took."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
-        self.table = RunningTable(spec.max_running, spec.max_seq_len)
-        self.cache = ReportingCache(PAGE_SIZE)
-        memory = KVMemory(spec.pool_tokens // PAGE_SIZE, self.table, self.cache)
-        policies = Policies.named(batch_policy=spec.batch_policy)
-        self.scheduler = Scheduler(self.table, memory, policies, spec.max_prefill_tokens)
-        self.device = SimulatedDevice(self._seconds)
-        self.loop = EngineLoop(self.scheduler, self.device)
+    def __init__(self, loop: EngineLoop, cache: ReportingCache) -> None:
+        self.loop = loop
+        self.cache = cache
         self.running = False  # a step
-        self._step_time = spec.step_time
-        self._first: list[int] = []  # requests that got their first token in this step
-
-    def _seconds(self, batch: Batch) -> float:
-        first = batch.slots[batch.sample_rows[batch.output_index == 0]]
-        self._first = self.table.arrival[first].tolist()
-        return self._step_time(batch)
+        self._begun: set[int] = set()  # requests that have their first token
 
     def step(self, now: float) -> tuple[float, list[int], list[Request]]:
         """Run a step from ``now`` on: when it ends, and whose first token and whose last it brings."""
-        self._first = []
-        self.device.now = now
+        seconds, output = self._timed()
+        first = [event.request.uid for event in output.events if event.request.uid not in self._begun]
+        self._begun.update(first)
+        self._begun.difference_update(request.uid for request in output.finished)
+        return now + seconds, first, output.finished
+
+    def _timed(self) -> tuple[float, StepOutput]:
+        """Run a step, and return its seconds."""
+        raise NotImplementedError
+
+
+class SimulatedReplica(Replica):
+    """The real scheduler, memory and cache around a model that computes nothing."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        table, cache = RunningTable(spec.max_running, spec.max_seq_len), ReportingCache(PAGE_SIZE)
+        memory = KVMemory(spec.pool_tokens // PAGE_SIZE, table, cache)
+        policies = Policies.named(batch_policy=spec.batch_policy)
+        self.device = SimulatedDevice(spec.step_time)
+        super().__init__(EngineLoop(Scheduler(table, memory, policies, spec.max_prefill_tokens), self.device), cache)
+
+    def _timed(self) -> tuple[float, StepOutput]:
+        self.device.now = 0.0
         output = self.loop.step()
-        return self.device.now, self._first, output.finished
+        return self.device.now, output
 
 
 # -- a fleet -------------------------------------------------------------------------------------------------------
@@ -234,6 +244,13 @@ class Outcome:
     replica: Int32Array
     num_replicas: int
     seconds: float  # that the trace lasts
+
+    def since(self, time: float) -> Outcome:
+        """Only the requests that arrived from then on."""
+        late = self.arrived >= time
+        arrays = {each.name: getattr(self, each.name) for each in fields(self)}
+        kept = {name: value[late] for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        return replace(self, **kept, seconds=self.seconds - time)
 
     @property
     def ttft(self) -> Floats:
@@ -267,12 +284,12 @@ class Outcome:
 
 
 class Fleet:
-    """Replicas behind a router. ``run`` may be called once."""
+    """Replicas behind a router, which learns of their caches' events so many seconds later. `run` it once."""
 
-    def __init__(self, spec: ReplicaSpec, num_replicas: int, router: Router, event_lag: float = 0.0) -> None:
-        self.replicas = [Replica(spec) for _ in range(num_replicas)]
+    def __init__(self, replicas: Sequence[Replica], router: Router, event_lag: float = 0.0) -> None:
+        self.replicas = replicas
         self.router = router
-        self.in_flight = np.zeros(num_replicas, dtype=np.int64)
+        self.in_flight = np.zeros(len(replicas), dtype=np.int64)
         self.now = 0.0
         self._event_lag = event_lag
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -303,15 +320,18 @@ class Fleet:
         chosen = self.router.choose(page_names(prompt[:-1]), self.in_flight)
         self.in_flight[chosen] += 1
         self.replica[uid] = chosen
-        params = SamplingParams(max_tokens=arrival.output_len, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=arrival.output_len, ignore_eos=True, logit_bias={ANSWER: 100.0}
+        )
         replica = self.replicas[chosen]
-        replica.scheduler.add(Request(uid, prompt, params, max_len=len(prompt) + arrival.output_len))
+        request = Request(uid, prompt, params, max_len=len(prompt) + arrival.output_len, watched=True)
+        replica.loop.scheduler.add(request)
         if not replica.running:
             self._start(chosen)
 
     def _start(self, number: int) -> None:
         replica = self.replicas[number]
-        replica.running = replica.scheduler.has_work
+        replica.running = replica.loop.scheduler.has_work
         if replica.running:
             end, first, finished = replica.step(self.now)
             self._at(end, self._end, number, first, finished)
