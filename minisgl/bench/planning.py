@@ -46,9 +46,10 @@ _AGREE = 0.15  # by which simulated and measured may differ
 _PLANNED = 4  # replicas whose load the plan is made for
 _SMALL_POOL = 8192
 _SMALL = Conversations(
-    rate=0.5, seconds=60.0, applications=4, system_len=250, user_len=60, document_len=300, output_len=16, max_len=1800
+    1.0, 30.0, applications=4, pause=4.0, system_len=250, user_len=60, document_len=300, output_len=16, max_len=1800
 )
-"""What one engine with a small model can serve on a core."""
+"""Traffic for an engine with a small model; the unit of time is that in which it is sent one request."""
+_BUSY = 0.7  # share of what one engine can serve that each of two is sent
 
 
 # -- step times ----------------------------------------------------------------------------------------------------
@@ -231,13 +232,14 @@ def _add_check(report: Report, model: str, options: Mapping[str, Any]) -> None:
         "first token, mean s", "p50, s", "p90, s", "a token after it, ms", "whole answer, mean s",
     )  # fmt: skip
     engines = [real_engine(model, _SMALL_POOL, options) for _ in range(2)]
-    alone = RealReplica(engines[0])
-    Fleet([alone], ROUTERS["round-robin"](1)).run(replace(_SMALL, seed=1).arrivals(), _SMALL.seconds)
+    alone, at_once = RealReplica(engines[0]), [each._replace(time=0.0) for each in replace(_SMALL, seed=1).arrivals()]
+    busy = Fleet([alone], ROUTERS["round-robin"](1)).run(at_once, 1.0).finished.max()
     step_time = StepTime.fitted(*zip(*alone.steps, strict=True))
+    unit = float(busy / len(at_once) / _BUSY)
     report.settings["check"] = {"step_time": asdict(step_time), "steps": len(alone.steps), "pool_tokens": _SMALL_POOL}
     max_running, max_seq_len = engines[0].config.max_running_requests, engines[0].max_seq_len
     spec = ReplicaSpec(step_time, _SMALL_POOL, max_running, max_seq_len)
-    traffic = replace(_SMALL, rate=2 * _SMALL.rate)
+    traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
         for llm in engines:
             llm.scheduler.memory.forget_unlocked()
