@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from minisgl.bench.page_store import evict_all
-from minisgl.bench.report import Cell, Report
+from minisgl.bench.report import Report
 from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.kvcache.host_store import HostPages, HostStore
 from minisgl.llm import LLM
@@ -197,11 +197,12 @@ def run_apart(
     input_len: int = 4096,
     output_len: int = 256,
     devices: Sequence[str] = ("auto", "auto"),
+    repeat: int = 3,
     options: Mapping[str, Any] = {},
 ) -> Report:
     """Streams of long answers, and long prompts that arrive meanwhile, on two engines: alike, and apart.
 
-    The gap is between two tokens of a stream; with engines alike, a long prompt is computed where streams are decoded.
+    Medians of ``repeat`` runs; the single ones are in the report. The gap is between two tokens of a stream; with engines alike, a long prompt is computed where streams are decoded.
     """
     report = Report("apart", {"stream_len": _STREAM_LEN, "late_output": _LATE_OUTPUT})
     columns = ["engines", "largest gap, median ms", "worst gap, ms", "first token of a long prompt, median ms"]
@@ -222,10 +223,14 @@ def run_apart(
     for label, (policy, serve) in cases.items():
         # Both are built before either runs: captured graphs and allocations of one would disturb the other.
         engines = [make_engine(model, {**sizes, "batch_policy": policy, "device": name, **options}) for name in devices]
-        for seed in (0, 1):  # the first compiles what is left to compile
+        runs = []
+        for seed in range(1 + repeat):  # the first compiles what is left to compile
             jobs = _jobs(engines[0], seed, streams, requests, rate, input_len, output_len)
             serve(engines, jobs)
-        table.add(label, *_summary(jobs, streams))
+            runs.append(_summary(jobs, streams))
+        measured = list(zip(*runs[1:], strict=True))
+        report.samples |= {f"{label}, {name}": list(each) for name, each in zip(columns[1:], measured, strict=True)}
+        table.add(label, *map(median, measured))
         del engines
         free_memory()
     return report
@@ -247,7 +252,7 @@ def _jobs(llm: LLM, seed: int, streams: int, requests: int, rate: float, input_l
     return [Job(prompt(_STREAM_LEN), output_len) for _ in range(streams)] + late
 
 
-def _summary(jobs: Sequence[Job], streams: int) -> list[Cell]:
+def _summary(jobs: Sequence[Job], streams: int) -> list[float]:
     gaps = [1e3 * float(np.diff(job.times).max()) for job in jobs[:streams]]
     late = jobs[streams:]
     seconds = max(job.times[-1] for job in jobs) - min(job.delay for job in jobs)

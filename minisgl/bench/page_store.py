@@ -19,7 +19,7 @@ _ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 _FASTER = 4.0  # times that the longest conversation should come back faster than it is computed
 _COLUMNS = (
     "model", "tokens", "GB", "computed, ms", "copied out, ms", "copied back, ms", "and another out, ms",
-    "computed / copied back", "computed / with another out",
+    "computed / copied back", "computed / with another out", "least", "most",
 )  # fmt: skip
 
 
@@ -43,9 +43,13 @@ def run_page_store(
             llm = make_engine(model, {**sizes, "max_running_requests": 4, "page_store": "host", **options})
             rng = np.random.default_rng(length)
             runs = [_measure(llm, rng, length) for _ in range(repeat + 1)][1:]  # the first compiles what is left
+            columns = zip(_COLUMNS[3:7], zip(*runs, strict=True), strict=True)
+            report.samples |= {f"{model}, {length} tokens, {name}": list(column) for name, column in columns}
             computed, out, back, both = (median(column) for column in zip(*runs, strict=True))
             size = length // page_size * llm.engine.page_bytes / 1e9
-            table.add(model, length, size, computed, out, back, both, computed / back, computed / both)
+            ratios = [run[0] / run[3] for run in runs]  # the last column but two is of the medians
+            times = (computed, out, back, both, computed / back, computed / both)
+            table.add(model, length, size, *times, min(ratios), max(ratios))
             del llm
             free_memory()
         name = f"{model}, {length} tokens: times as fast as computed, and another out"

@@ -1,0 +1,261 @@
+"""Planning a fleet by `minisgl.bench.simulation`: how many replicas a load needs, and whether to believe that."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import minisgl
+from minisgl.batch import Batch, StepPhase
+from minisgl.bench.report import Cell, Report, Target
+from minisgl.bench.routing import PAGE_SIZE, ROUTERS, CacheAware, Router
+from minisgl.bench.simulation import (
+    Conversations,
+    Fleet,
+    Outcome,
+    Replica,
+    ReplicaSpec,
+    ReportingCache,
+    SimulatedReplica,
+    StepTime,
+)
+from minisgl.bench.workloads import SHAPES, make_engine
+from minisgl.errors import ConfigError
+from minisgl.llm import LLM
+from minisgl.registry import resolve
+from minisgl.request import Request
+from minisgl.scheduler.scheduler import StepOutput
+
+_RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
+_WARM_UP = 0.25  # of a trace, whose requests do not count: the caches are empty when it begins
+_LONG = 16  # more replicas than these get a shorter trace, and many more only two routers
+_FEW = 64
+_SHORTEST = 8.0  # seconds of a trace
+_IN_TIME = 0.95  # of the requests must keep the objective where a fleet is large enough
+_AGREE = 0.15  # by which simulated and measured may differ
+_PLANNED = 4  # replicas whose load the plan is made for
+_SMALL_POOL = 8192
+_SMALL = Conversations(
+    1.0, 30.0, applications=4, pause=4.0, system_len=250, user_len=60, document_len=300, output_len=16, max_len=1800
+)
+"""Traffic for an engine with a small model; the unit of time is that in which it is sent one request."""
+_BUSY = 0.7  # share of what one engine can serve that each of two is sent
+
+
+# -- step times ----------------------------------------------------------------------------------------------------
+
+
+def calibrated(model: str = "Qwen3-14B") -> StepTime:
+    """Step times of a model on an H200, from what ``benchmarks/results`` keeps; `ConfigError` if it keeps too little.
+
+    A token alone takes what ``bs1`` in offline.json says. Prefill is fitted to the prompts that preemption.json has
+    computed again, and keys are read as by the fastest attention in attention.json for decode steps of 256 rows.
+    """
+    try:
+        alone = next(row[2] for row in _rows("offline", "workloads") if row[:2] == [model, "bs1"])
+        prompts = [(row[1], row[3]) for row in _rows("preemption", "bringing a request back") if row[0] == model]
+        size = model.partition("-")[2]
+        decode = next(row for row in _rows("attention", f"decode, one layer of {size}") if "on average" in row[0])
+    except (OSError, StopIteration) as error:
+        raise ConfigError(f"model: {_RESULTS} has no step times of {model!r}; use Qwen3-0.6B or Qwen3-14B") from error
+    lengths, millis = np.array(prompts[1:]).T  # the shortest may take no longer than reading the weights
+    features = np.stack([lengths, lengths**2 / 2], axis=1)
+    token, pair = np.linalg.lstsq(features, millis / 1e3, rcond=None)[0].tolist()
+    rows, _, _, mean_len, *_ = decode[0].split()
+    layer = min(decode[2:-1]) / 1e6
+    key = layer * SHAPES[model]["num_hidden_layers"] / (int(rows) * int(mean_len))
+    return StepTime(alone / 1e3, token, key, max(pair, 0.0))
+
+
+def _rows(benchmark: str, title: str) -> list[list[Any]]:
+    record = json.loads((_RESULTS / f"{benchmark}.json").read_text(encoding="utf-8"))
+    return next(table["rows"] for table in record["tables"] if table["title"].startswith(title))
+
+
+class RealReplica(Replica):
+    """An `LLM` in a fleet, built by `real_engine`. What its steps took, it remembers as pairs with their batches.
+
+    On a CPU that is the time of this thread, which computes alone: other processes and replicas do not count. So
+    several replicas can take turns on one device as if each had one of its own.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        cache = llm.scheduler.memory.cache
+        assert isinstance(cache, ReportingCache)
+        super().__init__(llm.loop, cache)
+        self.steps: list[tuple[Batch, float]] = []
+        self._clock = time.perf_counter if llm.engine.device.type == "cuda" else time.thread_time
+        self._batch: Batch | None = None
+        llm.loop.observers[:] = [self]
+
+    def _timed(self) -> tuple[float, StepOutput]:
+        begin = self._clock()
+        output = self.loop.step()
+        seconds = self._clock() - begin
+        if self._batch is not None:
+            self.steps.append((self._batch, seconds))
+        return seconds, output
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        """As a `StepObserver`, see which batch is launched."""
+        if phase == "launch":
+            self._batch = batch
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        pass
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        pass
+
+
+def real_engine(model: str, pool_tokens: int, options: Mapping[str, Any]) -> LLM:
+    """An engine whose scheduler, memory and cache are those of a `SimulatedReplica`."""
+    cache = {"prefix_cache": "minisgl.bench.simulation:ReportingCache", "page_size": PAGE_SIZE}
+    sizes = {"num_pages": pool_tokens // PAGE_SIZE, "max_running_requests": 64, "overlap": False}
+    return make_engine(model, {**sizes, **cache, **options})
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def run_simulation(
+    replicas: Sequence[int] = (1, 2, 4, 16, 64, 1000),
+    load: float = 7.0,
+    seconds: float = 30.0,
+    model: str = "Qwen3-14B",
+    pool_tokens: int = 150_000,
+    ttft_limit: float = 1.0,
+    tpot_limit: float = 0.05,
+    dollars: float = 3.0,
+    check: str = "default",
+    options: Mapping[str, Any] = {},
+) -> Report:
+    """Fleets of simulated H200s under every router; how many are needed; and two real engines against two simulated.
+
+    Each fleet gets ``load`` requests a second and replica. Large fleets get a shorter trace, and two routers.
+    """
+    spec, objective = ReplicaSpec(calibrated(model), pool_tokens), (ttft_limit, tpot_limit)
+    report = Report("simulation", {"step_time": asdict(spec.step_time), "warm_up": _WARM_UP})
+    if check != "none":
+        _add_check(report, check, options)
+    columns = ("replicas", "router", "requests", "hit rate, %", "first token p50, s", "p99, s", "a token after it, ms")
+    title = f"{load:g} requests a second and replica, {model} on H200s: in time means {ttft_limit:g} s and "
+    title += f"{1e3 * tpot_limit:g} ms a token"
+    table = report.table(title, *columns, "in time, %", "in time, a second", "$ a million tokens", "busiest / mean")
+    cases = []
+    for number in replicas:
+        lasts = max(min(_SHORTEST, seconds), seconds * min(1.0, (_LONG / number) ** 0.5))
+        traffic = Conversations(load * number, lasts, max(8, 2 * number))
+        for name in ROUTERS if number <= _FEW else ("round-robin", "kv-aware"):
+            cases.append(_Case(spec, traffic, number, name))
+    plan = report.table(
+        f"replicas that {_PLANNED * load:g} requests a second need, {_IN_TIME:.0%} of them in time",
+        "router", "replicas", "hit rate, %", "in time, %", "$ a million tokens",
+    )  # fmt: skip
+    traffic = Conversations(_PLANNED * load, seconds, 2 * _PLANNED)
+    # The largest first, so that no processor is left with one at the end.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        planned = [pool.submit(_smallest, spec, traffic, name, objective) for name in ROUTERS]
+        running = {case: pool.submit(case.run) for case in sorted(cases, key=lambda case: -case.num_replicas)}
+        for case in cases:
+            table.add(case.num_replicas, case.router, *_summary(running[case].result(), objective, dollars))
+        for name, future in zip(ROUTERS, planned, strict=True):
+            outcome = future.result()
+            good = outcome.good(*objective)
+            cost = outcome.dollars_per_million(good, dollars)
+            plan.add(name, outcome.num_replicas, 100 * outcome.hit_rate, 100 * float(good.mean()), cost)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A fleet, and the traffic that it gets."""
+
+    spec: ReplicaSpec
+    traffic: Conversations
+    num_replicas: int
+    router: str
+
+    def run(self) -> Outcome:
+        """What became of the requests that do not belong to the warm-up."""
+        gc.freeze()
+        fleet = Fleet(
+            [SimulatedReplica(self.spec) for _ in range(self.num_replicas)],
+            make_router(self.router, self.num_replicas, self.spec.pool_tokens),
+        )
+        outcome = fleet.run(self.traffic.arrivals(), self.traffic.seconds)
+        return outcome.since(_WARM_UP * self.traffic.seconds)
+
+
+def make_router(name: str, num_replicas: int, pool_tokens: int) -> Router:
+    """A router of `ROUTERS`; that which has to guess is told how much a replica can keep."""
+    if name == "cache-aware":
+        return CacheAware(num_replicas, pool_tokens // PAGE_SIZE)
+    return resolve("router", name, ROUTERS)(num_replicas)
+
+
+def _smallest(spec: ReplicaSpec, traffic: Conversations, router: str, objective: tuple[float, float]) -> Outcome:
+    """The smallest fleet that keeps the objective, or one of twice as many replicas as the load was made for."""
+    for number in range(2, 2 * _PLANNED + 1):
+        outcome = _Case(spec, traffic, number, router).run()
+        if outcome.good(*objective).mean() >= _IN_TIME:
+            break
+    return outcome
+
+
+def _summary(outcome: Outcome, objective: tuple[float, float], dollars: float) -> list[Cell]:
+    good = outcome.good(*objective)
+    p50, p99 = np.percentile(outcome.ttft, (50, 99)).tolist()
+    return [
+        len(good), 100 * outcome.hit_rate, p50, p99, 1e3 * float(np.median(outcome.tpot)), 100 * float(good.mean()),
+        float(good.sum()) / outcome.seconds, outcome.dollars_per_million(good, dollars), outcome.imbalance,
+    ]  # fmt: skip
+
+
+# -- two real engines ----------------------------------------------------------------------------------------------
+
+
+def _add_check(report: Report, model: str, options: Mapping[str, Any]) -> None:
+    """Two real engines against two simulated ones, whose step times are fitted to one engine under another trace."""
+    table = report.table(
+        f"two engines with {model}, measured and simulated", "router", "", "requests", "hit rate, %",
+        "first token, mean s", "p50, s", "p90, s", "a token after it, ms", "whole answer, mean s",
+    )  # fmt: skip
+    engines = [real_engine(model, _SMALL_POOL, options) for _ in range(2)]
+    alone, at_once = RealReplica(engines[0]), [each._replace(time=0.0) for each in replace(_SMALL, seed=1).arrivals()]
+    busy = Fleet([alone], ROUTERS["round-robin"](1)).run(at_once, 1.0).finished.max()
+    step_time = StepTime.fitted(*zip(*alone.steps, strict=True))
+    unit = float(busy / len(at_once) / _BUSY)
+    report.settings["check"] = {"step_time": asdict(step_time), "steps": len(alone.steps), "pool_tokens": _SMALL_POOL}
+    max_running, max_seq_len = engines[0].config.max_running_requests, engines[0].max_seq_len
+    spec = ReplicaSpec(step_time, _SMALL_POOL, max_running, max_seq_len)
+    traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
+    for name in ("round-robin", "kv-aware"):
+        for llm in engines:
+            llm.scheduler.memory.forget_unlocked()
+        fleets = {
+            "measured": [RealReplica(llm) for llm in engines],
+            "simulated": [SimulatedReplica(spec) for _ in engines],
+        }
+        found = {}
+        for kind, members in fleets.items():
+            outcome = Fleet(members, ROUTERS[name](2)).run(traffic.arrivals(), traffic.seconds)
+            p50, p90 = np.percentile(outcome.ttft, (50, 90)).tolist()
+            whole = float((outcome.finished - outcome.arrived).mean())
+            tpot = 1e3 * float(np.median(outcome.tpot))
+            cells = [100 * outcome.hit_rate, float(outcome.ttft.mean()), p50, p90, tpot, whole]
+            found[kind] = cells
+            table.add(name, kind, len(outcome.first), *cells)
+        for column, measured, simulated in zip(table.columns[3:], *found.values(), strict=True):
+            title = f"{name}, {column.partition(',')[0]}: simulated differs from measured by, %"
+            report.targets.append(Target(title, 100 * abs(simulated / measured - 1), 100 * _AGREE, at_least=False))
