@@ -87,7 +87,7 @@ class ChatMessage(ApiObject):
 
 def _call(field: str, call: PastCall) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments or "{}")  # some clients send nothing where there are none
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -121,9 +121,8 @@ def _check_size(body: bytes) -> None:
     }
     for what, (number, limit) in counts.items():
         if number > limit:
-            raise ApiError(
-                400, f"the body has {number} {what}; at most {limit} are read, so split it", code="body_too_large"
-            )
+            message = f"the body has {number} {what}; at most {limit} are read, so split it"
+            raise ApiError(400, message, code="body_too_large")
 
 
 def _parser(body: bytes) -> Callable[[str], int]:

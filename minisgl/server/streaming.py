@@ -23,7 +23,7 @@ from minisgl.server.metrics import HttpRecord, ServerMetrics, record_of
 from minisgl.server.requests import EngineRequest, GenerationBody
 
 T = TypeVar("T")
-MAX_UNREAD = 16_384  # tokens and log-probabilities of a stream that may wait for a client, beside what is in sockets
+MAX_UNREAD = 4096  # tokens and log-probabilities of a stream that may wait for a client, beside what is in sockets
 LONG = 1024  # tokens of an answer that takes some milliseconds to write as a whole
 MakeFormat = Callable[[Usage], Awaitable[Format]]
 

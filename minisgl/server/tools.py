@@ -77,7 +77,7 @@ ToolChoice = Annotated[
 def offered(tools: list[Tool] | None, choice: str | NamedChoice | None) -> list[Tool]:
     """The functions that the model may call. Raises `InvalidRequest` for a wrong choice or repeated names."""
     if not tools:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice", "is only allowed with tools")
         return []
     names = [tool.function.name for tool in tools]

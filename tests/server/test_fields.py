@@ -123,7 +123,25 @@ CLIENTS: dict[str, dict[str, Any]] = {
     },
     "no seed and all tokens": {"seed": -1, "top_k": -1},
     "no tools": {"tools": []},
+    "no tools to choose from": {"tools": [], "tool_choice": "auto"},
+    "aiperf": {"max_tokens": None, "max_completion_tokens": 3, "min_tokens": 3, "ignore_eos": True},
+    "Open WebUI": {"features": {}, "chat_id": "1", "options": {}, "keep_alive": "5m"},
     "strict tools that the model may call": {"tools": [TOOL], "tool_choice": "auto"},
+    "calls of before": {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": "",
+                "tool_calls": [
+                    {"index": 0, "id": "a", "type": "function", "function": {"name": "weather", "arguments": ""}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+        ],
+    },
     "a user with a name": {"messages": [{**MESSAGES[0], "name": "ada"}]},
     "an answer of before": {
         "messages": [

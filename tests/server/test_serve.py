@@ -193,10 +193,14 @@ def test_a_trace_that_cannot_be_written_is_an_error_before_anything_is_served(
 
 def test_a_trace_that_cannot_be_written_at_the_end_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    core = EngineCore(EngineConfig(model=str(checkpoint), **TINY))
-    with core, pytest.raises(ConfigError, match="trace: cannot write"), record_trace(core, str(path)):
-        path.unlink()
-        path.mkdir()
+
+    def serve_and_lose_the_file() -> None:
+        with EngineCore(EngineConfig(model=str(checkpoint), **TINY)) as core, record_trace(core, str(path)):
+            path.unlink()
+            path.mkdir()
+
+    with pytest.raises(ConfigError, match="trace: cannot write"):
+        serve_and_lose_the_file()
 
 
 @pytest.mark.parametrize(("host", "port", "name"), [("127.0.0.1", 70000, "port"), ("no such host", 0, "host")])

@@ -100,7 +100,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_by_name(caller: RunningServer, fields: dict[s
     assert caller.idle()
 
 
-@pytest.mark.parametrize("arguments", ["", "[1]", "{", '"x"'])
+@pytest.mark.parametrize("arguments", ["[1]", "{", '"x"'])
 def test_arguments_of_earlier_calls_are_json_objects(caller: RunningServer, arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     body = {"model": caller.model, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]}
