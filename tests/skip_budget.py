@@ -19,7 +19,7 @@ import pytest
 LEFT_OUT = "minisgl left out"
 BUDGET_FILE = "tests/skip-budget.txt"
 BY_HAND = ("ray",)
-"""Packages that ``make`` does not install, because they are large: without them, their tests are left out and counted."""
+"""Packages that ``make`` does not install, since they are large: without them, their tests are left out and counted."""
 
 
 def read_budget(file: Path) -> int:

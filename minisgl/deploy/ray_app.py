@@ -43,7 +43,7 @@ class ReplicaConfig:
     Args:
         min_replicas: fewest replicas; 0 gives everything back when nobody asks.
         max_replicas: most replicas.
-        target_ongoing_requests: requests a replica, running and waiting, that Ray aims at by starting and stopping them.
+        target_ongoing_requests: requests a replica, running and waiting, that Ray aims at when it starts or stops one.
         max_ongoing_requests: most requests that a replica is given; more wait until one is done, or another starts.
         cpus: CPU cores that Ray sets aside for a replica. GPUs are ``tensor_parallel_size``, or none on a CPU.
         request_router: ``"module:Class"`` of the request router; empty is Ray's default, the shorter of two queues.
@@ -74,7 +74,7 @@ class ReplicaConfig:
         on_cpu = engine.device == "cpu" or (engine.device == "auto" and cluster_gpus == 0)
         resources = {"CPU": self.cpus} | ({} if on_cpu else {"GPU": float(engine.tensor_parallel_size)})
         options: dict[str, Any] = {
-            "ray_actor_options": {"num_cpus": self.cpus, "num_gpus": resources.get("GPU", 0)},
+            "ray_actor_options": {f"num_{kind.lower()}s": amount for kind, amount in resources.items()},
             "placement_group_bundles": [resources],
             "placement_group_strategy": "STRICT_PACK",
             "max_ongoing_requests": self.max_ongoing_requests,
@@ -212,8 +212,11 @@ def parse_options(words: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig,
         arguments = parser.parse_args([f"--{name.replace('_', '-')}={_text(value)}" for name, value in words.items()])
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
-    engine, server, replicas = (kind(**given_options(arguments, kind)) for kind in kinds)
-    return engine, server, replicas
+    return (
+        EngineConfig(**given_options(arguments, EngineConfig)),
+        ServerConfig(**given_options(arguments, ServerConfig)),
+        ReplicaConfig(**given_options(arguments, ReplicaConfig)),
+    )
 
 
 def _text(value: Any) -> str:

@@ -66,7 +66,8 @@ def test_the_gpus_of_a_replica_are_one_bundle() -> None:
     assert options["autoscaling_config"] == {"min_replicas": 0, "max_replicas": 3, "target_ongoing_requests": 8}
     assert options["request_router_config"]["request_router_class"] == PREFIX_AFFINITY
     for engine, gpus in ((EngineConfig(device="cpu"), 8), (EngineConfig(), 0)):
-        assert replicas.deployment_options(engine, gpus)["placement_group_bundles"] == [{"CPU": 2}]
+        options = replicas.deployment_options(engine, gpus)
+        assert (options["placement_group_bundles"], options["ray_actor_options"]) == ([{"CPU": 2}], {"num_cpus": 2})
     assert "request_router_config" not in ReplicaConfig(request_router="").deployment_options(EngineConfig(), 0)
 
 

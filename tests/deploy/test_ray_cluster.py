@@ -1,7 +1,8 @@
-"""Two replicas under a real Ray: the documented command, streams, one conversation on one replica, a dead replica."""
+"""Under a real Ray: handles in one process; two replicas, streams, a conversation on one replica, a dead replica."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from starlette.requests import Request
 
+from minisgl.deploy.ray_app import Call, application
 from tests.server.harness import MESSAGES, chat_checkpoint, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("ray"), pytest.mark.timeout(600)]
@@ -48,6 +51,27 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         client.close()
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+def test_rays_handles_stream_from_a_replica_to_the_ingress(tmp_path: Path) -> None:
+    """Without a cluster, as Ray's testing mode does it."""
+    from ray import serve
+
+    options = {"model": chat_checkpoint(tmp_path), "in_process": True, "served_model_name": "tiny", "device": "cpu"}
+    handle = serve.run(application({**options, "num_pages": 200}), _local_testing_mode=True)
+    fields = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "stream": True}
+    call = Call("POST", "/v1/chat/completions", b"", [(b"content-type", b"application/json")], b"", "")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}
+
+    async def ask() -> list[bytes]:
+        response = await handle.remote(Request(call.scope, receive))
+        return [piece async for piece in response.body_iterator]
+
+    pieces = asyncio.run(ask())
+    assert len(pieces) > 2
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
 
 
 def chat(client: httpx.Client, **fields: Any) -> httpx.Response:
