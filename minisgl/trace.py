@@ -165,8 +165,8 @@ class TraceObserver:
     """A `StepObserver` that records steps in a trace; ``args["step"]`` of an event is the step's number, from 0.
 
     - On the track ``host``: spans ``schedule``, ``launch``, ``wait`` and ``process`` (or ``fail``). ``launch`` has the
-      numbers of ``rows``, ``tokens``, leading rows that ``decode`` and ``constrained`` rows, and for each row its ``uids``,
-      tokens ``fed`` and tokens ``cached`` before.
+      numbers of ``rows``, ``tokens``, leading rows that ``decode`` (with drafts too) and ``constrained`` rows, and for
+      each row its ``uids``, tokens ``fed`` and tokens ``cached`` before.
     - On the track ``device``, if the engine is observed too: a span ``decode``, ``prefill`` or ``mixed``.
     - On the track ``requests``: instants ``admit``, ``preempt`` and ``finish`` with ``uid``, the last with ``reason``.
     """
