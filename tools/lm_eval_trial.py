@@ -1,7 +1,7 @@
-"""``PYTHON -m tools.lm_eval_trial``: EleutherAI's lm-eval asks the default model a quiz, through the server and in Python.
+"""``PYTHON -m tools.lm_eval_trial``: lm-eval asks the default model a quiz, through the server and in Python.
 
-PYTHON is the interpreter of an environment with this package and ``lm-eval[api]`` 0.4.13, which brings fifty packages
-that nothing else here needs. For each setting of the engine, both ways must give the same score; the result is
+PYTHON is the interpreter of an environment with this package and EleutherAI's ``lm-eval[api]`` 0.4.13, which brings
+fifty packages that nothing else here needs. For each setting of the engine, both ways must give the same score; the result is
 ``benchmarks/results/lm-eval.json``.
 """
 

@@ -44,11 +44,13 @@ class Stored(NamedTuple):
 
     @property
     def formula(self) -> str:
-        """How that is computed, in words."""
+        """How that is computed."""
+        if self.scale == 1.0:
+            return f"{self.meaning:.6f}"
         number = digits(float(self.number))
         if self.zero:
             number = f"({number} − {digits(self.zero)})"
-        return number if self.scale == 1.0 else f"{digits(self.scale)} × {number}"
+        return f"{digits(self.scale)} × {number} = {self.meaning:.6f}"
 
 
 def number_bits(weight: float, formats: Mapping[str, Stored]) -> Picture:
@@ -62,9 +64,9 @@ def number_bits(weight: float, formats: Mapping[str, Stored]) -> Picture:
         for place, (bit, field) in enumerate(zip(stored.bits, fields, strict=True)):
             canvas.cell(left + place * _BIT, top, _BIT - 1, 24, (bit, "small"), color=_COLORS[field])
         error = abs(stored.meaning - weight) / abs(weight)
-        canvas.text(left + 16 * _BIT + 12, top + 9, f"{stored.formula} = {stored.meaning:.6f}", "text small", "start")
+        canvas.text(left + 16 * _BIT + 12, top + 9, f"{stored.formula}", "text small", "start")
         canvas.text(left + 16 * _BIT + 12, top + 24, f"error {error:.2%}", "muted small", "start")
-        canvas.says.append(f"{name}: {stored.bits}, {stored.formula} = {stored.meaning:.6f}, an error of {error:.2%}.")
+        canvas.says.append(f"{name}: {stored.bits}, {stored.formula}, an error of {error:.2%}.")
         top += 40
     for number, (field, color) in enumerate(_COLORS.items()):
         canvas.box(MARGIN + number * 130, top + 2, 16, 14, fill=request_colors(color)[0])
