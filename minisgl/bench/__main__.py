@@ -54,7 +54,7 @@ HELP = {
     "arrivals": "poisson, constant, or trace FILE (Mooncake's or Qwen's format)",
     "backend": "names; all that can run here if there are none",
     "concurrency": "closed loop: users, a run for each number; by default 16",
-    "check": "model of two real engines that are compared with two simulated ones; none leaves that out",
+    "check": "real-time, or models of two engines: what two simulated replicas are compared with",
     "chances": "probabilities that a draft is right",
     "costs": "numbers of drafts: what a step costs that verifies so many of each request",
     "devices": "of the two engines",
@@ -113,6 +113,7 @@ _FLAGS = {"backends": "backend", "models": "model", "options": "set", "workloads
 _PARSING: dict[str, dict[str, Any]] = {
     "arrivals": {"metavar": ("KIND", "FILE")},
     "backends": {"nargs": "*"},
+    "check": {"nargs": "*"},
     "work": {"choices": tuple(WORKLOADS)},
     "workloads": {"choices": tuple(WORKLOADS)},
 }

@@ -202,7 +202,8 @@ def run_apart(
 ) -> Report:
     """Streams of long answers, and long prompts that arrive meanwhile, on two engines: alike, and apart.
 
-    Medians of ``repeat`` runs; the single ones are in the report. The gap is between two tokens of a stream; with engines alike, a long prompt is computed where streams are decoded.
+    The gap is between two tokens of a stream; with engines alike, a long prompt is computed where streams are decoded.
+    All numbers are medians of ``repeat`` runs; the single ones are in the report.
     """
     report = Report("apart", {"stream_len": _STREAM_LEN, "late_output": _LATE_OUTPUT})
     columns = ["engines", "largest gap, median ms", "worst gap, ms", "first token of a long prompt, median ms"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,6 +21,7 @@ from minisgl.batch import Batch, StepPhase
 from minisgl.bench.report import Cell, Report, Target
 from minisgl.bench.routing import PAGE_SIZE, ROUTERS, CacheAware, Router
 from minisgl.bench.simulation import (
+    Arrival,
     Conversations,
     Fleet,
     Outcome,
@@ -49,6 +51,9 @@ _SMALL = Conversations(
     1.0, 30.0, applications=4, pause=4.0, system_len=250, user_len=60, document_len=300, output_len=16, max_len=1800
 )
 """Traffic for an engine with a small model; the unit of time is that in which it is sent one request."""
+_REAL_TIME = "real-time"
+_SLOW = StepTime(weights=0.05, token=1e-3, key=1e-5, pair=1e-7)
+"""Steps so long that they can be slept through on a busy machine."""
 _BUSY = 0.7  # share of what one engine can serve that each of two is sent
 
 
@@ -137,17 +142,17 @@ def run_simulation(
     ttft_limit: float = 1.0,
     tpot_limit: float = 0.05,
     dollars: float = 3.0,
-    check: str = "default",
+    check: Sequence[str] = ("real-time", "default"),
     options: Mapping[str, Any] = {},
 ) -> Report:
-    """Fleets of simulated H200s under every router; how many are needed; and two real engines against two simulated.
+    """Fleets of simulated H200s under every router, how many a load needs, and two replicas measured and simulated.
 
     Each fleet gets ``load`` requests a second and replica. Large fleets get a shorter trace, and two routers.
     """
     spec, objective = ReplicaSpec(calibrated(model), pool_tokens), (ttft_limit, tpot_limit)
     report = Report("simulation", {"step_time": asdict(spec.step_time), "warm_up": _WARM_UP})
-    if check != "none":
-        _add_check(report, check, options)
+    for kind in check:
+        _add_check(report, kind, options)
     columns = ("replicas", "router", "requests", "hit rate, %", "first token p50, s", "p99, s", "a token after it, ms")
     title = f"{load:g} requests a second and replica, {model} on H200s: in time means {ttft_limit:g} s and "
     title += f"{1e3 * tpot_limit:g} ms a token"
@@ -225,37 +230,90 @@ def _summary(outcome: Outcome, objective: tuple[float, float], dollars: float) -
 # -- two real engines ----------------------------------------------------------------------------------------------
 
 
-def _add_check(report: Report, model: str, options: Mapping[str, Any]) -> None:
-    """Two real engines against two simulated ones, whose step times are fitted to one engine under another trace."""
+class RealTimeFleet(Fleet):
+    """Simulated replicas in real time: each is a thread that sleeps as long as its steps take.
+
+    Nothing here is ordered by a clock that only the simulation has, so this is what `Fleet` has to agree with.
+    """
+
+    def _serve(self, trace: Sequence[Arrival]) -> None:
+        self._changed = threading.Condition()
+        self._open, self._begin = True, time.perf_counter()
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            working = [pool.submit(self._work, number) for number in range(len(self.replicas))]
+            for uid, arrival in enumerate(trace):
+                time.sleep(max(0.0, arrival.time - self._elapsed()))
+                with self._changed:
+                    self._arrive(uid, arrival)
+                    self._changed.notify_all()
+            with self._changed:
+                self._open = False
+                self._changed.notify_all()
+        for each in working:
+            each.result()
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def _work(self, number: int) -> None:
+        replica, scheduler = self.replicas[number], self.replicas[number].loop.scheduler
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: scheduler.has_work or not self._open)
+                if not scheduler.has_work:
+                    return
+                end, first, finished = replica.step(self._elapsed())
+            time.sleep(max(0.0, end - self._elapsed()))
+            with self._changed:
+                self.now = self._elapsed()
+                self._end(number, first, finished)
+
+    def _start(self, number: int) -> None:
+        pass  # its thread does
+
+    def _at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+        act(*arguments)
+
+
+def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
+    """Two replicas as they were measured, in ``"real-time"`` or with a model, against two simulated ones.
+
+    The step times of a model are fitted to one engine, under another trace.
+    """
+    what = "replicas that sleep in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
     table = report.table(
-        f"two engines with {model}, measured and simulated", "router", "", "requests", "hit rate, %",
+        f"two {what}, measured and simulated", "router", "", "requests", "hit rate, %",
         "first token, mean s", "p50, s", "p90, s", "a token after it, ms", "whole answer, mean s",
     )  # fmt: skip
-    engines = [real_engine(model, _SMALL_POOL, options) for _ in range(2)]
-    alone, at_once = RealReplica(engines[0]), [each._replace(time=0.0) for each in replace(_SMALL, seed=1).arrivals()]
+    at_once = [each._replace(time=0.0) for each in replace(_SMALL, seed=1).arrivals()]
+    engines = [] if kind == _REAL_TIME else [real_engine(kind, _SMALL_POOL, options) for _ in range(2)]
+    spec = ReplicaSpec(_SLOW, _SMALL_POOL)
+    alone: Replica = SimulatedReplica(spec)
+    if engines:
+        alone = RealReplica(engines[0])
     busy = Fleet([alone], ROUTERS["round-robin"](1)).run(at_once, 1.0).finished.max()
-    step_time = StepTime.fitted(*zip(*alone.steps, strict=True))
+    if isinstance(alone, RealReplica):
+        step_time = StepTime.fitted(*zip(*alone.steps, strict=True))
+        spec = replace(spec, step_time=step_time, max_seq_len=engines[0].max_seq_len)
+    report.settings[f"check {kind}"] = {"step_time": asdict(spec.step_time), "pool_tokens": _SMALL_POOL}
     unit = float(busy / len(at_once) / _BUSY)
-    report.settings["check"] = {"step_time": asdict(step_time), "steps": len(alone.steps), "pool_tokens": _SMALL_POOL}
-    max_running, max_seq_len = engines[0].config.max_running_requests, engines[0].max_seq_len
-    spec = ReplicaSpec(step_time, _SMALL_POOL, max_running, max_seq_len)
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
-        for llm in engines:
-            llm.scheduler.memory.forget_unlocked()
-        fleets = {
-            "measured": [RealReplica(llm) for llm in engines],
-            "simulated": [SimulatedReplica(spec) for _ in engines],
-        }
+        simulated = [SimulatedReplica(spec) for _ in range(2)]
+        fleets = {"measured": RealTimeFleet(simulated, ROUTERS[name](2))}
+        if engines:
+            for llm in engines:
+                llm.scheduler.memory.forget_unlocked()
+            fleets = {"measured": Fleet([RealReplica(llm) for llm in engines], ROUTERS[name](2))}
+        fleets["simulated"] = Fleet([SimulatedReplica(spec) for _ in range(2)], ROUTERS[name](2))
         found = {}
-        for kind, members in fleets.items():
-            outcome = Fleet(members, ROUTERS[name](2)).run(traffic.arrivals(), traffic.seconds)
+        for way, fleet in fleets.items():
+            outcome = fleet.run(traffic.arrivals(), traffic.seconds)
             p50, p90 = np.percentile(outcome.ttft, (50, 90)).tolist()
             whole = float((outcome.finished - outcome.arrived).mean())
             tpot = 1e3 * float(np.median(outcome.tpot))
-            cells = [100 * outcome.hit_rate, float(outcome.ttft.mean()), p50, p90, tpot, whole]
-            found[kind] = cells
-            table.add(name, kind, len(outcome.first), *cells)
-        for column, measured, simulated in zip(table.columns[3:], *found.values(), strict=True):
-            title = f"{name}, {column.partition(',')[0]}: simulated differs from measured by, %"
-            report.targets.append(Target(title, 100 * abs(simulated / measured - 1), 100 * _AGREE, at_least=False))
+            found[way] = [100 * outcome.hit_rate, float(outcome.ttft.mean()), p50, p90, tpot, whole]
+            table.add(name, way, len(outcome.first), *found[way])
+        for column, measured, expected in zip(table.columns[3:], *found.values(), strict=True):
+            title = f"{kind}, {name}, {column.rpartition(',')[0]}: simulated and measured differ by, %"
+            report.targets.append(Target(title, 100 * abs(expected / measured - 1), 100 * _AGREE, at_least=False))

@@ -300,17 +300,20 @@ class Fleet:
         count = len(trace)
         self.first, self.finished = np.zeros(count), np.zeros(count)
         self.cached, self.replica = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
-        for uid, arrival in enumerate(trace):
-            self._at(arrival.time, self._arrive, uid, arrival)
-        while self._events:
-            self.now, _, act, arguments = heapq.heappop(self._events)
-            act(*arguments)
+        self._serve(trace)
         lengths = np.array([(sum(each.lens), each.output_len) for each in trace], dtype=np.int32)
         arrived = np.array([each.time for each in trace])
         return Outcome(
             arrived, self.first, self.finished, lengths[:, 0], lengths[:, 1], self.cached, self.replica,
             len(self.replicas), seconds,
         )  # fmt: skip
+
+    def _serve(self, trace: Sequence[Arrival]) -> None:
+        for uid, arrival in enumerate(trace):
+            self._at(arrival.time, self._arrive, uid, arrival)
+        while self._events:
+            self.now, _, act, arguments = heapq.heappop(self._events)
+            act(*arguments)
 
     def _at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (time, next(self._count), act, arguments))

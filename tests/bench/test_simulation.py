@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from minisgl.bench import planning
 from minisgl.bench.host import decode_batch_of, prefill_batch_of
-from minisgl.bench.planning import calibrated, run_simulation
+from minisgl.bench.planning import RealTimeFleet, calibrated, run_simulation
 from minisgl.bench.routing import KVAware, RoundRobin
 from minisgl.bench.simulation import (
     ANSWER,
@@ -21,7 +22,7 @@ from minisgl.bench.simulation import (
     SimulatedReplica,
     StepTime,
 )
-from minisgl.errors import ConfigError, InvalidRequest
+from minisgl.errors import ConfigError
 
 STEP = StepTime(weights=0.01, token=1e-4, key=0.0)
 SMALL = ReplicaSpec(STEP, pool_tokens=8192, max_running=8, max_seq_len=2048)
@@ -65,7 +66,9 @@ def test_requests_wait_for_a_step_that_runs() -> None:
 
 
 def test_events_that_come_late_cost_hits_and_nothing_else() -> None:
-    trace = Conversations(8.0, 20.0, system_len=300, user_len=60, document_len=300, output_len=8, max_len=1500).arrivals()
+    trace = Conversations(
+        8.0, 20.0, system_len=300, user_len=60, document_len=300, output_len=8, max_len=1500
+    ).arrivals()
     rates = []
     for lag in (0.0, 1e6):
         fleet = Fleet([SimulatedReplica(SMALL) for _ in range(4)], KVAware(4), event_lag=lag)
@@ -113,14 +116,16 @@ def test_step_times_of_an_h200_come_from_results(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="Qwen3-14B"):
         calibrated("Qwen3-99B")
     monkeypatch.setattr(planning, "_RESULTS", tmp_path)
-    with pytest.raises(ConfigError, match="Qwen3-0.6B or"):
+    with pytest.raises(ConfigError, match="no step times"):
         calibrated()
 
 
 def test_the_outcome_counts_what_was_in_time() -> None:
     three = np.array([0.0, 1.0, 2.0])
     ints = np.array([10, 10, 10], dtype=np.int32)
-    outcome = Outcome(three, three + [0.5, 2.0, 0.5], three + [1.4, 2.9, 9.5], ints, ints, ints // 2, ints * 0, 2, 3.0)
+    outcome = Outcome(
+        three, np.array([0.5, 3.0, 2.5]), np.array([1.4, 3.9, 11.5]), ints, ints, ints // 2, ints * 0, 2, 3.0
+    )
     good = outcome.good(1.0, 0.2)
     assert good.tolist() == [True, False, False]
     assert outcome.hit_rate == 0.5
@@ -131,11 +136,31 @@ def test_the_outcome_counts_what_was_in_time() -> None:
     assert outcome.since(1.0).seconds == 2.0
 
 
-def test_the_command_reports_every_router_a_plan_and_the_check() -> None:
-    report = run_simulation([1, 2], load=2.0, seconds=4.0, check="tiny", options={"max_seq_len": 2048})
+def test_in_real_time_it_is_the_same_fleet() -> None:
+    """No time is asserted: where requests come one by one, only the order decides what is found."""
+    trace = [Arrival(0.05 * n, (1 + n % 3, 9 + n), (128, 64), 1 + n % 2) for n in range(12)]
+    spec = ReplicaSpec(StepTime(1e-3, 1e-6, 0.0), pool_tokens=8192, max_running=8, max_seq_len=2048)
+    fleet = RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], RoundRobin(2))
+    outcome = fleet.run(trace, 1.0)
+    assert outcome.replica.tolist() == [0, 1] * 6
+    assert (outcome.finished >= outcome.first).all()
+    assert (outcome.first > outcome.arrived).all()
+    assert outcome.cached.sum() == 6 * 128, "each of three prefixes is computed twice"
+    assert fleet.in_flight.tolist() == [0, 0]
+
+
+def test_in_real_time_an_error_is_raised_too() -> None:
+    spec = ReplicaSpec(STEP, pool_tokens=512, max_seq_len=2048)
+    with pytest.raises(ConfigError, match="pool_tokens"):
+        RealTimeFleet([SimulatedReplica(spec)], RoundRobin(1)).run([Arrival(0.0, (7,), (1000,), 1)], 1.0)
+
+
+def test_the_command_reports_every_router_a_plan_and_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_SMALL", replace(planning._SMALL, seconds=4.0))
+    report = run_simulation([1, 2], load=2.0, seconds=3.0, check=["tiny"], options={"max_seq_len": 2048})
     check, fleets, plan = report.tables
     assert [row[:2] for row in check.rows[:2]] == [["round-robin", "measured"], ["round-robin", "simulated"]]
     assert len(fleets.rows) == 10
     assert len(plan.rows) == 5
     assert len(report.targets) == 12
-    assert report.settings["check"]["steps"] > 10
+    assert report.settings["check tiny"]["step_time"]["fixed"] > 0
