@@ -18,7 +18,7 @@ from minisgl.engine.logits_processors import (
     penalise,
     softmax_weights,
 )
-from minisgl.engine.random import draw
+from minisgl.engine.random import draw, exponentials, token_hash
 from minisgl.engine.sampling import A, DeviceSampling, HostSampling, LogprobStage, RandomStage, TokenHistory
 from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
@@ -136,13 +136,14 @@ class CompiledSampler(DefaultSampler):
     """The default sampler with temperature and draw as one function of torch.compile; other stages run as they are."""
 
     def __init__(self) -> None:
-        self._race = torch.compile(race)
+        # For a CPU, PyTorch 2.13 compiles it to code that leaves its memory where rows have certain lengths.
+        self._race = torch.compile(race) if torch.cuda.is_available() else race
 
     def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         if inputs.random is None or inputs.top is not None or inputs.min_p is not None:
             return super().sample(logits, inputs, history)
         adjusted = self._adjust(logits, inputs, history) if inputs.adjusts_logits else logits
-        tokens = self._race(adjusted, *inputs.random)
+        tokens = self._race(adjusted, *inputs.random).argmax(-1)
         logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens, inputs.logprobs)
         return SampledTokens(tokens.int(), logprobs)
 
@@ -150,10 +151,12 @@ class CompiledSampler(DefaultSampler):
 def race(
     logits: torch.Tensor, temperature: torch.Tensor, key_low: torch.Tensor, key_high: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from [S, vocab] logits with temperatures alone; rows of temperature 0 take their likeliest token. [S]."""
+    """How early each token arrives, [S, vocab]: the largest number of a row is the token that `draw` would choose with
+    its temperature alone, or the likeliest one if that is 0."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    greedy = (temperature == 0).unsqueeze(-1)
     weights = softmax_weights(wide, temperature.masked_fill(temperature == 0, 1.0))
-    return torch.where(temperature == 0, wide.argmax(-1), draw(weights, key_low, key_high))
+    return torch.where(greedy, wide, weights / exponentials(token_hash(key_low, key_high, logits.shape[-1])))
 
 
 SAMPLERS: Registry[Callable[[], Sampler]] = {
