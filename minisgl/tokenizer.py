@@ -30,7 +30,7 @@ class Tokenizer:
         self.path = path
         self._allow_control_tokens = allow_control_tokens
         self.eos_ids = load_eos_ids(path)
-        self._backend = _load(path) if any((path / name).is_file() for name in _FILES) else None
+        self._backend: Any = _load(path) if any((path / name).is_file() for name in _FILES) else None
         self._raw = _raw_tokenizer(self._backend)
         self.special_ids = frozenset(self._find_special_ids())  # control tokens, which `decode` leaves out
         self.byte_tokens = {} if self._backend is None else find_byte_tokens(self._backend)
@@ -220,10 +220,10 @@ def _check_unicode(field: str, text: str) -> None:
         raise InvalidRequest(field, f"must be valid Unicode, but has a lone surrogate ({error})") from error
 
 
-_PLAIN_SAMPLE = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+_PLAIN_SAMPLE: list[dict[str, Any]] = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
 _SAMPLE_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
 _SAMPLE_CALL = {"id": "a", "type": "function", "function": {"name": "a", "arguments": {}}}
-_TOOL_SAMPLE = [
+_TOOL_SAMPLE: list[dict[str, Any]] = [
     *({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [_SAMPLE_CALL]}),
     *({"role": "tool", "content": "a", "tool_call_id": "a", "name": "a"}, {"role": "user", "content": "a"}),
 ]

@@ -63,7 +63,7 @@ def test_tools_and_their_results_cannot_either(tmp_path: Path) -> None:
 
     def ids(text: str) -> list[int]:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": text}}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": text},
