@@ -20,6 +20,7 @@ import pytest
 
 from minisgl.server.config import ServerConfig
 from minisgl.server.launch import bind
+from minisgl.server.messages import EngineStats
 from tests.server.harness import MESSAGES, RunningServer, chat_checkpoint, in_background, wait_until
 from tests.server.templates import QWEN
 from tests.server.test_serve import client_of
@@ -65,6 +66,10 @@ class Router:
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         self._command = [sys.executable, "-m", "smg", "launch", *words, *options, "--disable-tokenizer-autoload"]
         self._command += ["--worker-urls", *urls]
+
+    def add(self, url: str) -> None:
+        """Name a server that does not run. Call it before the router is started."""
+        self._command.append(url)
 
     def __enter__(self) -> Self:
         with self._log.open("w") as stream:
@@ -256,3 +261,31 @@ def test_a_worker_that_is_drained_loses_nothing(path: Path, tmp_path: Path) -> N
         assert total([other], "generations_total") == 2 + 8
         wait_until(lambda: not drained.server.servers[0].is_serving())
         assert drained.server.exit_code == 0
+
+
+def test_a_worker_that_lies_and_one_that_is_not_there_cost_no_answer(path: Path, tmp_path: Path) -> None:
+    config = ServerConfig(served_model_name=NAME)
+    with ExitStack() as stack:
+        liar, honest = [stack.enter_context(RunningServer(path, config, num_pages=300)) for _ in range(2)]
+        stats = EngineStats(waiting=10**6, running=10**6, pages=300, free_pages=0, cached_pages=0)
+
+        async def lie() -> EngineStats:
+            return stats
+
+        liar.engine.stats = lie
+        nowhere = f"http://127.0.0.1:{free_ports(1)[0]}"
+        options = ["--load-monitor-interval", "1"]
+        router = Router(tmp_path / "smg", [liar.url, honest.url], "round_robin", *options)
+        router.add(nowhere)
+        stack.enter_context(router)
+        expected = honest.chat(model=NAME, max_tokens=12).choices[0].message.content
+        assert all(router.chat().choices[0].message.content == expected for _ in range(4))
+
+        def leaves_it_alone() -> bool:  # once it has asked for its load, which it does every second
+            before = total([liar], "generations_total"), total([honest], "generations_total")
+            for _ in range(3):
+                router.chat()
+            wait_until(lambda: total([liar, honest], "generations_total") == sum(before) + 3)
+            return total([liar], "generations_total") == before[0]
+
+        wait_until(leaves_it_alone)
