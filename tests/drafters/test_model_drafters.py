@@ -29,8 +29,9 @@ from minisgl.sampling_params import SamplingParams
 from tests.drafting import draft_always, drafts_of
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_text_model import assert_idle_and_clean, directed_llm, text_checkpoint
+from tools.drafter_head import Head, HeadConfig, save
 from tools.drafter_prompts import held_out_prompts
-from tools.train_drafter import Head, HeadConfig, Text, read, save
+from tools.train_drafter import Text, read
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PARAMS = [
