@@ -15,7 +15,7 @@ from minisgl.drafters.protocol import DRAFTERS, Drafter, DraftRow, DraftTarget
 from minisgl.engine.build import build_engine
 from minisgl.registry import resolve
 from tests.model_zoo import tiny_checkpoint
-from tools.train_drafter import Head, HeadConfig, save
+from tools.drafter_head import Head, HeadConfig, save
 
 CONTRACTS = {"make_drafter": (DRAFTERS, Drafter)}
 VOCAB = 50

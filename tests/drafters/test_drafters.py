@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from minisgl.config import EngineConfig
+from minisgl.drafters.eagle import EagleDrafter
+from minisgl.drafters.model import ModelDrafter
 from minisgl.drafters.ngram import NgramDrafter
-from minisgl.drafters.protocol import DraftRow, DraftTarget
+from minisgl.drafters.protocol import DraftRow, DraftTarget, hidden_layers
 from minisgl.drafters.suffix import Match, SuffixAutomaton, SuffixDrafter
 from minisgl.errors import ConfigError
 
@@ -92,6 +96,14 @@ def test_a_suffix_drafter_learns_from_answers_and_forgets_old_ones(monkeypatch: 
         drafter.finish(uid, 0, np.arange(20 * uid, 20 * uid + 20, dtype=np.int32))
     assert drafts(1, 50, 3, 4, 81, 82) == [83, 84, 85, 86]
     assert drafts(6, 50, 3, 4) == []
+
+
+@pytest.mark.parametrize("drafter", [ModelDrafter, EagleDrafter])
+def test_a_drafter_with_a_model_is_refused_where_ranks_share_the_other(drafter: type) -> None:
+    config = EngineConfig(drafter="mine:Own", draft_model="default", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"^drafter: 'mine:Own' works beside the model, and .* is 2"):
+        drafter(DraftTarget(config, 100, 64, 1024))
+    assert hidden_layers(replace(config, drafter="eagle"), 30) == ()
 
 
 @pytest.mark.parametrize(

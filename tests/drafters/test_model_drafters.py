@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.drafters.eagle import EagleDrafter
+from minisgl.config import EngineConfig
+from minisgl.drafters.eagle import OF_DEFAULT_MODEL, EagleCheckpoint, EagleDrafter
 from minisgl.drafters.model import ModelDrafter
 from minisgl.drafters.protocol import DraftRow
 from minisgl.drafters.sequences import DraftSequences
+from minisgl.engine.cuda_graph import CpuGraph, CudaGraphRunner
+from minisgl.engine.prefill_graph import PrefillGraphRunner
 from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
@@ -25,7 +29,9 @@ from minisgl.sampling_params import SamplingParams
 from tests.drafting import draft_always, drafts_of
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_text_model import assert_idle_and_clean, directed_llm, text_checkpoint
-from tools.train_drafter import Head, HeadConfig, Text, read, save
+from tools.drafter_head import Head, HeadConfig, save
+from tools.drafter_prompts import held_out_prompts
+from tools.train_drafter import Text, read
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PARAMS = [
@@ -331,3 +337,45 @@ def test_a_draft_model_with_fewer_positions_stops_drafting_there(path: Path, tmp
     rows = [DraftRow(1, 0, np.arange(length, dtype=np.int32), 4) for length in (10, 18, 20, 21)]
     drafter = llm.scheduler.speculation._drafter  # type: ignore[union-attr]
     assert [len(drafter.propose([row])[0]) for row in rows] == [4, 2, 0, 0]
+
+
+def test_a_head_in_graphs_guesses_what_it_guesses_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded steps hand on the hidden states of their real rows, and touch no others."""
+    replayed: list[CpuGraph] = []
+    replay = CpuGraph.replay
+    monkeypatch.setattr(CpuGraph, "replay", lambda graph: (replayed.append(graph), replay(graph)))
+    path = text_checkpoint(tmp_path / "target", num_hidden_layers=4, initializer_range=0.2, head_dim=32)
+    random_head(path, tmp_path / "head")
+    options = {"drafter": "eagle", "draft_model": str(tmp_path / "head"), "dtype": "float32", "page_size": 4}
+    attention = {"prefill_attention": "cascade", "decode_attention": "cascade"}  # they have steps with padding
+    guesses: list[list[list[list[int]]]] = []
+    for in_graphs in (False, True):
+        llm = make(path, **options, **attention)
+        sequences = sequences_of(llm)
+        if in_graphs:
+            runner = PrefillGraphRunner(sequences.engine.runner, (16,), CpuGraph)
+            sequences.engine.runner = CudaGraphRunner(runner, (2, 4), CpuGraph)
+            head: Any = sequences.engine.model
+            head.states.fill_(torch.nan)
+        llm.engine.hidden_states.values.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
+        rows = [DraftRow(uid, 0, np.arange(uid, 2 * uid + 4, dtype=np.int32), 2 + uid % 2) for uid in (1, 2, 3)]
+        first = [guess.tolist() for guess in llm.scheduler.speculation._drafter.propose(rows)]  # type: ignore[union-attr]
+        rows = [replace(row, tokens=np.append(row.tokens, np.int32(9))) for row in rows]
+        guesses.append([first, [guess.tolist() for guess in llm.scheduler.speculation._drafter.propose(rows)]])  # type: ignore[union-attr]
+    assert len(replayed) == 6, "all three steps of both calls"
+    assert guesses[0] == guesses[1]
+    assert len({tuple(guess) for guess in guesses[0][0]}) > 1
+
+
+def test_the_default_models_head(default_model_dir: Path) -> None:
+    """It is found without a name, and guesses well; or the error says how to train it."""
+    if not OF_DEFAULT_MODEL.is_dir():
+        with pytest.raises(ConfigError, match="train the head with 'make drafter'"):
+            EagleCheckpoint(EngineConfig(drafter="eagle"))
+        return
+    llm = draft_always(LLM(drafter="eagle", device="cpu", max_running_requests=2, max_seq_len=512))
+    prompts = [[{"role": "user", "content": prompt}] for prompt in held_out_prompts(2)]
+    llm.chat(prompts, SamplingParams(temperature=0.0, max_tokens=60))
+    speculation = llm.scheduler.speculation
+    assert speculation is not None
+    assert speculation.stats.accepted > 0.5 * speculation.stats.verifications

@@ -15,7 +15,7 @@ from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
 from tests.drafting import draft_always, drafts_of
 from tests.tiny_text_model import assert_idle_and_clean, text_checkpoint
-from tools.train_drafter import Head, HeadConfig, save
+from tools.drafter_head import Head, HeadConfig, save
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tools.drafter_head import Head, HeadConfig, save
 from tools.drafter_prompts import held_out_prompts, training_prompts
 from tools.train_drafter import (
-    Head,
-    HeadConfig,
     Text,
     accepted_lengths,
     frequent_tokens,
@@ -117,8 +116,6 @@ def test_prompts_to_measure_with_are_about_other_subjects() -> None:
 
 def test_the_checkpoint_is_small_and_in_the_public_format(model: LlamaForCausalLM, tmp_path: Path) -> None:
     from safetensors import safe_open
-
-    from tools.train_drafter import save
 
     head = Head(model.config, HeadConfig(48, 24))
     tokens = torch.arange(0, 48) + 7
