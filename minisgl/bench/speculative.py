@@ -65,8 +65,8 @@ def run_speculative(
         return _run_edit(report, model, options, draft_tokens, repeat)
     columns = ("drafts", "requests", "tokens/s", "least", "most", "× without", "accepted a step", "verified a token")
     table = report.table(f"{model}, {draft_tokens} drafts, {_PROMPT_LEN} in, {_OUTPUT_LEN} out", *columns)
-    columns = ("requests", "drafts a row", "ms", "least", "most", "× plain")
-    steps = report.table(f"{model}: one step, of which all drafts are right", *columns)
+    title = f"{model}: one step, of which all drafts are right"
+    steps = report.table(title, "requests", "drafts a row", "ms", "least", "most", "× plain")
     engine = {"max_running_requests": max(running), "max_seq_len": 1024, **options}
     drafter = f"{RightWithChance.__module__}:{RightWithChance.__qualname__}"
     base: dict[int, float] = {}

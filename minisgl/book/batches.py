@@ -110,8 +110,9 @@ def _draw_row(canvas: Canvas, y: float, batch: Batch, row: int) -> None:
     """One row of the arrays with an entry a row."""
     places = iter(_PER_ROW.values())
     canvas.cell(next(places) - 24, y, 48, 20, (row, "text strong small"), color=row)
-    samples, seq_len, fed = bool(np.isin(row, batch.sample_rows)), batch.seq_lens[row], batch.q_lens[row]
-    values = (batch.slots[row], fed, seq_len, seq_len - fed, "yes" if samples else "no")
+    samples, seq_len, fed = int((batch.sample_rows == row).sum()), batch.seq_lens[row], batch.q_lens[row]
+    often = f" {counted(samples, 'time')}" if samples > 1 else ""  # it verifies drafts
+    values = (batch.slots[row], fed, seq_len, seq_len - fed, often.strip() or ("yes" if samples else "no"))
     for x, value in zip(places, values, strict=True):
         canvas.text(x, y + 15, value)
     first, end = batch.cu_seqlens_q[row : row + 2].tolist()
@@ -119,7 +120,7 @@ def _draw_row(canvas: Canvas, y: float, batch: Batch, row: int) -> None:
     canvas.says.append(
         f"Row {row} is slot {batch.slots[row]}: flat tokens {first} to {end - 1}, positions {batch.positions[first]} "
         f"to {batch.positions[end - 1]} of {seq_len}, K and V to {', '.join(written)}; "
-        f"{'samples' if samples else 'samples nothing'}."
+        f"{'samples' if samples else 'samples nothing'}{often}."
     )
 
 

@@ -81,8 +81,8 @@ def draft_steps(steps: Sequence[DraftStep], decode: Decode, first: int = 0) -> P
     for number, step in enumerate(steps):
         y, accepted = 62.0 + number * line, len(step.kept) - 1
         canvas.text(MARGIN, y + 19, f"step {first + number}", "text small", "start")
-        boxes = [("✓", token, 2) for token in step.drafts[:accepted]] + [("+", step.kept[-1], 1)]
-        boxes += [("✗", token, None) for token in step.drafts[accepted:]]
+        boxes: list[tuple[str, int, int | None]] = [("✓", token, 2) for token in step.drafts[:accepted]]
+        boxes += [("+", step.kept[-1], 1), *(("✗", token, None) for token in step.drafts[accepted:])]
         for place, (sign, token, color) in enumerate(boxes):
             text = shorten(f"{sign} {visible(decode([token]))}", int(width / 8.6))
             canvas.cell(left + place * width, y, width - 3, line - 5, (text, "mono"), color=color, kind="shared")

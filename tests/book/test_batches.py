@@ -177,3 +177,9 @@ def test_a_long_request_stays_on_its_card() -> None:
     assert len(boxes) == 400
     assert max(float(box.get("x", "")) + float(box.get("width", "")) for box in boxes) < WIDTH - 120
     assert "kv" not in texts(picture)[4:]
+
+
+def test_a_row_that_verifies_samples_several_times() -> None:
+    picture = batch_arrays(make([1, 0], [1, 3], [4, 6], [0, 1, 1, 1]))
+    assert_sound(picture)
+    assert picture.text.endswith("; samples 3 times.")

@@ -19,6 +19,7 @@ export function drawBatch(state) {
     ),
     ...(cut > 0 ? [make("span", {}, `and ${cut} more`)] : []),
   );
+  $("#batch table").classList.toggle("no-drafts", state.drafts.drafted === undefined);
   const uid = focused(state);
   const elements = shown.map((request) => show(request, request.uid === uid));
   if (elements.some((element, index) => body.children[index] !== element) || body.children.length !== elements.length) {
