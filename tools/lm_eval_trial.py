@@ -1,8 +1,8 @@
 """``PYTHON -m tools.lm_eval_trial``: lm-eval asks the default model a quiz, through the server and in Python.
 
 PYTHON is the interpreter of an environment with this package and EleutherAI's ``lm-eval[api]`` 0.4.13, which brings
-fifty packages that nothing else here needs. For each setting of the engine, both ways must give the same score; the result is
-``benchmarks/results/lm-eval.json``.
+fifty packages that nothing else here needs. For each setting of the engine, both ways must give the same score. The
+result is ``benchmarks/results/lm-eval.json``.
 """
 
 from __future__ import annotations

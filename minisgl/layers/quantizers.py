@@ -21,7 +21,7 @@ GROUP_SIZES = (128, 64, 32)
 # With so few tokens a product waits for its weights, and quantised activations would gain nothing.
 WEIGHT_ONLY_TOKENS = 16
 _TINY = 1e-12
-# Without these instructions, oneDNN's products of int8 and int8 take ten times as long as those of float32.
+# Without these, oneDNN adds up products of int8 in 16 bits, which overflow, and takes ten times as long as float32.
 _INT8_PRODUCTS = torch.backends.mkldnn.is_available() and (
     torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
 )
