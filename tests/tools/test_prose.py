@@ -62,6 +62,10 @@ TYPED = {
         "4 % better": "a question",
         "what 4 %": "the answer to it",
     },
+    "20-more-than-one-engine.md": {
+        "within 50 milliseconds": "an objective, set in the cell before",
+        "more than 15 percent": "an aim",
+    },
 }
 
 
