@@ -150,7 +150,7 @@ def run_simulation(
     Each fleet gets ``load`` requests a second and replica. Large fleets get a shorter trace, and two routers.
     """
     spec, objective = ReplicaSpec(calibrated(model), pool_tokens), (ttft_limit, tpot_limit)
-    report = Report("simulation", {"step_time": asdict(spec.step_time), "warm_up": _WARM_UP})
+    report = Report("simulate", {"step_time": asdict(spec.step_time), "warm_up": _WARM_UP})
     for kind in check:
         _add_check(report, kind, options)
     columns = ("replicas", "router", "requests", "hit rate, %", "first token p50, s", "p99, s", "a token after it, ms")
