@@ -280,7 +280,7 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
 
     The step times of a model are fitted to one engine, under another trace.
     """
-    what = "replicas that sleep in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
+    what = "replicas in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
     table = report.table(
         f"two {what}, measured and simulated", "router", "", "requests", "hit rate, %",
         "first token, mean s", "p50, s", "p90, s", "a token after it, ms", "whole answer, mean s",
