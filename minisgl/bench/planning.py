@@ -19,7 +19,7 @@ import numpy as np
 import minisgl
 from minisgl.batch import Batch, StepPhase
 from minisgl.bench.report import Cell, Report, Target
-from minisgl.bench.routing import PAGE_SIZE, ROUTERS, CacheAware, Router
+from minisgl.bench.routing import PAGE_SIZE, ROUTERS, CacheAware, RoundRobin, Router
 from minisgl.bench.simulation import (
     Arrival,
     Conversations,
@@ -48,7 +48,7 @@ _AGREE = 0.15  # by which simulated and measured may differ
 _PLANNED = 4  # replicas whose load the plan is made for
 _SMALL_POOL = 8192
 _SMALL = Conversations(
-    1.0, 30.0, applications=4, pause=4.0, system_len=250, user_len=60, document_len=300, output_len=16, max_len=1800
+    1.0, 60.0, applications=4, pause=4.0, system_len=250, user_len=60, document_len=300, output_len=16, max_len=1800
 )
 """Traffic for an engine with a small model; the unit of time is that in which it is sent one request."""
 _REAL_TIME = "real-time"
@@ -150,7 +150,7 @@ def run_simulation(
     Each fleet gets ``load`` requests a second and replica. Large fleets get a shorter trace, and two routers.
     """
     spec, objective = ReplicaSpec(calibrated(model), pool_tokens), (ttft_limit, tpot_limit)
-    report = Report("simulation", {"step_time": asdict(spec.step_time), "warm_up": _WARM_UP})
+    report = Report("simulate", {"step_time": asdict(spec.step_time), "warm_up": _WARM_UP})
     for kind in check:
         _add_check(report, kind, options)
     columns = ("replicas", "router", "requests", "hit rate, %", "first token p50, s", "p99, s", "a token after it, ms")
@@ -280,7 +280,7 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
 
     The step times of a model are fitted to one engine, under another trace.
     """
-    what = "replicas that sleep in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
+    what = "replicas in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
     table = report.table(
         f"two {what}, measured and simulated", "router", "", "requests", "hit rate, %",
         "first token, mean s", "p50, s", "p90, s", "a token after it, ms", "whole answer, mean s",
@@ -291,7 +291,7 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     alone: Replica = SimulatedReplica(spec)
     if engines:
         alone = RealReplica(engines[0])
-    busy = Fleet([alone], ROUTERS["round-robin"](1)).run(at_once, 1.0).finished.max()
+    busy = Fleet([alone], RoundRobin(1)).run(at_once, 1.0).finished.max()
     if isinstance(alone, RealReplica):
         step_time = StepTime.fitted(*zip(*alone.steps, strict=True))
         spec = replace(spec, step_time=step_time, max_seq_len=engines[0].max_seq_len)
@@ -300,12 +300,12 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
         simulated = [SimulatedReplica(spec) for _ in range(2)]
-        fleets = {"measured": RealTimeFleet(simulated, ROUTERS[name](2))}
+        fleets: dict[str, Fleet] = {"measured": RealTimeFleet(simulated, make_router(name, 2, _SMALL_POOL))}
         if engines:
             for llm in engines:
                 llm.scheduler.memory.forget_unlocked()
-            fleets = {"measured": Fleet([RealReplica(llm) for llm in engines], ROUTERS[name](2))}
-        fleets["simulated"] = Fleet([SimulatedReplica(spec) for _ in range(2)], ROUTERS[name](2))
+            fleets = {"measured": Fleet([RealReplica(llm) for llm in engines], make_router(name, 2, _SMALL_POOL))}
+        fleets["simulated"] = Fleet([SimulatedReplica(spec) for _ in range(2)], make_router(name, 2, _SMALL_POOL))
         found = {}
         for way, fleet in fleets.items():
             outcome = fleet.run(traffic.arrivals(), traffic.seconds)

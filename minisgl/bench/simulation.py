@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -248,9 +248,10 @@ class Outcome:
     def since(self, time: float) -> Outcome:
         """Only the requests that arrived from then on."""
         late = self.arrived >= time
-        arrays = {each.name: getattr(self, each.name) for each in fields(self)}
-        kept = {name: value[late] for name, value in arrays.items() if isinstance(value, np.ndarray)}
-        return replace(self, **kept, seconds=self.seconds - time)
+        return Outcome(
+            self.arrived[late], self.first[late], self.finished[late], self.prompt_len[late], self.output_len[late],
+            self.cached[late], self.replica[late], self.num_replicas, self.seconds - time,
+        )  # fmt: skip
 
     @property
     def ttft(self) -> Floats:
@@ -260,7 +261,8 @@ class Outcome:
     @property
     def tpot(self) -> Floats:
         """Seconds a token after the first."""
-        return (self.finished - self.first) / np.maximum(self.output_len - 1, 1)
+        seconds: Floats = (self.finished - self.first) / np.maximum(self.output_len - 1, 1)
+        return seconds
 
     @property
     def hit_rate(self) -> float:

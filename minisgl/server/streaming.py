@@ -63,8 +63,8 @@ class GenerateHandler:
             note(update)
         size = sum(len(update.token_ids) for update in updates)
         # In a thread if it is long: other streams are written in the meantime.
-        body = _whole(style, updates) if size < LONG else await asyncio.to_thread(_whole, style, updates)
-        return Response(body, media_type="application/json")
+        whole = partial(_whole, style, updates)
+        return Response(whole() if size < LONG else await asyncio.to_thread(whole), media_type="application/json")
 
     async def _begin(
         self, asked: EngineRequest, make_format: MakeFormat, request_id: str

@@ -63,6 +63,10 @@ TYPED = {
         "what 4 %": "the answer to it",
     },
     "19-quantised-weights.md": {"take 90 % of its bytes": "a question"},
+    "20-more-than-one-engine.md": {
+        "within 50 milliseconds": "an objective, set in the cell before",
+        "more than 15 percent": "an aim",
+    },
 }
 
 
