@@ -33,7 +33,6 @@ GOOD: dict[str, list[Any]] = {
     "n": [1, 128],
     "json_schema": [None, "{}", '{"type": "object"}', "{" + " " * 65534 + "}"],
     "regex": [None, "a", "[0-9]+", "a" * 8192],
-    "num_draft_tokens": [None, 0, 64],
 }
 
 
@@ -72,7 +71,6 @@ BAD: dict[str, list[Any]] = {
         *("object", "[]", "true", "3", "null", '"{}"', "{}{}", '{"a": ' + "[" * 50_000, '{"a": ' + "9" * 5000 + "}"),
     ],
     "regex": [3, True, b"a", ["a"], "", "a" * 8193, "\udfff"],
-    "num_draft_tokens": [*NOT_AN_INTEGER, -1, 65],
 }
 
 

@@ -185,4 +185,4 @@ def test_a_gpu_replays_what_it_computes_eagerly(tmp_path: Path, scheme: str) -> 
             answers.append(llm.generate(tokens, params) + llm.generate(tokens[:1], params))
     eager, replayed = answers
     # bfloat16 rounds differently in fused kernels, so where two tokens are about equally likely, either may come.
-    assert agreeing_until_a_tie(replayed, eager) >= 12
+    assert agreeing_until_a_tie(replayed, eager, tie=0.5) >= 12
