@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +27,44 @@ _LISTED = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<name>\d\d-[\w-]+)\.md\)")
 _ROMAN = ("I", "II", "III", "IV", "V")
 _READING = 1.5
 """Hours that a chapter takes without its tasks, of which each takes half an hour more."""
+_SPEEDS = {"offline": ("mixed", "bs1", "prefix"), "refill": ("refill", "refill-32", "ttft")}
+"""Result files, with the workloads of each that are shown."""
 _TEST = re.compile(r"`tests/[\w/.]+::\w+`")
 
 
 def render(root: Path) -> str:
-    """The tables in Markdown: the least and the most of this engine's runs beside those of the others."""
-    ours = json.loads((root / "benchmarks" / "results" / "offline.json").read_text(encoding="utf-8"))
-    others = json.loads((root / "benchmarks" / "reference" / "h200.json").read_text(encoding="utf-8"))
+    """The tables in Markdown: requests that start all at once, then servers that refill, and prompts alone."""
+    others = json.loads((root / "benchmarks" / "reference" / "h200.json").read_text(encoding="utf-8"))["engines"]
+    parts = []
+    for name, workloads in _SPEEDS.items():
+        ours = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        parts.append(f"{_table(ours, others, workloads)}\n\n{_origin(ours, workloads)}\n")
+    return "\n".join(parts)
+
+
+def _table(ours: dict[str, Any], others: list[dict[str, Any]], workloads: Sequence[str]) -> str:
+    """The least and the most of this engine's runs beside those of the others that ran one of the workloads."""
     measured: dict[tuple[str, str], tuple[str, str]] = {}
     for model, workload, _, *ends, unit in ours["tables"][0]["rows"]:
-        measured[model, workload] = ("–".join(dict.fromkeys(map(_shown, ends))), unit)
+        if workload in workloads:
+            measured[model, workload] = ("–".join(dict.fromkeys(map(_shown, ends))), unit)
     columns = list(measured)
     lines = [
         f"| | {' | '.join(f'{model} `{workload}`, {measured[model, workload][1]}' for model, workload in columns)} |",
         f"|---|{'---:|' * len(columns)}",
         f"| **minisgl** | {' | '.join(f'**{measured[column][0]}**' for column in columns)} |",
     ]
-    for engine in others["engines"]:
+    for engine in others:
         cells = [engine["results"].get(model, {}).get(workload, "–") for model, workload in columns]
-        lines.append(f"| {engine['name']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{_origin(ours)}\n"
+        if any(cell != "–" for cell in cells):
+            lines.append(f"| {engine['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _origin(record: dict[str, Any]) -> str:
+def _origin(record: dict[str, Any], names: Sequence[str]) -> str:
     hardware, versions = record["hardware"], record["versions"]
-    workloads = "; ".join(f"`{name}`: {summary}" for name, summary in record["settings"]["workloads"].items())
+    about = record["settings"]["workloads"]
+    workloads = "; ".join(f"`{name}`: {about[name]}" for name in names)
     return (
         f"The least and the most of several runs on one {hardware['gpu']} (driver {hardware['driver']}, torch "
         f"{versions['torch']}), bfloat16, random weights in the shapes of the checkpoints, measured on "
