@@ -64,7 +64,10 @@ class Sources:
     def package(self, unwritten: Sequence[Task] = ()) -> Files:
         """The package's files, with the functions of some tasks taken away."""
         found = sorted((self.root / PACKAGE).rglob("*.*"))
-        paths = [path.relative_to(self.root).as_posix() for path in found if path.is_file() and path.suffix != ".pyc"]
+        left_out = (".pyc", ".safetensors")  # the trained drafter is no text, and no task needs it
+        paths = [
+            path.relative_to(self.root).as_posix() for path in found if path.is_file() and path.suffix not in left_out
+        ]
         return {**{path: self.read(path) for path in paths}, **self.modules_of(unwritten, unwritten)}
 
     def modules_of(self, tasks: Sequence[Task], unwritten: Sequence[Task]) -> Files:

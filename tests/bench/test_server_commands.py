@@ -138,7 +138,8 @@ def kills(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[st
 @eight_servers
 def test_each_process_is_killed_and_each_request_has_an_outcome(kills: dict[str, dict[str, Any]]) -> None:
     engine = ("scheduler", "detokenizer", "tokenizer")
-    assert set(kills) == {f"{kind}{how}" for kind in (*engine, "serve") for how in ("", ", --restart")}
+    stopped = [f"{kind}, stopped" for kind in engine]
+    assert set(kills) == {f"{kind}{how}" for kind in (*engine, "serve", *stopped) for how in ("", ", --restart")}
     for kind in engine:
         assert kills[kind].get("error body", 0) + kills[kind].get("error event", 0) == 5
         assert kills[kind]["server"] == "exit code 1"

@@ -252,6 +252,7 @@ def _fixed(argument: Any) -> Any:
 def test_what_can_be_captured(path: Path) -> None:
     llm = engine(path)
     runner = llm.engine.runner
+    torch_runner = engine(path, prefill_attention="torch", decode_attention="torch").engine.runner
     assert tokens_to_capture(EngineConfig(), runner) == ()  # there is no CUDA
     assert build_prefill_runner(EngineConfig(), runner, CpuGraph) is runner
     assert measure_prefill_memory(runner, ()) == 0
@@ -260,7 +261,6 @@ def test_what_can_be_captured(path: Path) -> None:
         assert tokens_to_capture(EngineConfig(max_prefill_tokens=64), runner) == (64,)
         for options in ({"enforce_eager": True}, {"max_graph_tokens": 0}):
             assert tokens_to_capture(EngineConfig(**options), runner) == ()
-        torch_runner = engine(path, prefill_attention="torch", decode_attention="torch").engine.runner
         assert tokens_to_capture(EngineConfig(), torch_runner) == ()
 
 
