@@ -13,9 +13,11 @@ import numpy as np
 from minisgl.errors import InvariantError
 from minisgl.kvcache.page_store import CacheListener, PageOffloader, PageStore
 from minisgl.kvcache.pool import PagePool, PageTable
-from minisgl.kvcache.prefix import ExtensiblePrefixCache, Handle, InsertResult, MatchResult, PrefixCache
+from minisgl.kvcache.prefix import Handle, InsertResult, MatchResult, PrefixCache
 from minisgl.request import Int32Array
 from minisgl.table import RunningTable
+
+Extend = Callable[[Handle, Int32Array, int], Handle | None]
 
 
 class KVMemory:
@@ -32,7 +34,6 @@ class KVMemory:
         self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
-        self._extend = cache.extend if isinstance(cache, ExtensiblePrefixCache) else None
         # Pages of each row that its lock covers; -1 if the row has other pages there, or its answer can't be published
         self._published = np.full(table.max_running, -1, dtype=np.int32)
         self.listeners: list[CacheListener] = []  # append one only while the cache is empty
@@ -163,17 +164,18 @@ class KVMemory:
         are cached in other pages publishes no more, since the pages below its own would be another request's, whose
         step may fail.
         """
-        if self._extend is None:
+        extend: Extend | None = getattr(self.cache, "extend", None)  # as in `ExtensiblePrefixCache`
+        if extend is None:
             return
         filled, published = self.table.known_len[slots] - 1, self._published[slots]
         due = (filled % self.page_size == 0) & (published >= 0)
         ends = filled[due] // self.page_size
         for slot, begin, end in zip(slots[due].tolist(), published[due].tolist(), ends.tolist(), strict=True):
             for index in range(begin, end):
-                if not self._cache_answer(slot, index, self._extend):
+                if not self._cache_answer(slot, index, extend):
                     break
 
-    def _cache_answer(self, slot: int, index: int, extend: Callable[[Handle, Int32Array, int], Handle | None]) -> bool:
+    def _cache_answer(self, slot: int, index: int, extend: Extend) -> bool:
         """Publish page ``index`` of the row; False if it cannot be."""
         tokens = self.table.tokens[slot, index * self.page_size : (index + 1) * self.page_size]
         page = int(self.page_table.rows[slot, index])

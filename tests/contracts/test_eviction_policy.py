@@ -88,8 +88,7 @@ def test_the_tree_stays_sound(cache: RadixCache) -> None:
 
 def test_an_engine_short_of_memory_answers_everybody(make_policy: Callable[[], EvictionPolicy]) -> None:
     harness = Harness(page_size=2, num_pages=14, max_running=4)
-    cache = RadixCache(2, make_policy())
-    harness.memory.cache, harness.memory._extend = cache, cache.extend
+    harness.memory.cache = RadixCache(2, make_policy())
     rng = np.random.default_rng(3)
     added = [harness.add(rng.integers(0, 3, 1 + i % 9).tolist(), max_tokens=1 + i % 5) for i in range(60)]
     harness.run()

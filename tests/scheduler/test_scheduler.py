@@ -232,7 +232,7 @@ def test_an_answer_is_not_published_below_pages_of_a_step_that_may_fail(cache: s
 def test_a_prompt_in_chunks_skips_what_others_have_computed_meanwhile(cache: str) -> None:
     """The next turn of a conversation has been fed in part when the first turn's answer becomes known to the cache."""
     harness = Harness(prefix_cache=cache, page_size=4, max_prefill_tokens=4, batch_policy="mixed")
-    harness.memory._extend = None  # a cache that takes an answer at its end
+    harness.memory.cache.extend = None  # a cache that takes an answer at its end
     first = harness.add(prompt_of(8), max_tokens=20)
     while len(harness.batches) < 18:
         harness.step()
