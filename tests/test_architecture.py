@@ -23,7 +23,7 @@ def test_every_file_that_is_named_exists() -> None:
 def test_the_reading_path_is_at_most_twelve_files_and_2500_lines() -> None:
     files = reading_path()
     lines = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    assert len(set(files)) == len(files) == 12
+    assert len(set(files)) == len(files) == 11
     assert sum(lines.values()) <= 2500, lines
 
 
