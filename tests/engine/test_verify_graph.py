@@ -93,11 +93,11 @@ def test_what_can_be_captured(path: Path) -> None:
     config = EngineConfig(drafter="ngram", max_running_requests=256)
     assert rows_to_verify(config, runner) == (), "there is no CUDA"
     assert build_verify_runner(config, runner, CpuGraph) is runner
+    torch_runner = engine(path, prefill_attention="torch", decode_attention="torch").engine.runner
     with patch.object(ModelRunner, "device", torch.device("cuda")):
         assert rows_to_verify(config, runner)[:3] == (1, 2, 4)
         assert rows_to_verify(config, runner)[-1] == 128
         assert rows_to_verify(EngineConfig(), runner) == ()
         assert measure_verify_memory(EngineConfig(), runner) == 0
         assert rows_to_verify(EngineConfig(drafter="ngram", enforce_eager=True), runner) == ()
-        torch_runner = engine(path, prefill_attention="torch", decode_attention="torch").engine.runner
         assert rows_to_verify(config, torch_runner) == ()

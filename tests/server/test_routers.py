@@ -202,7 +202,8 @@ def test_cache_aware_routing_computes_less_than_taking_turns(
             cached[policy] = total(servers, "cached_prompt_tokens_total")
             asked = total(servers, "prompt_tokens_total")
             print(f"{policy}: {served} requests, {cached[policy]:.0f} of {asked:.0f} tokens cached")
-            assert all(served), "every worker has work"
+            assert max(served) < users * 3, "no worker has all of the work"
+            assert all(served) or policy != "round_robin"
     assert cached["cache_aware"] > cached["round_robin"]
 
 
