@@ -199,77 +199,36 @@ def _gemm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    total, _, _ = sum_chunks(
-        x_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, token, token < tokens, row, tl.program_id(2) * per_split,
-        per_split, N, K, BITS, BLOCK_ROWS, GROUPS, STORED, CHUNK, 1, ZERO, False, False, BLOCK_M, BLOCK_N, DTYPE,
-    )  # fmt: skip
-    if BIAS:  # of which one part of the sum gets all
-        is_first = tl.program_id(2) == 0
-        total += tl.load(bias_ptr + row, mask=(row < N) & is_first, other=0.0).to(DTYPE)[None, :]
-    target = out_ptr + (token.to(tl.int64)[:, None] * SPLITS + tl.program_id(2)) * N + row[None, :]
-    tl.store(target, total, mask=(token < tokens)[:, None] & (row < N)[None, :])
-
-
-@triton.jit
-def sum_chunks(
-    x_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, token, is_token, row, first, count: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    STORED: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr, ZERO: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Products of some tokens with some rows, over ``count`` chunks of their inputs, a multiple of UNROLL.
-
-    A chunk lies in one group, so its product is multiplied by one scale for each output, after the sum. Returns
-    [BLOCK_M, BLOCK_N]; GATED, the same for rows N further on; and NORM, where inputs are multiplied by the norm's
-    weight, the sums of their squares, [BLOCK_M].
-    """
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
-    up_total = total
-    squares = tl.zeros((BLOCK_M, CHUNK), dtype=DTYPE)
     along = tl.arange(0, CHUNK)
     width: tl.constexpr = K * BITS // 8
     x_rows = x_ptr + token.to(tl.int64)[:, None] * K
-    for step in range(0, count, UNROLL):
-        for further in tl.static_range(UNROLL):
-            stored = (first + step + further) * CHUNK
-            place = stored + along
-            inside = place < width
-            group = tl.minimum(stored // STORED, GROUPS - 1)
-            # A group of pairs has twice as many columns as bytes.
-            column = place + group * STORED if BITS == 4 else place
-            mask = is_token[:, None] & inside[None, :]
-            x, squares = _load_inputs(x_rows, norm_ptr, column, mask, inside, squares, NORM, DTYPE)
-            high = x
-            if BITS == 4:
-                high, squares = _load_inputs(x_rows, norm_ptr, column + STORED, mask, inside, squares, NORM, DTYPE)
-            total += _chunk(
-                x, high, weight_ptr, scale_ptr, zero_ptr, row, row < N, place, inside, group, width, BITS, BLOCK_ROWS,
-                GROUPS, ZERO, BLOCK_N, DTYPE,
-            )  # fmt: skip
-            if GATED:
-                up_total += _chunk(
-                    x, high, weight_ptr, scale_ptr, zero_ptr, row + N, row < N, place, inside, group, width, BITS,
-                    BLOCK_ROWS, GROUPS, ZERO, BLOCK_N, DTYPE,
-                )  # fmt: skip
+    is_token, is_row = (token < tokens)[:, None], row < N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=DTYPE)
+    per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    for step in range(0, per_split):
+        stored = (tl.program_id(2) * per_split + step) * CHUNK
+        place = stored + along
+        inside = place < width
+        mask = is_token & inside[None, :]
+        # A chunk lies in one group, so its product is multiplied by one scale for each output, after the sum.
+        group = tl.minimum(stored // STORED, GROUPS - 1)
+        # A group of pairs has twice as many columns as bytes.
+        column = place + group * STORED if BITS == 4 else place
+        x = tl.load(x_rows + column[None, :], mask=mask, other=0.0)
+        high = x
+        if BITS == 4:
+            high = tl.load(x_rows + (column + STORED)[None, :], mask=mask, other=0.0)
+        total += _chunk(
+            x, high, weight_ptr, scale_ptr, zero_ptr, row, is_row, place, inside, group, width, BITS, BLOCK_ROWS,
+            GROUPS, ZERO, BLOCK_N, DTYPE,
+        )  # fmt: skip
     if GROUPS == 1:
-        total *= tl.load(scale_ptr + row // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)[None, :]
-        if GATED:
-            up_total *= tl.load(scale_ptr + (row + N) // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)[None, :]
-    return total, up_total, tl.sum(squares, axis=1)
-
-
-@triton.jit
-def _load_inputs(x_rows, norm_ptr, column, mask, inside, squares, NORM: tl.constexpr, DTYPE: tl.constexpr):
-    """Some columns of the tokens, times the norm's weight, in the dtype of the tokens; and their squares, added up."""
-    x = tl.load(x_rows + column[None, :], mask=mask, other=0.0)
-    if NORM:
-        wide = x.to(DTYPE)
-        squares += wide * wide
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(DTYPE)
-        product = wide * norm[None, :]
-        x = product if INTERPRETED else product.to(x.dtype)  # the interpreter cuts bfloat16 off where a GPU rounds
-    return x, squares
+        total *= tl.load(scale_ptr + row // BLOCK_ROWS, mask=is_row, other=0.0).to(DTYPE)[None, :]
+    if BIAS:  # of which one part of the sum gets all
+        is_first = tl.program_id(2) == 0
+        total += tl.load(bias_ptr + row, mask=is_row & is_first, other=0.0).to(DTYPE)[None, :]
+    target = out_ptr + (token.to(tl.int64)[:, None] * SPLITS + tl.program_id(2)) * N + row[None, :]
+    tl.store(target, total, mask=is_token & is_row[None, :])
 
 
 @triton.jit

@@ -121,8 +121,8 @@ _NORMS = (RMSNorm, FusedRMSNorm, FusedAllReduceRMSNorm)
 
 
 def _kernels_know(weight: QuantizedWeight) -> bool:
-    scales = weight.layout["weight_scale"]
-    known = isinstance(weight.quantizer, Fp8 | Int4 | Int8)
+    scales, bytes_of_row = weight.layout["weight_scale"], weight.tensors["weight"].shape[1]
+    known = isinstance(weight.quantizer, Fp8 | Int4 | Int8) and bytes_of_row % LEAST_CHUNK == 0
     stored = scales.columns // 2 if isinstance(weight.quantizer, Int4) else scales.columns
     return known and (stored & -stored >= LEAST_CHUNK or stored == 0)
 
