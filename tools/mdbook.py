@@ -154,7 +154,7 @@ def _render(output: Any) -> str:
     if "image/svg+xml" in data:
         return _picture(data["image/svg+xml"])
     if "image/png" in data:
-        description = escape(data.get("text/plain", ""))
+        description = escape(output.metadata.get("image/png", {}).get("alt", data.get("text/plain", "")))
         png = "".join(data["image/png"].split())
         return f'<figure class="output"><img alt="{description}" src="data:image/png;base64,{png}"></figure>'
     if "text/html" in data:

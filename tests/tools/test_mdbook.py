@@ -75,6 +75,11 @@ def test_the_richest_form_is_shown(data: dict[str, str], expected: str) -> None:
     assert made == f"# A chapter\n\n```python\nf()\n```\n\n{expected}\n\nand so on.\n"
 
 
+def test_a_photograph_has_the_words_that_its_cell_gives() -> None:
+    data, words = {"image/png": "AA==", "text/plain": "<Image object>"}, {"image/png": {"alt": "a page"}}
+    assert '<img alt="a page" src=' in shown(nbformat.v4.new_output("execute_result", data, metadata=words))
+
+
 def test_frames_of_a_player_are_drawn_so_that_they_follow_the_theme() -> None:
     frame = memory_budget({"weights": 1}, 2)
     made = shown(
