@@ -21,6 +21,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from minisgl.book.course_table import Stub, load_table
 from tools.links import chapter_problems, site_problems
 from tools.maths import with_maths
 from tools.notebooks import check, pair
@@ -32,8 +33,8 @@ that a search finds and shows prose."""
 _PLACE = re.compile(r'<figure class="output" data-picture="(?P<name>\w+)"></figure>')
 _IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,(?P<data>[^"]*)">')
 _DRAWING = re.compile(r"!\[[^\]]*\]\((?P<path>images/[\w-]+\.svg)\)")
-_CHECKED = re.compile(r"^check\(", re.MULTILINE)
-_LISTING = re.compile(r"^`[\w./]+\.py`, line \d+\n", re.MULTILINE)
+_CHECKED = re.compile(r'^check\("(?P<task>[\d.]+)"', re.MULTILINE)
+_LISTING = re.compile(r"^`(?P<path>[\w./]+\.py)`, line \d+\n+```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def build(root: Path, site: Path) -> int:
@@ -118,20 +119,31 @@ def _chapters(items: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def as_markdown(notebook: Any) -> str:
-    """A notebook with its outputs, for mdBook. The first listing after a reader's own is checked is folded: ours."""
+    """A notebook with its outputs, for mdBook. What its readers are asked to write is folded where it is listed."""
     blocks: list[str] = []
-    checked = False
+    checked = [found["task"] for cell in notebook.cells for found in _CHECKED.finditer(cell.source)]
+    table = load_table()
+    asked = [stub for task in checked for stub in table.task(task).stubs]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             blocks.append(with_maths(cell.source))
             continue
         blocks.append(f"```python\n{cell.source}\n```")
-        rendered = [_render(output) for output in cell.outputs]
-        if checked and any(_LISTING.search(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs):
-            rendered, checked = ["<details>\n<summary>Show ours</summary>", *rendered, "</details>"], False
-        blocks += rendered
-        checked = checked or bool(_CHECKED.search(cell.source))
+        for output in cell.outputs:
+            rendered, text = _render(output), output.get("data", {}).get("text/markdown", "")
+            ours = any(_lists(text, stub) for stub in asked)
+            blocks.append(f"<details>\n<summary>Show ours</summary>\n\n{rendered}\n\n</details>" if ours else rendered)
     return "\n\n".join(blocks) + "\n"
+
+
+def _lists(text: str, stub: Stub) -> bool:
+    """Whether an output has our source of a task's function, by itself or within that of its class."""
+    if (found := _LISTING.search(text)) is None or found["path"] != stub.path:
+        return False
+    of_class = re.search(r"^class (\w+)", found["code"], re.MULTILINE)
+    return (of_class is None or of_class[1] == stub.name.partition(".")[0]) and (
+        re.search(rf"^ *def {stub.last_name}\(", found["code"], re.MULTILINE) is not None
+    )
 
 
 def _render(output: Any) -> str:
@@ -142,7 +154,7 @@ def _render(output: Any) -> str:
     if "image/svg+xml" in data:
         return _picture(data["image/svg+xml"])
     if "image/png" in data:
-        description = escape(data.get("text/plain", ""))
+        description = escape(output.metadata.get("image/png", {}).get("alt", data.get("text/plain", "")))
         png = "".join(data["image/png"].split())
         return f'<figure class="output"><img alt="{description}" src="data:image/png;base64,{png}"></figure>'
     if "text/html" in data:

@@ -190,14 +190,16 @@ def bars(things: Mapping[str, Mapping[str, float]], title: str, unit: str) -> Pi
     """
     parts = list(dict.fromkeys(part for sizes in things.values() for part in sizes))
     longest = max(sum(sizes.values()) for sizes in things.values()) or 1.0
-    left, room = MARGIN + 190.0, WIDTH - 2 * MARGIN - 190 - 80
+    totals = {name: f"{digits(sum(sizes.values()))} {unit}" for name, sizes in things.items()}
+    left, beside = MARGIN + 190.0, max(80.0, 8 * max(map(len, totals.values())))
+    room = WIDTH - MARGIN - left - beside
     canvas, says, top = Canvas(title), [f"{title}, {unit}."], 44
     for line, (name, sizes) in enumerate(things.items()):
         y = top + line * 34
         canvas.text(MARGIN, y + 17, name, "text", "start")
         numbered = [(parts.index(part), parts.index(part) + 1, size / longest * room) for part, size in sizes.items()]
         end = _draw_pieces(canvas, left, y, 24, numbered)
-        canvas.text(end + 6, y + 17, f"{digits(sum(sizes.values()))} {unit}", "text small strong", "start")
+        canvas.text(end + 6, y + 17, totals[name], "text small strong", "start")
         words = ", ".join(f"{part} {digits(size)}" for part, size in sizes.items())
         says.append(f"{name}: {digits(sum(sizes.values()))}, of which {words}.")
     bottom = top + len(things) * 34 + 8

@@ -126,6 +126,14 @@ def test_bars_are_as_long_as_their_parts_together() -> None:
     assert picture.text.splitlines()[1:] == ["one: 40, of which read 30, write 10.", "other: 20, of which write 20."]
 
 
+@pytest.mark.parametrize("unit", ["ms", "thousand", "tokens a second"])
+def test_a_bar_leaves_room_for_its_size(unit: str) -> None:
+    picture = bars({"long": {"read": 529.0}}, "Time", unit)
+    assert_sound(picture)
+    (bar,) = (float(box.get("x", "")) + float(box.get("width", "")) for box in boxes(picture)[:1])
+    assert bar + 6 + 7.5 * len(f"529 {unit}") < 760 - 6
+
+
 def test_a_piece_too_narrow_for_its_number_is_drawn_without() -> None:
     picture = bars({"x": {"much": 1000.0, "little": 3.0}}, "Time", "s")
     assert_sound(picture)

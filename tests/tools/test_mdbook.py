@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import nbformat
 import pytest
 
 from minisgl.book import memory_budget, player
+from minisgl.book.course_table import load_table
 from tools.mdbook import as_markdown, build, main, preprocess
 from tools.notebooks import read_chapter
 
@@ -73,6 +75,11 @@ def test_the_richest_form_is_shown(data: dict[str, str], expected: str) -> None:
     assert made == f"# A chapter\n\n```python\nf()\n```\n\n{expected}\n\nand so on.\n"
 
 
+def test_a_photograph_has_the_words_that_its_cell_gives() -> None:
+    data, words = {"image/png": "AA==", "text/plain": "<Image object>"}, {"image/png": {"alt": "a page"}}
+    assert '<img alt="a page" src=' in shown(nbformat.v4.new_output("execute_result", data, metadata=words))
+
+
 def test_frames_of_a_player_are_drawn_so_that_they_follow_the_theme() -> None:
     frame = memory_budget({"weights": 1}, 2)
     made = shown(
@@ -96,31 +103,44 @@ def test_a_drawing_of_the_prose_follows_the_theme_and_scrolls_on_a_phone(tmp_pat
 OURS = """# A chapter
 
 ```python
-check("1.1", f)
+check("6.6", lock, unlock)
 ```
 
 ```python
-from minisgl.table import Table
-show(Table)
-```
-
-```python
-show(Table)
+show(RadixCache.lock)
 ```
 """
+LISTED = {
+    "the first function of the task": ("def lock(self, handle):\n    pass", True),
+    "its second function": ("def unlock(self, handle):\n    pass", True),
+    "the class with both": ("class RadixCache:\n    def lock(self, handle):\n        pass", True),
+    "another function of the file": ("def split(self):\n    self.lock(1)", False),
+    "a function of that name in another class": ("class Latch:\n    def lock(self):\n        pass", False),
+}
 
 
-def test_our_solution_is_folded_after_the_readers_was_checked() -> None:
+@pytest.mark.parametrize(("code", "folded"), LISTED.values(), ids=LISTED)
+def test_what_readers_are_asked_to_write_is_folded(code: str, folded: bool) -> None:
     made = read_chapter(OURS)
-    listing = {"text/markdown": "`minisgl/table.py`, line 1\n\n```python\nclass Table\n```", "text/plain": "x"}
-    for cell in made.cells[2:]:
-        cell.outputs = [nbformat.v4.new_output("execute_result", listing)]
+    listing = {"text/markdown": f"`minisgl/kvcache/radix.py`, line 1\n\n```python\n{code}\n```", "text/plain": "x"}
+    made.cells[2].outputs = [nbformat.v4.new_output("execute_result", listing)]
     text = as_markdown(made)
-    assert text.count("<details>") == text.count("</details>") == 1, "the second listing is another one"
-    folded = text[text.index("<details>") : text.index("</details>")]
-    assert folded.startswith("<details>\n<summary>Show ours</summary>\n\n<div")
-    assert "class Table" in folded
-    assert "show(Table)" not in folded
+    before, *rest = text.split("<details>\n<summary>Show ours</summary>\n\n<div")
+    assert len(rest) == folded == text.count("</details>")
+    assert (code in before) != folded
+    assert "show(RadixCache.lock)" in before, "only the output is folded"
+
+
+def test_no_page_prints_what_it_asks_for() -> None:
+    # The first chapter asks for nothing.
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))[1:]:
+        number = int(path.name[:2])
+        text = as_markdown(nbformat.read(path, as_version=4))
+        seen = re.sub(r"<details>\n<summary>Show ours</summary>.*?</details>", "", text, flags=re.DOTALL)
+        for task in load_table().chapters[number].tasks:
+            for stub in task.stubs:
+                printed = rf"^`{stub.path}`, line \d+\n\n```python\n(?:@.*\n)*def {stub.last_name}\("
+                assert not re.search(printed, seen, re.MULTILINE), f"{path.name}: {task.id} {stub.name}"
 
 
 def test_tags_of_a_cell_are_not_shown() -> None:

@@ -35,6 +35,23 @@ UNRENDERED = """
 .map(it => (it.querySelectorAll('code, pre').forEach(code => code.remove()), it.textContent))
 .filter(it => it.includes('`') || it.includes('](')).map(it => it.slice(0, 100))
 """
+# Text that is not on the card of its drawing.
+CUT_OFF = """
+[...document.querySelectorAll('main svg.viz text')].filter(it => {
+    const box = it.getBBox(), card = it.ownerSVGElement.viewBox.baseVal;
+    return it.getScreenCTM() && (box.x < 0 || box.x + box.width > card.width);
+}).map(it => it.textContent)
+"""
+SMALL_CONTROLS = """
+[...document.querySelectorAll('main .minisgl-stepper :is(button, input), main summary')]
+.map(it => [it.tagName, it.getBoundingClientRect()])
+.filter(([_, box]) => box.height > 0 && (box.height < 40 || box.width < 44)).map(([name]) => name)
+"""
+# Text that is dark although its drawing is; text on a colour brings its own.
+DARK_TEXT = """
+[...document.querySelectorAll('main svg.viz text:not([style])')]
+.filter(it => getComputedStyle(it).fill.match(/\\d+/g).every(part => part < 100)).map(it => it.textContent)
+"""
 CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
 
 
@@ -116,12 +133,25 @@ def test_search_finds_titles_and_terms_of_the_glossary(site: Path, page: Browser
     assert [each for each in found if title in each.split(" » ")], found
 
 
-def test_on_a_phone_drawings_scroll_and_their_text_can_be_read(site: Path, page: Browser) -> None:
+def test_no_text_of_a_drawing_ends_beyond_its_card(site: Path, page: Browser) -> None:
+    for path in chapters(site):
+        page.open(path.as_uri())
+        assert page.evaluate(CUT_OFF) == [], path.name
+
+
+def test_on_a_phone_drawings_scroll_and_pages_do_not(site: Path, page: Browser) -> None:
     page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
-    page.open((site / "06-the-radix-tree.html").as_uri())
     sizes = "[...document.querySelectorAll('svg.viz .viz-small')].map(it => it.getScreenCTM().a * 12)"
-    assert min(page.evaluate(sizes)) >= 11
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390, "the page itself does not scroll"
+    drawn = 0
+    for path in [*chapters(site), site / "differences.html", site / "adding-a-model.html"]:
+        page.open(path.as_uri())
+        page.evaluate("document.querySelectorAll('main details').forEach(it => { it.open = true })")
+        found = page.evaluate(sizes)
+        assert min(found, default=12) >= 11, path.name
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 390, f"{path.name} scrolls sideways"
+        assert page.evaluate(SMALL_CONTROLS) == [], path.name
+        drawn += len(found)
+    assert drawn > 1000
     page.call("Emulation.clearDeviceMetricsOverride")
 
 
@@ -140,6 +170,9 @@ def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
         page.call("Emulation.setEmulatedMedia", features=[preferred])
         page.open((site / "06-the-radix-tree.html").as_uri())
         cards[preference] = page.evaluate(CARDS)
+    for path in chapters(site):
+        page.open(path.as_uri())
+        assert page.evaluate(DARK_TEXT) == [], path.name
     page.call("Emulation.setEmulatedMedia", features=[])
     assert cards == {"light": ["rgb(251, 250, 247)"], "dark": ["rgb(27, 32, 48)"]}
 
