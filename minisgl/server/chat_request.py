@@ -98,8 +98,8 @@ def _call(field: str, call: PastCall) -> dict[str, Any]:
 class ChatRequest(OpenAIRequest):
     """Body of ``POST /v1/chat/completions``.
 
-    Routers send the last eight, which other servers have, at their defaults. Those about reasoning change nothing: it
-    stays in the text, as the model writes it.
+    With ``parallel_tool_calls: false``, the answer has one call at most. Routers send the last eight fields, which other
+    servers have, at their defaults. Those about reasoning change nothing: it stays in the text, as the model writes it.
     """
 
     messages: Annotated[list[ChatMessage], documented(minItems=1)]
@@ -143,11 +143,7 @@ class ChatRequest(OpenAIRequest):
             return forced_call(self._offered)
         if "regex" in form:
             raise InvalidRequest("response_format", "with tools, the answer may be a call, which no regex describes")
-        if form:
-            return forced_call(self._offered, or_else=json.loads(form["json_schema"]))
-        if not self.parallel_tool_calls:
-            raise InvalidRequest("parallel_tool_calls", "false is only allowed where tool_choice demands a call")
-        return {}
+        return forced_call(self._offered, or_else=json.loads(form["json_schema"])) if form else {}
 
     def reader_maker(self, syntax: ToolSyntax | None) -> Callable[[], CallReader] | None:
         """Return what makes the reader of tool calls for each choice; None if there can be no calls.
@@ -161,7 +157,7 @@ class ChatRequest(OpenAIRequest):
             return None
         names = frozenset(tool.function.name for tool in self._offered)
         has_form = self._must_call or "json_schema" in self.constraint()  # then the grammar is ours, for calls too
-        return partial(CallReader, FORCED if has_form else syntax, names)
+        return partial(CallReader, FORCED if has_form else syntax, names, several=self.parallel_tool_calls)
 
     def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
         """The same error with OpenAI's name of the field."""

@@ -216,10 +216,15 @@ class ChatFormat(OpenAIFormat):
 
     def _common_fields(self, update: Update) -> Json:
         logprobs = {"content": [self._position(entry) for entry in update.logprobs]} if self._wants_logprobs else None
-        reason = update.finish_reason
+        reason = self._finish_reason(update)
         if reason == "stop" and self._calls[update.choice]:
             reason = "tool_calls"
         return {"index": update.choice, "logprobs": logprobs, "finish_reason": reason}
+
+    def _finish_reason(self, update: Update) -> str | None:
+        """The engine's reason, except that an answer whose one call has been read was not cut short."""
+        cut = update.finish_reason == "length" and self._readers is not None
+        return "stop" if cut and self._readers[update.choice].complete else update.finish_reason
 
     def _position(self, entry: TokenLogprobs) -> Json:
         top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
