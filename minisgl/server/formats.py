@@ -223,8 +223,9 @@ class ChatFormat(OpenAIFormat):
 
     def _finish_reason(self, update: Update) -> str | None:
         """The engine's reason, except that an answer whose one call has been read was not cut short."""
-        cut = update.finish_reason == "length" and self._readers is not None
-        return "stop" if cut and self._readers[update.choice].complete else update.finish_reason
+        reason = update.finish_reason
+        whole = reason == "length" and self._readers is not None and self._readers[update.choice].complete
+        return "stop" if whole else reason
 
     def _position(self, entry: TokenLogprobs) -> Json:
         top = [self._token(token_id, logprob) for token_id, logprob in entry.top]

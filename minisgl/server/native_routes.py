@@ -12,7 +12,7 @@ from pydantic import PlainValidator, StrictBool, StrictInt, StrictStr
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
 from minisgl.server.async_engine import AsyncEngine
-from minisgl.server.chat_request import ChatMessage
+from minisgl.server.chat_request import ChatMessage, TemplateVariables
 from minisgl.server.formats import GenerateFormat, Usage
 from minisgl.server.json_body import JsonRoute
 from minisgl.server.json_schema import plain_schema_text
@@ -128,6 +128,7 @@ class TokenizeRequest(ApiObject):
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: list[ChatMessage] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: Annotated[bool, only_default(True)] = True
     add_generation_prompt: Annotated[bool, only_default(True)] = True
     continue_final_message: Annotated[bool, only_default(False)] = False
@@ -139,7 +140,8 @@ class TokenizeRequest(ApiObject):
             raise InvalidRequest("prompt", "give either prompt or messages")
         if self.messages is None:
             return str(self.prompt)
-        return Conversation([each.for_template(f"messages[{index}]") for index, each in enumerate(self.messages)])
+        messages = [each.for_template(f"messages[{index}]") for index, each in enumerate(self.messages)]
+        return Conversation(messages, variables=self.chat_template_kwargs)
 
 
 class DetokenizeRequest(ApiObject):

@@ -182,7 +182,7 @@ class TextService:
                 field, f"must have at most {MAX_CHARACTERS} characters, got {characters}; split the text"
             )
         if isinstance(prompt, Conversation):
-            return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
+            return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
         return self._tokenizer.encode(prompt)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
