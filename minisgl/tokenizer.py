@@ -107,9 +107,8 @@ class Tokenizer:
         quoted = [_quoted(message, self._control_texts[message["role"] == "tool"], mark) for message in conversation]
         quoted_tools = _quoted(tools, self._control_texts[False], mark)
         variables = {name: _quoted(value, self._control_texts[True], mark) for name, value in variables.items()}
-        return self._encode_parts(
-            self._render(quoted, quoted_tools, add_generation_prompt, variables).split(mark), limit
-        )
+        text = self._render(quoted, quoted_tools, add_generation_prompt, variables)
+        return self._encode_parts(text.split(mark), limit)
 
     def _render(
         self, conversation: list[dict[str, Any]], tools: Any, add_generation_prompt: bool, variables: Mapping[str, Any]
