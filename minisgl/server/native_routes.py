@@ -16,7 +16,7 @@ from minisgl.server.chat_request import ChatMessage, TemplateVariables
 from minisgl.server.formats import Echo, GenerateFormat, ScoreFormat, Usage
 from minisgl.server.json_body import JsonRoute
 from minisgl.server.json_schema import plain_schema_text
-from minisgl.server.messages import Conversation, JobPrompt
+from minisgl.server.messages import Conversation
 from minisgl.server.openai_routes import TextService, check_model, prompt_logprobs
 from minisgl.server.openapi import (
     GENERATES,
@@ -115,7 +115,7 @@ class GenerateRequest(ApiObject):
         return self.sampling_params.n > 1 or not (isinstance(self._given, str) or is_ids(self._given))
 
     @property
-    def prompts(self) -> Sequence[JobPrompt]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """``text`` or ``input_ids`` as a list."""
         given = self._given
         return [given] if isinstance(given, str) or is_ids(given) else given
