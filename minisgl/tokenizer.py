@@ -75,6 +75,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         limit: int | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokenize a conversation in the model's chat template, which writes all special tokens itself.
 
@@ -87,6 +88,8 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: functions that the model may call, ``{"type": "function", "function": {...}}`` each.
             limit: as in `encode`.
+            variables: what else the template can read, such as ``enable_thinking``; none may have a name that
+                transformers' ``apply_chat_template`` gives a meaning of its own.
 
         Raises:
             InvalidRequest: ``messages`` is malformed or too long, or the template rejects it or is not there.
@@ -94,19 +97,25 @@ class Tokenizer:
         conversation = _check_messages(messages)
         if not self._require("messages").chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt instead")
+        variables = variables or {}
         if self._allow_control_tokens:
-            return self._encode("messages", self._render(conversation, tools, add_generation_prompt), False, limit)
+            text = self._render(conversation, tools, add_generation_prompt, variables)
+            return self._encode("messages", text, False, limit)
         # A mark after the first letter of such a text passes through the template, and is where the text is cut then:
         # neither part spells a control token. Clients cannot guess the mark.
         mark = secrets.token_hex(16)
         quoted = [_quoted(message, self._control_texts[message["role"] == "tool"], mark) for message in conversation]
-        text = self._render(quoted, _quoted(tools, self._control_texts[False], mark), add_generation_prompt)
+        quoted_tools = _quoted(tools, self._control_texts[False], mark)
+        variables = {name: _quoted(value, self._control_texts[True], mark) for name, value in variables.items()}
+        text = self._render(quoted, quoted_tools, add_generation_prompt, variables)
         return self._encode_parts(text.split(mark), limit)
 
-    def _render(self, conversation: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+    def _render(
+        self, conversation: list[dict[str, Any]], tools: Any, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         try:
             text: str = self._backend.apply_chat_template(
-                conversation, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                conversation, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:  # a template is a program of the checkpoint's authors and may raise anything
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
@@ -121,7 +130,7 @@ class Tokenizer:
         patterns = []
         for sample, tools in ((_PLAIN_SAMPLE, None), (_TOOL_SAMPLE, [_SAMPLE_TOOL])):
             try:
-                around = self._render(sample, tools, True)
+                around = self._render(sample, tools, True, {})
             except InvalidRequest:
                 around = ""  # a template without tools, or that wants something else first
             added = self._backend.added_tokens_decoder.values()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, StrictBool, StrictStr
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, StrictBool, StrictStr
 
-from minisgl.errors import InvalidRequest
+from minisgl.errors import InvalidRequest, short_repr
 from minisgl.server.messages import Conversation
 from minisgl.server.requests import ApiObject, MaxTokens, NumLogprobs, OpenAIRequest, documented, only_default
 from minisgl.server.tools import FORCED, CallReader, NamedChoice, Tool, ToolChoice, ToolSyntax, forced_call, offered
@@ -95,11 +96,43 @@ def _call(field: str, call: PastCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+MAX_TEMPLATE_VARIABLES = 16_384  # bytes of them, in a message to the tokenizer
+# Names that mean something to what renders a template; those of special tokens, such as ``eos_token``, do too.
+SET_BY_SERVER = frozenset(
+    {
+        *("add_generation_prompt", "additional_special_tokens", "chat_template", "continue_final_message"),
+        *("conversation", "conversations", "documents", "extra_special_tokens", "max_length", "messages", "padding"),
+        *("return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self"),
+        *("tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+
+
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if not name.isidentifier():
+            raise ValueError(f"{short_repr(name)} is no name of a variable")
+        if name in SET_BY_SERVER or name.endswith("_token"):
+            raise ValueError(f"{short_repr(name)} is set by the server; leave it out")
+    try:
+        size = len(msgspec.msgpack.encode(variables))
+    except OverflowError as error:
+        raise ValueError("has a number of more than 64 bits") from error
+    if size > MAX_TEMPLATE_VARIABLES:
+        raise ValueError(f"is {size} bytes, and at most {MAX_TEMPLATE_VARIABLES} are allowed; send less")
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]
+"""What a client tells the chat template beside the messages, by name. A name that it does not read does nothing."""
+
+
 class ChatRequest(OpenAIRequest):
     """Body of ``POST /v1/chat/completions``.
 
-    Routers send the last eight, which other servers have, at their defaults. Those about reasoning change nothing: it
-    stays in the text, as the model writes it.
+    With ``parallel_tool_calls: false``, the answer has one call at most. Routers send the last eight fields, which
+    other servers have, at their defaults. Those about reasoning change nothing: it stays in the text, as the model
+    writes it.
     """
 
     messages: Annotated[list[ChatMessage], documented(minItems=1)]
@@ -110,6 +143,7 @@ class ChatRequest(OpenAIRequest):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool = True
+    chat_template_kwargs: TemplateVariables | None = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: Annotated[bool, only_default(True)] = True
     continue_final_message: Annotated[bool, only_default(False)] = False
@@ -124,7 +158,7 @@ class ChatRequest(OpenAIRequest):
     def prompts(self) -> list[Conversation]:
         messages = [message.for_template(f"messages[{index}]") for index, message in enumerate(self.messages)]
         tools = [tool.for_template() for tool in self._offered]
-        return [Conversation(messages, tools or None)]
+        return [Conversation(messages, tools or None, self.chat_template_kwargs)]
 
     def own_params(self) -> dict[str, Any]:
         if self.max_completion_tokens is not None and self.max_tokens is not None:
@@ -143,11 +177,7 @@ class ChatRequest(OpenAIRequest):
             return forced_call(self._offered)
         if "regex" in form:
             raise InvalidRequest("response_format", "with tools, the answer may be a call, which no regex describes")
-        if form:
-            return forced_call(self._offered, or_else=json.loads(form["json_schema"]))
-        if not self.parallel_tool_calls:
-            raise InvalidRequest("parallel_tool_calls", "false is only allowed where tool_choice demands a call")
-        return {}
+        return forced_call(self._offered, or_else=json.loads(form["json_schema"])) if form else {}
 
     def reader_maker(self, syntax: ToolSyntax | None) -> Callable[[], CallReader] | None:
         """Return what makes the reader of tool calls for each choice; None if there can be no calls.
@@ -161,7 +191,7 @@ class ChatRequest(OpenAIRequest):
             return None
         names = frozenset(tool.function.name for tool in self._offered)
         has_form = self._must_call or "json_schema" in self.constraint()  # then the grammar is ours, for calls too
-        return partial(CallReader, FORCED if has_form else syntax, names)
+        return partial(CallReader, FORCED if has_form else syntax, names, several=self.parallel_tool_calls)
 
     def with_client_field(self, error: InvalidRequest) -> InvalidRequest:
         """The same error with OpenAI's name of the field."""

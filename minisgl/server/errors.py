@@ -22,17 +22,16 @@ RETRY_AFTER = 1  # seconds after which a client may try again if the queue was f
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
 _VALIDATION = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 _CACHED = "prefixes are always cached; leave it out"
-_OWN_TEMPLATE = "the model's own chat template is used; leave it out"
 _LEAVE_OUT = ("moderation", "prediction", "reasoning_effort", "verbosity", "web_search_options")
 # Fields of OpenAI's API that this server does not have, and what to do instead
 INSTEAD = {
     **dict.fromkeys(_LEAVE_OUT, "leave it out"),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs"), _OWN_TEMPLATE),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), _CACHED),
     **dict.fromkeys(
         ("conversation", "previous_response_id"), "nothing is stored; send the whole conversation as input"
     ),
     "audio": "answers are text only; leave it out",
+    "chat_template": "the model's own chat template is used; leave it out",
     "function_call": "it is superseded; use tool_choice",
     "functions": "it is superseded; use tools",
     "guided_choice": "use response_format with type regex",

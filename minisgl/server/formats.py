@@ -216,10 +216,16 @@ class ChatFormat(OpenAIFormat):
 
     def _common_fields(self, update: Update) -> Json:
         logprobs = {"content": [self._position(entry) for entry in update.logprobs]} if self._wants_logprobs else None
-        reason = update.finish_reason
+        reason = self._finish_reason(update)
         if reason == "stop" and self._calls[update.choice]:
             reason = "tool_calls"
         return {"index": update.choice, "logprobs": logprobs, "finish_reason": reason}
+
+    def _finish_reason(self, update: Update) -> str | None:
+        """The engine's reason, except that an answer whose one call has been read was not cut short."""
+        reason = update.finish_reason
+        whole = reason == "length" and self._readers is not None and self._readers[update.choice].complete
+        return "stop" if whole else reason
 
     def _position(self, entry: TokenLogprobs) -> Json:
         top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
@@ -308,14 +314,46 @@ class CompletionFormat(OpenAIFormat):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreFormat:
+    """How ``/generate`` writes log-probabilities: a list of log-probability, token id and text for each token."""
+
+    prompts: Sequence[Echo]  # of each prompt, the tokens from ``logprob_start_len`` on; the first has no number
+    with_top: bool
+    text: Callable[[int], str | None]  # of a token; None where no text is wanted
+
+    def fields(self, prompt: int, update: Update) -> Json:
+        """The fields of ``meta_info`` for a choice of the prompt with the index ``prompt``."""
+        echo = self.prompts[prompt]
+        start = echo.token_ids[:1]
+        given, written = [self._top(entry) for entry in echo.logprobs], [self._top(entry) for entry in update.logprobs]
+        fields: Json = {
+            "input_token_logprobs": [[None, token, self.text(token)] for token in start] + self._chosen(echo.logprobs),
+            "output_token_logprobs": self._chosen(update.logprobs),
+        }
+        if self.with_top:
+            fields |= {"input_top_logprobs": [None] * len(start) + given, "output_top_logprobs": written}
+        return fields
+
+    def _chosen(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
+        return [self._token(entry.token_id, entry.logprob) for entry in entries]
+
+    def _top(self, entry: TokenLogprobs) -> list[Any]:
+        return [self._token(token_id, logprob) for token_id, logprob in entry.top]
+
+    def _token(self, token_id: int, logprob: float) -> list[Any]:
+        return [max(logprob, LEAST_LOGPROB), token_id, self.text(token_id)]
+
+
 class GenerateFormat(Format):
     """Answers of ``/generate``: text, token ids and counts of each choice, as a list if there are ``several``."""
 
-    def __init__(self, usage: Usage, n: int, several: bool) -> None:
+    def __init__(self, usage: Usage, n: int, several: bool, scores: ScoreFormat | None) -> None:
         super().__init__(usage)
         self._id = uuid.uuid4().hex
         self._n = n
         self._several = several
+        self._scores = scores
         self._so_far: dict[int, Update] = {}
 
     def whole(self, updates: Sequence[Update]) -> Json | list[Json]:
@@ -334,11 +372,13 @@ class GenerateFormat(Format):
         reason: Json | None = None if update.finish_reason is None else {"type": update.finish_reason}
         if reason is not None and update.finish_reason == "length":
             reason["length"] = len(update.token_ids)
+        prompt = update.choice // self._n
         meta = {
             "id": f"{self._id}-{update.choice}",
             "finish_reason": reason,
-            "prompt_tokens": self._usage.prompt_lens[update.choice // self._n],
+            "prompt_tokens": self._usage.prompt_lens[prompt],
             "completion_tokens": len(update.token_ids),
             "cached_tokens": update.cached_tokens,
+            **({} if self._scores is None else self._scores.fields(prompt, update)),
         }
         return {"text": update.text, "output_ids": update.token_ids, "meta_info": meta}

@@ -23,6 +23,7 @@ class Conversation(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None  # functions that the model may call
+    variables: Mapping[str, Any] | None = None  # what else the template can read, by name
 
 
 class TokenIds(msgspec.Struct, frozen=True, array_like=True, tag=True):

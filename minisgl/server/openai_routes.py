@@ -125,12 +125,19 @@ async def _echo(engine: AsyncEngine, texts: TextService, prompt: str | list[int]
     if num_logprobs is None:
         return Echo(text)
     token_ids = await texts.tokenize(prompt) if isinstance(prompt, str) else prompt
+    return Echo(text, token_ids, await prompt_logprobs(engine, token_ids, 1, num_logprobs))
+
+
+async def prompt_logprobs(
+    engine: AsyncEngine, token_ids: Sequence[int], first: int, num_logprobs: int
+) -> list[TokenLogprobs]:
+    """The log-probabilities of a prompt's tokens from index ``first`` on, which is at least 1."""
     logprobs: list[TokenLogprobs] = []
-    for start in range(1, len(token_ids), SCORES_AT_ONCE):
+    for start in range(first, len(token_ids), SCORES_AT_ONCE):
         lengths = range(start, min(start + SCORES_AT_ONCE, len(token_ids)))
         scores = (_score(engine, token_ids[:length], token_ids[length], num_logprobs) for length in lengths)
         logprobs += await asyncio.gather(*scores)
-    return Echo(text, token_ids, logprobs)
+    return logprobs
 
 
 async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_logprobs: int) -> TokenLogprobs:
@@ -182,7 +189,7 @@ class TextService:
                 field, f"must have at most {MAX_CHARACTERS} characters, got {characters}; split the text"
             )
         if isinstance(prompt, Conversation):
-            return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools)
+            return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
         return self._tokenizer.encode(prompt)
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -244,13 +244,21 @@ class ModelList(ApiReply):
 
 
 class MetaInfo(ApiReply):
-    """Counts of a choice; ``finish_reason`` is null while it is generated."""
+    """Counts of a choice; ``finish_reason`` is null while it is generated.
+
+    The last four come with ``return_logprob``. A log-probability is a list of the number, token id and text; the number
+    of the prompt's first token is null, and so is a text that was not asked for.
+    """
 
     id: str
     finish_reason: dict[str, Any] | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    input_token_logprobs: list[list[Any]] | None = None
+    output_token_logprobs: list[list[Any]] | None = None
+    input_top_logprobs: list[list[list[Any]] | None] | None = None
+    output_top_logprobs: list[list[list[Any]]] | None = None
 
 
 class GenerateReply(ApiReply):

@@ -43,7 +43,8 @@ class ResponsesFormat(ChatFormat):
     def whole(self, updates: Sequence[Update]) -> Json:
         (update,) = updates
         self.chunks(update)
-        return self._response(_status(update.finish_reason), update.finish_reason)
+        reason = self._finish_reason(update)
+        return self._response(_status(reason), reason)
 
     def opening(self, num_choices: int) -> list[Json]:
         return [
@@ -74,9 +75,9 @@ class ResponsesFormat(ChatFormat):
             return
         if not self._output and self._message is None:
             yield from self._write("", [])
-        status = _status(update.finish_reason)
+        status = _status(reason := self._finish_reason(update))
         yield from self._close(status)
-        yield self._event(f"response.{status}", response=self._response(status, update.finish_reason))
+        yield self._event(f"response.{status}", response=self._response(status, reason))
 
     def _write(self, text: str, entries: list[Json]) -> Iterator[Json]:
         """Continue the message, or begin one."""

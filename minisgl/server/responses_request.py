@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, StrictStr, ValidationError
 
 from minisgl.errors import InvalidRequest
-from minisgl.server.chat_request import ChatRequest
+from minisgl.server.chat_request import ChatRequest, TemplateVariables
 from minisgl.server.requests import (
     ApiObject,
     EngineRequest,
@@ -20,6 +20,7 @@ from minisgl.server.requests import (
 )
 from minisgl.server.tools import FunctionName
 
+_SAME_IN_CHATS = {"model", "stream", "seed", "user", "timeout", "parallel_tool_calls", "chat_template_kwargs"}
 _LOGPROBS = "message.output_text.logprobs"  # the one of ``include`` that is about text
 
 
@@ -133,6 +134,7 @@ class ResponsesRequest(SamplingFields):
         PlainValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenFunction),
     ] = None
     parallel_tool_calls: StrictBool = True
+    chat_template_kwargs: TemplateVariables | None = None
     text: TextOptions | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[StrictStr] | None = None
@@ -149,7 +151,7 @@ class ResponsesRequest(SamplingFields):
     def as_chat(self) -> ChatRequest:
         """The chat completion that means the same. Raises `InvalidRequest` for items that lack something."""
         fields = self.model_dump(
-            include={*SamplingFields.model_fields, "model", "stream", "seed", "user", "timeout", "parallel_tool_calls"},
+            include={*SamplingFields.model_fields, *_SAME_IN_CHATS},
             exclude_unset=True,
         )
         fields |= {"messages": self._messages(), "max_completion_tokens": self.max_output_tokens}

@@ -72,7 +72,8 @@ class TokenizerStage:
         if isinstance(prompt, TokenIds):
             return prompt.data
         if isinstance(prompt, Conversation):
-            return pack(self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, limit=self._limit))
+            messages, tools, variables = prompt.messages, prompt.tools, prompt.variables
+            return pack(self._tokenizer.encode_chat(messages, tools=tools, limit=self._limit, variables=variables))
         return pack(self._tokenizer.encode(prompt, self._limit))
 
 

@@ -176,20 +176,27 @@ class CallReader:
     """Separates one answer into text and calls, while it arrives in pieces of any size.
 
     Only text that may begin a call is held back. A call is returned whole, once it is valid JSON that names one of the
-    request's functions; what turns out to be no call is returned as text.
+    request's functions; what turns out to be no call is returned as text. Unless there may be ``several``, the answer
+    ends with its first call: what the model writes after that is dropped, and `complete` is true.
     """
 
-    def __init__(self, syntax: ToolSyntax, names: Container[str]) -> None:
+    def __init__(self, syntax: ToolSyntax, names: Container[str], several: bool = True) -> None:
         self._syntax = syntax
         self._names = names
+        self._several = several
         self._held = ""
         self._object = _ObjectEnd()
         self._text_sent = False
         self._called = False
 
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has ended, however much more the model writes."""
+        return self._called and not self._several
+
     def feed(self, text: str) -> list[str | ToolCall]:
         """Add text of the answer; returns the text and calls that are certain now, in order."""
-        self._held += text
+        self._held += "" if self.complete else text
         pieces: list[str | ToolCall] = []
         while self._held:
             start = self._find()
@@ -242,7 +249,7 @@ class CallReader:
             return self._reject(pieces)
         pieces.append(call)
         self._called = True
-        self._held = rest[len(closing) :]
+        self._held = rest[len(closing) :] if self._several else ""
         self._object = _ObjectEnd()
         return True
 

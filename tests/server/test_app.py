@@ -224,7 +224,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("fields", "status", "param"),
     [
         ({"chat_template": "{{ messages }}"}, 400, "chat_template"),
-        ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, 400, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenizer_kwargs": {"x": "FILE"}}}, 400, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "FILE"}}, 200, None),
         ({"lora_path": "FILE"}, 200, None),
         ({"tokenizer": "FILE"}, 200, None),
         ({"model": "FILE"}, 404, "model"),

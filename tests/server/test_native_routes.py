@@ -10,7 +10,7 @@ import pytest
 
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
-from tests.server.harness import MESSAGES, PROMPT, RunningServer
+from tests.server.harness import MESSAGES, PROMPT, RunningServer, wait_until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 
@@ -55,6 +55,54 @@ def test_a_stream_repeats_the_text_so_far(server: RunningServer) -> None:
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
 
 
+def test_log_probabilities_come_as_sglang_writes_them(server: RunningServer, reference: LLM) -> None:
+    (expected,) = reference.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, logprobs=3))
+    assert expected.logprobs is not None
+    spell = reference.tokenizer.token_text
+    top = {"top_logprobs_num": 3, "return_text_in_logprobs": True}
+    for fields in ({}, top):
+        meta = generate(server, text=PROMPT, return_logprob=True, **fields)["meta_info"]
+        assert meta["input_token_logprobs"] == []
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == expected.token_ids
+        for (logprob, token, text), entry in zip(meta["output_token_logprobs"], expected.logprobs, strict=True):
+            assert (logprob, text) == (pytest.approx(entry.logprob, abs=1e-3), spell(token) if fields else None)
+        assert ("output_top_logprobs" in meta) is bool(fields)
+    for likely, entry in zip(meta["output_top_logprobs"], expected.logprobs, strict=True):
+        assert [(token, text) for _, token, text in likely] == [(token, spell(token)) for token, _ in entry.top]
+    assert "output_token_logprobs" not in generate(server, text=PROMPT, top_logprobs_num=3)["meta_info"]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_prompt_has_log_probabilities_from_where_it_was_asked_for(server: RunningServer, start: int) -> None:
+    ids = server.core.tokenizer.encode(PROMPT)
+    echoed = server.complete(prompt=ids, max_tokens=0, echo=True, logprobs=2).choices[0].logprobs
+    fields = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2, "sampling_params": {"n": 2}}
+    fields["sampling_params"] |= {"max_new_tokens": 0}
+    for prompts in ({"text": [PROMPT, "the fox"]}, {"input_ids": [ids, [5, 6, 7, 8]]}):
+        answers = generate(server, **prompts, **fields)
+        assert [answer["output_ids"] for answer in answers] == [[]] * 4
+        assert answers[0]["meta_info"]["output_token_logprobs"] == []
+        for meta in (answers[0]["meta_info"], answers[1]["meta_info"]):
+            (missing, *logprobs), likely = meta["input_token_logprobs"], meta["input_top_logprobs"]
+            assert missing == [None, ids[start], None]
+            assert [token for _, token, _ in logprobs] == ids[start + 1 :]
+            given = echoed.token_logprobs[start + 1 :]
+            assert [logprob for logprob, *_ in logprobs] == pytest.approx(given, abs=1e-3)
+            assert (likely[0], [len(each) for each in likely[1:]]) == (None, [2] * len(logprobs))
+    assert server.idle()
+
+
+def test_a_stream_repeats_the_log_probabilities_so_far(server: RunningServer) -> None:
+    whole = generate(server, text=PROMPT, return_logprob=True, logprob_start_len=2)["meta_info"]
+    body = {"sampling_params": GREEDY, "text": PROMPT, "return_logprob": True, "logprob_start_len": 2, "stream": True}
+    *chunks, _, _ = server.http.post("/generate", json=body).text.split("\n\n")
+    for answer in (json.loads(chunk.removeprefix("data: ")) for chunk in chunks):
+        meta = answer["meta_info"]
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+        assert len(meta["input_token_logprobs"]) == len(whole["input_token_logprobs"])
+    assert len(meta["output_token_logprobs"]) == 12
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -72,14 +120,21 @@ def test_a_stream_repeats_the_text_so_far(server: RunningServer) -> None:
         ({"text": "x", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
         ({"text": "x", "sampling_params": {"top_k": -2}}, "sampling_params.top_k"),
         ({"text": "x", "sampling_params": {"skip_special_tokens": False}}, "sampling_params.skip_special_tokens"),
-        ({"text": "x", "return_logprob": True}, "return_logprob"),
+        ({"text": "x", "return_logprob": 1}, "return_logprob"),
+        ({"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": "x", "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len"),
+        (
+            {"text": "x", "return_logprob": True, "sampling_params": {"max_new_tokens": 0, "min_new_tokens": 1}},
+            "sampling_params.min_new_tokens",
+        ),
         ({"text": "x", "image_data": "http://x"}, "image_data"),
     ],
 )
 def test_mistakes_are_named_as_the_client_knows_them(server: RunningServer, fields: dict[str, Any], param: str) -> None:
     reply = server.http.post("/generate", json=fields)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
-    assert server.idle()
+    wait_until(server.idle)
 
 
 def test_text_to_tokens_and_back(server: RunningServer, reference: LLM) -> None:

@@ -62,6 +62,32 @@ def test_a_stream_brings_text_and_calls_with_their_index(caller: RunningServer) 
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
 
 
+@pytest.mark.parametrize("max_tokens", [300, len(CALL) + 30])  # to the end of the text, or in a later call
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_an_answer_ends_with_its_first_call(
+    caller: RunningServer, stream: bool, max_tokens: int
+) -> None:
+    say(caller, f"One moment.{CALL}{CALL} And then {CALL}")
+    answer = ask(caller, parallel_tool_calls=False, stream=stream, max_tokens=max_tokens)
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    messages = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(message.content or "" for message in messages) == "One moment."
+    (call,) = [call for message in messages for call in message.tool_calls or []]
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+
+
+def test_the_newer_api_too_ends_with_the_first_of_no_parallel_calls(caller: RunningServer) -> None:
+    say(caller, f"{CALL}{CALL}")
+    tool = {"type": "function", "name": "weather"}
+    for parallel, calls in ((True, 2), (False, 1)):
+        answer = caller.client.responses.create(
+            model=caller.model, input="hello", tools=[tool], parallel_tool_calls=parallel, max_output_tokens=200
+        )
+        assert [item.type for item in answer.output] == ["function_call"] * calls
+        assert (answer.status, answer.parallel_tool_calls) == ("completed", parallel)
+
+
 def test_an_answer_that_is_cut_short_keeps_its_reason_and_its_text(caller: RunningServer) -> None:
     say(caller, CALL)
     cut = ask(caller, max_tokens=20).choices[0]
@@ -103,7 +129,6 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"response_format": {"type": "regex", "regex": "a+"}}, "response_format"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
