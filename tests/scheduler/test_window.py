@@ -9,6 +9,7 @@ import pytest
 
 from minisgl.errors import InvariantError
 from minisgl.kvcache.block_hash import BlockHashCache
+from minisgl.kvcache.prefix import InsertResult
 from minisgl.kvcache.sizing import most_pages
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.policy import Policies
@@ -174,8 +175,8 @@ def test_the_ledger_notices_pages_that_went_back_too_early_or_not_at_all() -> No
     harness.step()
     memory, slot = harness.memory, request.slot
     memory.check()
+    memory.page_table.rows[slot, 0] = 3
     with pytest.raises(InvariantError, match="still maps"):
-        memory.page_table.rows[slot, 0] = 3
         memory.check()
     memory.page_table.rows[slot, 0] = memory.page_table.dummy_page
     memory.give_back(np.array([slot], dtype=np.int32), np.array([30], dtype=np.int32))
@@ -196,4 +197,23 @@ def test_pages_that_the_cache_refuses_go_back_while_a_prompt_is_computed(
         assert request.finish_reason is FinishReason.LENGTH
         harness.assert_output(request)
     assert harness.memory.cache.num_pages == 1
+    harness.assert_idle_and_clean()
+
+
+def test_a_row_without_its_start_takes_no_pages_from_the_cache_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache refuses what it offers, so it goes back; then the cache has the same prefix from elsewhere."""
+    harness = windowed(num_pages=20, max_prefill_tokens=8)
+    memory = harness.memory
+    nothing = memory.cache.match(np.zeros(0, dtype=np.int32))
+    monkeypatch.setattr(memory.cache, "insert", lambda tokens, pages: InsertResult(nothing.pages, nothing.handle))
+    request = harness.add([0, 1] * 20, max_tokens=10)
+    harness.step()
+    harness.step()
+    assert held(harness, request) == 10 - 2
+    monkeypatch.undo()
+    pages = memory.alloc(6)
+    memory.cache.insert(request.prompt[:24], pages)
+    memory.is_cached[pages] = True
+    harness.run()
+    harness.assert_output(request)
     harness.assert_idle_and_clean()
