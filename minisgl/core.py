@@ -81,13 +81,18 @@ class EngineCore:
             store: PageStore | None = HostStore(self.executor.page_copier)
         else:
             store = self._other_store(make_store)
-        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store)
+        engine = self.executor.local_engine
+        window = self.executor.model_config.longest_window
+        if engine is not None and engine.hidden_states is not None:
+            window = None  # the drafter looks up the hidden states of all positions by their pages
+        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store, window)
         self.input_processor = InputProcessor(
             config,
             self.tokenizer,
             vocab_size=self.executor.model_config.vocab_size,
             max_seq_len=self.max_seq_len,
             max_kv_tokens=self.executor.num_pages * config.page_size,
+            window=window,
             max_stop_ids=table.max_stop_ids,
         )
         self.scheduler = Scheduler(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from minisgl.config import EngineConfig
 from minisgl.errors import ContextExceeded, InvalidRequest, check_token_ids, check_type
 from minisgl.grammar import Grammars
+from minisgl.kvcache.sizing import most_pages
 from minisgl.request import Int32Array, Request
 from minisgl.sampling_params import SamplingParams
 from minisgl.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ class InputProcessor:
     """Checks prompts and parameters, and makes numbered requests of them. It allocates no slot and no page.
 
     ``max_kv_tokens`` fit the KV cache, ``max_seq_len`` a sequence; ``max_stop_ids`` tokens at most may end a request.
+    No layer sees more than ``window`` positions; None: some layer sees all.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class InputProcessor:
         vocab_size: int,
         max_seq_len: int,
         max_kv_tokens: int,
+        window: int | None,
         max_stop_ids: int,
     ) -> None:
         self.eos_ids = tuple(token for token in tokenizer.eos_ids if token < vocab_size)  # they end a sequence
@@ -43,6 +46,8 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._max_seq_len = max_seq_len
         self._max_kv_tokens = max_kv_tokens
+        self._window = window
+        self._page_size = config.page_size
         self._max_stop_ids = max_stop_ids
         self._seeds = random.Random(config.seed)
 
@@ -61,7 +66,7 @@ class InputProcessor:
         check_type("params", params, SamplingParams, "SamplingParams")
         tokens = check_prompt(prompt, self._vocab_size)
         max_len = check_lengths(len(tokens), params.max_tokens, params.min_tokens, self._max_seq_len)
-        if params.max_tokens is None:  # the KV cache may have room for less; one token is the least to ask for
+        if params.max_tokens is None and not self._fits(len(tokens), max_len):  # one token is the least to ask for
             max_len = max(len(tokens) + 1, min(max_len, self._max_kv_tokens + 1))
         stop_ids = self._stop_ids(params)
         check_token_ids("logit_bias", params.logit_bias or (), self._vocab_size, limit=self._vocab_size)
@@ -98,7 +103,7 @@ class InputProcessor:
         ``finish_reason`` ``"error"``, and the other prompts succeed.
         """
         capacity = self._max_kv_tokens
-        if request.max_len - 1 <= capacity:  # the last token is never fed, so its KV needs no room
+        if self._fits(request.prompt_len, request.max_len):
             return
         if request.prompt_len > capacity:
             raise ContextExceeded("prompt", f"{request.prompt_len} tokens do not fit the KV cache of {capacity} tokens")
@@ -108,6 +113,10 @@ class InputProcessor:
             f"{request.max_len - request.prompt_len} with a prompt of {request.prompt_len} tokens exceed the KV cache "
             f"of {capacity} tokens; at most {room} fit",
         )
+
+    def _fits(self, prompt_len: int, max_len: int) -> bool:
+        pages = most_pages(prompt_len, max_len, self._page_size, self._window)
+        return pages * self._page_size <= self._max_kv_tokens
 
 
 def check_prompt(prompt: object, vocab_size: int) -> Int32Array:

@@ -110,6 +110,7 @@ class PrefixGroupTracker:
         self.min_rows = min_rows
         self.min_pages = -(-min_tokens // page_size)
         self._table = np.full((num_slots, width), _UNKNOWN, dtype=np.int32)
+        self._dummy_page = dummy_page
         self._table[-1] = dummy_page  # the slot of padded rows
         # Leading columns of each slot that the current groups depend on.
         self._compared = np.zeros(num_slots, dtype=np.int32)
@@ -139,6 +140,7 @@ class PrefixGroupTracker:
         # Follow the page table, and note whether an entry that was compared has changed.
         slots, columns = np.divmod(index, self._table.shape[1])
         flat = self._table.reshape(-1)
+        value = np.where(value == self._dummy_page, _UNKNOWN, value)  # two rows that gave pages back share nothing
         self._changed |= bool(((flat[index] != value) & (columns < self._compared[slots])).any())
         flat[index] = value
 

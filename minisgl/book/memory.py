@@ -27,9 +27,15 @@ def page_map(memory: KVMemory) -> Picture:
     how many running requests read it. In the page table, a page says how many of its positions are taken.
     """
     running = [(slot, memory.table.request(slot).uid) for slot in memory.table.slots.tolist()]
-    rows = {uid: (memory.row(slot).tolist(), int(memory.table.kv_len[slot])) for slot, uid in running}
+    rows = {uid: (memory.row(slot).tolist(), _kv_len_of_pages(memory, slot)) for slot, uid in running}
     cached, free = (set(np.flatnonzero(which).tolist()) for which in (memory.is_cached, memory.pool.is_free))
     return _draw_pages(memory.num_pages, memory.page_size, free, cached, rows, "Page table, request")
+
+
+def _kv_len_of_pages(memory: KVMemory, slot: int) -> int:
+    """Positions of a row that have KV, without those whose pages it has given back."""
+    given_back = int(memory.table.num_pages[slot]) - len(memory.row(slot))
+    return int(memory.table.kv_len[slot]) - given_back * memory.page_size
 
 
 def toy_page_map(pool: PagePool, caches: Mapping[int, PagedCache], page_lists: bool = True) -> Picture:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import psutil
 import torch
 
 from minisgl.errors import ConfigError
+from minisgl.request import Int32Array
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -41,6 +44,27 @@ def pages_from_peak(total: int, used: int, peak: int, current: int, memory_ratio
         page_bytes,
         f"{memory_ratio:g} of {total} bytes in all, less {used} in use and {peak - current} more at a step's peak",
     )
+
+
+# Tokens that the step in flight and drafts may be ahead of the oldest query that is still to be computed.
+_AHEAD = 16
+
+
+Lengths = TypeVar("Lengths", int, Int32Array)
+
+
+def most_pages(length: Lengths, max_len: Lengths, page_size: int, window: int | None) -> Lengths:
+    """Most pages that a request with ``length`` tokens holds at a time until it has ``max_len``.
+
+    ``window`` is how many positions the model sees; None: all. See `KVMemory.give_back`.
+    """
+    pages = -(-(max_len - 1) // page_size)  # the last token is sampled but never fed, so its KV needs no room
+    if window is None:
+        return pages
+    # What the row has of the prefix cache stays until the window has passed all of it; the prompt may be there.
+    passing = np.maximum(length, window) + window + _AHEAD
+    fewer: Lengths = np.minimum(pages, -(-passing // page_size) + 1)
+    return fewer
 
 
 def free_memory(device: torch.device) -> int:

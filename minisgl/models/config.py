@@ -82,6 +82,12 @@ class ModelConfig:
             raise ModelLoadError("partial_rotary_factor: all layers that are rotated must have the same")
 
     @property
+    def longest_window(self) -> int | None:
+        """Positions that the layer with the longest sliding window sees; None if some layer sees all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def attention_features(self) -> tuple[str, ...]:
         """What the attention of this model needs of a backend, as in `minisgl.context.ATTENTION_FEATURES`."""
         needs = {"soft_cap": self.attention_soft_cap is not None, "sinks": self.attention_sinks}

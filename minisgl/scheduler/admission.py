@@ -150,11 +150,10 @@ class Admitter:
     def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> MemoryDemand:
         table, memory = self.table, self.memory
         slots = table.slots
-        # The last token of a request is sampled but never fed, so its KV needs no room.
-        final_pages = -(-(table.max_len[slots] - 1) // memory.page_size)
+        final_pages = memory.most_pages(table.token_len[slots], table.max_len[slots])
         return MemoryDemand(
             now=memory.pages_for(num_tokens) - cached_pages,
-            at_most=memory.pages_for(request.max_len - 1) - cached_pages,
+            at_most=memory.most_pages(num_tokens, request.max_len) - cached_pages,
             available=memory.available,
             promised=int(np.maximum(final_pages - table.num_pages[slots], 0).sum()),
             running=len(slots),

@@ -2,6 +2,9 @@
 
 A page is in exactly one of three states: *free* (in the pool), *private* (in the row of one running request) or
 *cached* (owned by the prefix cache, and in the rows of any number of requests that have locked it).
+
+Where all layers have a sliding window, a row lets go of pages that lie outside of it while its request runs. Where only
+some have, it can't: a page holds the KV of all layers, and those without a window still read it.
 """
 
 from __future__ import annotations
@@ -10,32 +13,31 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.errors import InvariantError
 from minisgl.kvcache.page_store import CacheListener, PageOffloader, PageStore
-from minisgl.kvcache.pool import PagePool, PageTable
 from minisgl.kvcache.prefix import Handle, InsertResult, MatchResult, PrefixCache
+from minisgl.kvcache.sizing import Lengths, most_pages
 from minisgl.request import Int32Array
+from minisgl.scheduler.ledger import PageLedger
 from minisgl.table import RunningTable
 
 Extend = Callable[[Handle, Int32Array, int], Handle | None]
 
 
-class KVMemory:
+class KVMemory(PageLedger):
     """Allocates pages to the rows of the running table, and shares those that the prefix cache has.
 
     It keeps the table's ``kv_len`` and ``num_pages``, with the scheduler. ``store`` keeps pages that the cache evicts.
     """
 
-    def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache, store: PageStore | None = None) -> None:
-        self.page_size = cache.page_size
-        self.table = table
-        self.cache = cache
-        self.pool = PagePool(num_pages)
-        self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
-        self.is_cached = np.zeros(num_pages, dtype=bool)
-        self._handles: list[Handle | None] = [None] * table.max_running
-        # Pages of each row that its lock covers; -1 if the row has other pages there, or its answer can't be published
-        self._published = np.full(table.max_running, -1, dtype=np.int32)
+    def __init__(
+        self,
+        num_pages: int,
+        table: RunningTable,
+        cache: PrefixCache,
+        store: PageStore | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(num_pages, table, cache, window)
         self.listeners: list[CacheListener] = []  # append one only while the cache is empty
         self.offload: PageOffloader | None = None
         if store is not None:
@@ -45,22 +47,6 @@ class KVMemory:
         """Keep evicted pages in this store from now on. Call it once, while the cache is empty."""
         self.offload = PageOffloader(store, self.page_size)
         self.listeners.append(self.offload)
-
-    @property
-    def num_pages(self) -> int:
-        return self.pool.num_pages
-
-    @property
-    def available(self) -> int:
-        """Pages that could be allocated now: free ones, and those that the prefix cache can evict."""
-        return self.pool.num_free + self.cache.num_evictable
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def row(self, slot: int) -> Int32Array:
-        """Pages of a running request, int32[num_pages], a view."""
-        return self.page_table.rows[slot, : self.table.num_pages[slot]]
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -84,7 +70,7 @@ class KVMemory:
         self.page_table.write(slot, 0, np.concatenate([shared, new]))
         self.table.num_pages[slot] = len(shared) + len(new)
         self._handles[slot] = prefix.handle
-        self._published[slot] = len(shared)
+        self._published[slot] = self._locked[slot] = len(shared)
         if self.offload is not None:
             tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
             restored = self.offload.restore(tokens, len(shared), new)
@@ -128,13 +114,15 @@ class KVMemory:
 
     def rematch_prefix(self, slot: int) -> None:
         """Extend the row's cached prefix by what others have computed since, so that no two compute the same pages."""
+        if self._given_back[slot]:
+            return
         kv_len = int(self.table.kv_len[slot])
         tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
         match = self.cache.match(tokens)
         cached_len = len(match.pages) * self.page_size
         if cached_len <= kv_len:
             return
-        self._move_lock(slot, match.handle)
+        self._move_lock(slot, match)
         self._repoint(slot, match.pages)
         self._published[slot] = len(match.pages)
         self.table.kv_len[slot] = cached_len
@@ -145,12 +133,14 @@ class KVMemory:
         Readers run in the same step, whose layers store before they attend, or later. ``kv_len_before`` is the row's
         ``kv_len`` before this step, which writes the pages from there on.
         """
+        if self._given_back[slot]:  # the prefix is not whole any more
+            return
         # Every request computes at least its last token, so the page of that token would be of no use in the cache.
         count = min(int(self.table.kv_len[slot]), int(self.table.token_len[slot]) - 1) // self.page_size
         insert = self._insert(slot, count)
         if len(insert.pages) == 0:
             return
-        self._move_lock(slot, insert.handle)
+        self._move_lock(slot, insert)
         # A duplicate that this step still writes must stay where it is; it is found again when the row is freed.
         settled = min(len(insert.pages), kv_len_before // self.page_size)
         self._repoint(slot, insert.pages[:settled])
@@ -162,13 +152,15 @@ class KVMemory:
 
         Only pages of complete steps: the last known token is not fed yet, or by a step in flight. A row whose tokens
         are cached in other pages publishes no more, since the pages below its own would be another request's, whose
-        step may fail.
+        step may fail. Nor does one longer than the window, since what is locked in the cache can't be given back.
         """
         extend: Extend | None = getattr(self.cache, "extend", None)  # as in `ExtensiblePrefixCache`
         if extend is None:
             return
         filled, published = self.table.known_len[slots] - 1, self._published[slots]
         due = (filled % self.page_size == 0) & (published >= 0)
+        if self.window is not None:
+            due &= filled < self.window
         ends = filled[due] // self.page_size
         for slot, begin, end in zip(slots[due].tolist(), published[due].tolist(), ends.tolist(), strict=True):
             for index in range(begin, end):
@@ -184,6 +176,7 @@ class KVMemory:
         if handle is None:
             return False
         self._handles[slot] = handle
+        self._locked[slot] = index + 1
         self.is_cached[page] = True
         for listener in self.listeners:
             listener.extend(tokens, page, int(self.page_table.rows[slot, index - 1]) if index else None)
@@ -208,25 +201,53 @@ class KVMemory:
         replaced = old[changed]
         self.pool.free(replaced[~self.is_cached[replaced]])
 
-    def _move_lock(self, slot: int, handle: Handle) -> None:
-        self.cache.lock(handle)
+    def _move_lock(self, slot: int, prefix: MatchResult | InsertResult) -> None:
+        self.cache.lock(prefix.handle)
+        self._unlock(slot)
+        self._handles[slot] = prefix.handle
+        self._locked[slot] = len(prefix.pages)
+
+    def _unlock(self, slot: int) -> None:
         if self._handles[slot] is not None:
             self.cache.unlock(self._handles[slot])
-        self._handles[slot] = handle
+        self._handles[slot] = None
+        self._published[slot] = -1
+        self._locked[slot] = 0
+
+    # -- sliding windows ---------------------------------------------------------------------------------------
+
+    def most_pages(self, length: Lengths, max_len: Lengths) -> Lengths:
+        """Most pages that a request with ``length`` tokens holds at a time until it has ``max_len``."""
+        return most_pages(length, max_len, self.page_size, self.window)
+
+    def give_back(self, slots: Int32Array, computed: Int32Array) -> None:
+        """Let go of pages that no query sees any more; each row's queries before position ``computed`` are complete.
+
+        Private pages become free. A prefix of the cache is locked as a whole, so it stays until the window has passed
+        all of it, and then belongs to the cache alone. The row publishes nothing from then on: its start is gone.
+        """
+        ends = self._first_seen(computed) // self.page_size
+        due = (ends > self._given_back[slots]) & (ends >= self._locked[slots])
+        for slot, end in zip(slots[due].tolist(), ends[due].tolist(), strict=True):
+            begin = int(self._given_back[slot])
+            pages = self.page_table.rows[slot, begin:end].copy()
+            dummies = np.full(end - begin, self.page_table.dummy_page, dtype=np.int32)
+            self.page_table.write(slot, begin, dummies)  # its content is finite, should a kernel read what it masks
+            self._given_back[slot] = end
+            self.pool.free(pages[~self.is_cached[pages]])
+            self._unlock(slot)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def free_row(self, slot: int, cache: bool) -> None:
         """Free the row's private pages and lock; with ``cache``, first offer computed pages to the prefix cache."""
-        if cache:
+        if cache and not self._given_back[slot]:
             known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
             self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))
         pages = self.row(slot)
         self.pool.free(pages[~self.is_cached[pages]])
-        if self._handles[slot] is not None:
-            self.cache.unlock(self._handles[slot])
-        self._handles[slot] = None
-        self._published[slot] = -1
+        self._unlock(slot)
+        self._given_back[slot] = 0
         self.table.num_pages[slot] = 0
 
     def settle(self) -> None:
@@ -252,26 +273,3 @@ class KVMemory:
     def _free_cached(self, pages: Int32Array) -> None:
         self.is_cached[pages] = False
         self.pool.free(pages)
-
-    def check(self) -> None:
-        """Raise `InvariantError` unless every page is free, private to one row, or cached, and rows cover their KV."""
-        self.pool.check()
-        self.cache.check()
-        held = self.cache.held_pages()
-        if len(np.unique(held)) != len(held) or not np.array_equal(np.sort(held), np.flatnonzero(self.is_cached)):
-            raise InvariantError("the prefix cache and the ledger disagree on which pages are cached")
-        uses = np.zeros(self.num_pages, dtype=np.int32)
-        for slot in np.flatnonzero(self.table.num_pages):
-            row = self.row(int(slot))
-            if len(np.unique(row)) != len(row) or self.pool.is_free[row].any():
-                raise InvariantError(f"the row of slot {slot} maps a page twice, or a free page")
-            if self.table.kv_len[slot] > len(row) * self.page_size:
-                raise InvariantError(f"slot {slot} has KV beyond its pages")
-            if not self.is_cached[row[: max(self._published[slot], 0)]].all():
-                raise InvariantError(f"slot {slot} has published a page that is not cached")
-            uses[row] += 1
-        if (uses[~self.is_cached] > 1).any():
-            raise InvariantError("two requests map one private page")
-        private = int((uses[~self.is_cached] == 1).sum())
-        if self.pool.num_free + len(held) + private != self.num_pages:
-            raise InvariantError("free, cached and private pages do not add up to the pool: a page has leaked")

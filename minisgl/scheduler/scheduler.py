@@ -191,7 +191,8 @@ class Scheduler:
                 self.memory.grow(growing)
                 return slots
             victim = self._victim()
-            if len(self.table.slots) == 1:
+            could_return = self.memory.pages_for(int(self.table.token_len[victim])) <= self.memory.num_pages
+            if len(self.table.slots) == 1 or not could_return:
                 request = self.table.request(victim)
                 message = (
                     f"the request outgrew the KV cache ({self.memory.num_pages} pages of {self.memory.page_size} "
@@ -203,8 +204,13 @@ class Scheduler:
             slots = slots[slots != victim]
 
     def _victim(self) -> int:
-        """The slot to preempt: the last to arrive gives way, so the first to arrive always makes progress."""
-        return int(self.table.slots[-1])
+        """The slot to preempt: the last to arrive gives way, so the first to arrive always makes progress.
+
+        A request with more tokens than the pool, as a sliding window allows, could not be computed again: it stays.
+        """
+        slots = self.table.slots
+        could_return = slots[self.memory.pages_for(self.table.token_len[slots]) <= self.memory.num_pages]
+        return int((could_return if len(could_return) else slots)[-1])
 
     def _preempt(self, slot: int) -> None:
         """Take the pages of a running request and queue it again, to be recomputed later (vLLM)."""
@@ -279,6 +285,11 @@ class Scheduler:
             self._verify(batch, result)
         else:
             self._append(batch, result, np.arange(len(batch.sample_rows), dtype=np.int32))
+        if self.memory.window is not None:
+            running = self.table.active[batch.slots]
+            slots = batch.slots[running]
+            # Queries that come next, or are in flight, are behind this step's, but not behind drafts that were wrong.
+            self.memory.give_back(slots, np.minimum(batch.seq_lens[running], self.table.known_len[slots] - 1))
         self._end_step(batch)
         self._release_idle(batch.slots)
 

@@ -192,6 +192,15 @@ def test_slots_that_were_never_written_share_nothing() -> None:
     assert steps.step(0, 1, 2) == []
 
 
+def test_rows_that_gave_pages_back_share_nothing() -> None:
+    """Outside of a sliding window, their entries name the dummy page."""
+    steps = Steps("abcd", "abce", "abcf")
+    assert steps.step(0, 1, 2) == [([0, 1, 2], 3 * PAGE_SIZE)]
+    steps.rows[:, :2] = 1000
+    steps.rows[:, 2] = [20, 21, 22]
+    assert steps.step(0, 1, 2) == []
+
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -59,9 +59,10 @@ class Harness:
         store_slots: int = 0,
         drafter: type[KnowsTheAnswers] | None = None,
         num_draft_tokens: int = 3,
+        window: int | None = None,
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
-        self.memory = KVMemory(num_pages, self.table, select_prefix_cache(prefix_cache)(page_size))
+        self.memory = KVMemory(num_pages, self.table, select_prefix_cache(prefix_cache)(page_size), window=window)
         policies = policies or Policies.named(queue_policy, batch_policy, admission_policy)
         self.make_masks = CountingMaskMaker()
         limits = (max_prefill_tokens, max_queued)
@@ -73,7 +74,7 @@ class Harness:
             self.speculation.costs = DraftsAreFree()
         self.scheduler = Scheduler(self.table, self.memory, policies, *limits, self.make_masks, self.speculation)
         width = self.memory.page_table.rows.shape[1]
-        self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab)
+        self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab, window)
         self.vocab = vocab
         self.faulty = FaultyExecutor(self.executor, self.table)
         self.loop = EngineLoop(self.scheduler, self.faulty, depth=delay)

@@ -35,6 +35,7 @@ class EngineLife(RuleBasedStateMachine):
         store_slots=st.sampled_from([0, 3, 40]),
         drafter=st.sampled_from([None, KnowsTheShadow]),
         num_draft_tokens=st.integers(1, 5),
+        window=st.sampled_from([None, 1, 6, 20]),
     )
     def start(self, **options: Any) -> None:
         self.harness = Harness(vocab=VOCAB, max_seq_len=64, **options)
