@@ -140,7 +140,9 @@ class PrefixGroupTracker:
         # Follow the page table, and note whether an entry that was compared has changed.
         slots, columns = np.divmod(index, self._table.shape[1])
         flat = self._table.reshape(-1)
-        value = np.where(value == self._dummy_page, _UNKNOWN, value)  # two rows that gave pages back share nothing
+        # Two rows that gave pages back share nothing; the last slot is that of padding.
+        gave_back = (value == self._dummy_page) & (slots < len(self._table) - 1)
+        value = np.where(gave_back, _UNKNOWN, value)
         self._changed |= bool(((flat[index] != value) & (columns < self._compared[slots])).any())
         flat[index] = value
 
