@@ -145,7 +145,7 @@ def browser(profile: Path, width: int = 1200, height: int = 1000) -> Iterator[Br
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             page = _first_page(profile / "DevToolsActivePort")
-            socket = websocket.create_connection(page, suppress_origin=True, timeout=60)
+            socket = websocket.create_connection(page, suppress_origin=True, timeout=120)
             yield Browser(socket)
             socket.close()
         finally:

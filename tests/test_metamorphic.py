@@ -216,7 +216,8 @@ def test_windows_and_experts_give_the_same_tokens(
     outputs = run(
         oracle, cache, page_size, composition, memory, chunk, overlap, drafter="tests.drafting:KnowsTheAnswers"
     )
-    assert_answers(oracle, outputs, cache, memory)
+    # Scarce memory may suffice where pages behind the window go back.
+    assert_answers(oracle, outputs, cache, memory, few_steps=architecture == "MistralForCausalLM")
 
 
 def test_the_requests_are_worth_comparing(oracles: dict[str, Oracle]) -> None:
