@@ -140,9 +140,9 @@ class PoolUse:
     @classmethod
     def of(cls, memory: KVMemory, preempted: int = 0) -> PoolUse:
         """As it is now."""
-        slots = memory.table.slots
-        final = -(-(memory.table.max_len[slots] - 1) // memory.page_size)
-        promised = int(np.maximum(final - memory.table.num_pages[slots], 0).sum())
+        slots, table = memory.table.slots, memory.table
+        final = memory.most_pages(table.token_len[slots], table.max_len[slots])
+        promised = int(np.maximum(final - table.num_pages[slots], 0).sum())
         return cls(memory.num_pages - memory.available, memory.cache.num_evictable, promised, len(slots), preempted)
 
 
