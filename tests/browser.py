@@ -55,17 +55,20 @@ class Browser:
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
             message = json.loads(self._socket.recv())
-            if message.get("id") == number:
+            if "id" not in message:
+                self._note(message)
+            elif message["id"] == number:  # others answer `_answer_dialog`, which does not wait
                 if message.get("error", {}).get("message") in _CHANGED:
                     raise PageHasChanged
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
                 return result
-            self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})
-        if message["method"] == "Runtime.exceptionThrown":
+        if message["method"] == "Page.javascriptDialogOpening":
+            self._answer_dialog(params)
+        elif message["method"] == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description") or details["text"])
         elif message["method"] == "Runtime.consoleAPICalled" and params["type"] == "error":
@@ -74,6 +77,15 @@ class Browser:
             self.requested.append(params["request"]["url"])
         elif message["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+
+    def _answer_dialog(self, dialog: dict[str, Any]) -> None:
+        """A page that asks whether to leave it is left; until somebody answers, `Page.navigate` does not return.
+
+        JupyterLab asks as long as it has not heard that a notebook is saved, which is later than the file is there.
+        """
+        assert dialog["type"] == "beforeunload", dialog
+        message = {"id": next(self._ids), "method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
+        self._socket.send(json.dumps(message))
 
     def open(self, url: str) -> None:
         """Go to a page, and wait until it is loaded."""
