@@ -22,8 +22,10 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import FusedSampler
 from minisgl.engine.sampling import HostSampling
 from minisgl.kernels.launch import without_pdl
+from minisgl.kernels.persistent_decoder import OPERATIONS
 from minisgl.models.decoder import CausalLM
 from minisgl.models.fusions import fuse_layers
+from minisgl.models.persistent_decoder import PersistentDecoder
 from minisgl.models.single_token import SingleTokenDecoder
 
 _OPTIONS: dict[str, Any] = {**ALL_OFF, "num_pages": 512, "max_running_requests": 2}
@@ -73,6 +75,9 @@ def run_batch_one(
         table.add(name, len(launches), *times, alone)
         if detailed:
             report.tables += [_kernels(name, launches), _layer(name, launches)]
+        decoder = version.model_for(1) if isinstance(version, CudaGraphRunner) else version.model
+        if isinstance(decoder, PersistentDecoder) and runner.device.type == "cuda":
+            report.tables.append(_instructions(decoder, cast(CudaGraphRunner, version).buffers[1].inputs))
     if runner.device.type == "cuda":
         bandwidth = report.settings["copy_bytes_per_second"] = copy_bandwidth()
         floors = [_bytes_read(runner, length) / bandwidth * 1e3 for length in lengths]
@@ -100,6 +105,9 @@ def _versions(plain: ModelRunner) -> Iterator[tuple[str, ModelRunner, bool]]:
         decoder = SingleTokenDecoder(plain.model, plain.kv_cache)
         yield "single-token decoder, kernels in turn", _graph(fused, fused=True, decoder=decoder), True
     yield "single-token decoder, kernels started early", _graph(fused, fused=True, decoder=decoder), True
+    if PersistentDecoder.supports(plain.model):
+        persistent = PersistentDecoder(plain.model, plain.kv_cache)
+        yield "persistent decoder, one kernel for all layers", _graph(fused, fused=True, decoder=persistent), False
 
 
 def _with(runner: ModelRunner, **parts: Any) -> ModelRunner:
@@ -162,6 +170,28 @@ def _layer(version: str, launches: Sequence[Launch]) -> Table:
         ends = [layer[index].end - layer[0].start for layer in layers]
         table.add(layers[0][index].name, statistics.median(starts), statistics.median(ends))
     return table
+
+
+def _instructions(decoder: PersistentDecoder, inputs: DeviceBatch) -> Table:
+    """One layer in the kernel of all layers: when its programs begin an instruction, have what others wrote and are
+    done; in the median of all layers. At first the kernel runs twice to warm up."""
+    machine = decoder.persistent
+    times = torch.zeros((machine.count, machine.programs, 3), dtype=torch.int64, device=inputs.slots.device)
+    for _ in range(3):
+        decoder.run_instructions(inputs, 0, machine.count, times)
+    layers = times.cpu().double().view(-1, len(OPERATIONS), machine.programs, 3)
+    layers[layers == 0] = torch.nan  # a program without a part in attention waits for nobody
+    since = (layers - layers[:, :1, :, :1].amin(dim=2, keepdim=True)) / 1e3
+    columns = ["instruction", "first begins, µs", "ready, µs", "last ready, µs", "done, µs", "last done, µs"]
+    table = Table("one layer in time: persistent decoder", columns)
+    for operation, (began, ready, done) in zip(OPERATIONS, since.permute(1, 3, 0, 2), strict=True):
+        spread = [began.amin(dim=1), ready.nanmedian(dim=1).values, _nanmax(ready), done.median(dim=1).values]
+        table.add(operation, *(float(each.median()) for each in (*spread, done.amax(dim=1))))
+    return table
+
+
+def _nanmax(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(-torch.inf).amax(dim=1)
 
 
 def repetition(names: Sequence[str]) -> tuple[int, int]:

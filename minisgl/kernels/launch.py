@@ -64,6 +64,40 @@ def without_pdl() -> Iterator[None]:
         PDL_LAUNCH_ARGS.update(saved)
 
 
+@triton.jit
+def wait(arrivals_ptr: tl.tensor, arrivals: tl.tensor, WAIT_FOR: tl.constexpr) -> None:
+    """Wait until what other programs write is there.
+
+    WAIT_FOR: "kernel" for the one before this, launched with PDL; "programs" of this one, as many as ``arrivals``
+    counts, each of which has called `arrive`; or "nothing". The interpreter runs programs one after another, so that
+    none can wait for a later one.
+    """
+    if WAIT_FOR == "kernel":
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if WAIT_FOR == "programs" and not INTERPRETED:
+        arrived = _read_arrivals(arrivals_ptr)
+        while arrived < arrivals:
+            arrived = _read_arrivals(arrivals_ptr)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _read_arrivals(arrivals_ptr: tl.tensor) -> tl.tensor:
+    # An acquire load: what is read after it is at least as new as the arrivals that it counts.
+    address = arrivals_ptr.to(tl.int64)
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def arrive(arrivals_ptr: tl.tensor) -> None:
+    """Count this program as arrived: all that it has written can be seen by whoever sees the count."""
+    tl.debug_barrier()
+    tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
+
+
 # The interpreter's numbers are arrays of one element, which NumPy 2.4 does not accept as an index.
 def _interpreted_range(*bounds: Any) -> range:
     return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import compute_dtype, pdl_launch_args
+from minisgl.kernels.launch import compute_dtype, pdl_launch_args, wait
 
 
 def linear(
@@ -90,10 +90,8 @@ def _linear_kernel(
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
-    weight, up_weight, norm_weight = _load_weights(weight_ptr, norm_ptr, rows, columns, N, K, NORM, GATED)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    weight, up_weight, norm_weight = load_weights(weight_ptr, norm_ptr, rows, N, columns, N, K, NORM, GATED)
+    wait(x_ptr, 0, "kernel" if USE_PDL else "nothing")
 
     sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=DTYPE)
     up_sums = sums
@@ -103,8 +101,8 @@ def _linear_kernel(
         x = tl.load(x_ptr + here, mask=here < K, other=0.0).to(DTYPE)
         next_weight, next_up, next_norm_weight = weight, up_weight, norm_weight
         if K > BLOCK_K:  # the next weights are on their way while these are used
-            next_weight, next_up, next_norm_weight = _load_weights(
-                weight_ptr, norm_ptr, rows, here + BLOCK_K, N, K, NORM, GATED
+            next_weight, next_up, next_norm_weight = load_weights(
+                weight_ptr, norm_ptr, rows, N, here + BLOCK_K, N, K, NORM, GATED
             )
         if NORM:
             squares += x * x
@@ -118,7 +116,7 @@ def _linear_kernel(
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     out, up = tl.sum(sums, axis=1) * scale, tl.sum(up_sums, axis=1) * scale
-    store_outputs(out, up, rows, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
+    store_outputs(out, up, rows, N, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
 
 
 @triton.jit
@@ -126,6 +124,7 @@ def store_outputs(
     out,
     up,
     rows,
+    stop,
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -135,8 +134,8 @@ def store_outputs(
     ADD: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Add the bias to the products of some rows, gate them, add the residual stream, and store them."""
-    exists = rows < N
+    """Add the bias to the products of some rows, gate them, add the residual stream; store those before ``stop``."""
+    exists = rows < stop
     if BIAS:
         out += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(DTYPE)
     if GATED:
@@ -149,11 +148,19 @@ def store_outputs(
 
 
 @triton.jit
-def _load_weights(
-    weight_ptr, norm_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
+def load_weights(
+    weight_ptr,
+    norm_ptr,
+    rows,
+    stop,
+    columns,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """Load some columns of a program's rows of the weight, of their up projections, and of the norm."""
-    mask = (rows < N)[:, None] & (columns < K)[None, :]
+    """Load some columns of the rows before ``stop`` of the weight, of their up projections, and of the norm."""
+    mask = (rows < stop)[:, None] & (columns < K)[None, :]
     tile = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
     weight = tl.load(tile, mask=mask, other=0.0)
     up_weight, norm_weight = weight, columns

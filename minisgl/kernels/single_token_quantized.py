@@ -151,7 +151,7 @@ def _single_token_kernel(
         out *= tl.load(scale_ptr + row // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)
         if GATED:
             up *= tl.load(scale_ptr + (row + N) // BLOCK_ROWS, mask=row < N, other=0.0).to(DTYPE)
-    store_outputs(out, up, row, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
+    store_outputs(out, up, row, N, bias_ptr, residual_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
 
 
 @triton.jit

@@ -72,13 +72,17 @@ class SingleTokenDecoder:
     def __call__(self, inputs: DeviceBatch) -> torch.Tensor:
         """Run a step of one token and return its logits, [1, vocab_size], in the model's dtype."""
         decoder = self.model.model
-        stream = decoder.embed(inputs.input_ids)[0]
-        for layer in self.layers:
-            stream = self._layer(layer, stream, inputs)
+        stream = self.run_layers(decoder.embed(inputs.input_ids)[0], inputs)
         head = decoder.embed_tokens if self.model.lm_head is None else self.model.lm_head
         logits = stream.new_empty(head.weight.shape[0])
         _multiply(stream, head.weight, logits, norm=decoder.norm.weight, eps=decoder.norm.eps)
         return self.model.finish_logits(head.gather_logits(logits.unsqueeze(0)))
+
+    def run_layers(self, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
+        """Return the residual stream, [hidden_size], after all layers."""
+        for layer in self.layers:
+            stream = self._layer(layer, stream, inputs)
+        return stream
 
     def _layer(self, layer: DecoderLayer, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
         """Return the residual stream, [hidden_size], after one layer. ``stream`` may be overwritten."""
