@@ -109,6 +109,7 @@ class RealReplica(Replica):
         seconds = self._clock() - begin
         if self._batch is not None:
             self.steps.append((self._batch, seconds))
+        self._batch = None
         return seconds, output
 
     def begin(self, phase: StepPhase, batch: Batch | None) -> None:
@@ -195,7 +196,7 @@ class _Case:
         """What became of the requests that do not belong to the warm-up."""
         gc.freeze()
         fleet = Fleet(
-            [SimulatedReplica(self.spec) for _ in range(self.num_replicas)],
+            [SimulatedReplica(self.spec, seed) for seed in range(self.num_replicas)],
             make_router(self.router, self.num_replicas, self.spec.pool_tokens),
         )
         outcome = fleet.run(self.traffic.arrivals(), self.traffic.seconds)
@@ -299,13 +300,15 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     unit = float(busy / len(at_once) / _BUSY)
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
-        simulated = [SimulatedReplica(spec) for _ in range(2)]
+        simulated = [SimulatedReplica(spec, seed) for seed in range(2)]
         fleets: dict[str, Fleet] = {"measured": RealTimeFleet(simulated, make_router(name, 2, _SMALL_POOL))}
         if engines:
             for llm in engines:
                 llm.scheduler.memory.forget_unlocked()
             fleets = {"measured": Fleet([RealReplica(llm) for llm in engines], make_router(name, 2, _SMALL_POOL))}
-        fleets["simulated"] = Fleet([SimulatedReplica(spec) for _ in range(2)], make_router(name, 2, _SMALL_POOL))
+        fleets["simulated"] = Fleet(
+            [SimulatedReplica(spec, seed) for seed in range(2)], make_router(name, 2, _SMALL_POOL)
+        )
         found = {}
         for way, fleet in fleets.items():
             outcome = fleet.run(traffic.arrivals(), traffic.seconds)

@@ -122,25 +122,43 @@ class StepTime:
     key: float  # to read keys and values of one token
     pair: float = 0.0  # a query and a key in attention
     fixed: float = 0.0  # what each step takes besides
+    row: float = 0.0  # and each of its requests
+    spread: tuple[float, ...] = (1.0,)  # what steps took, as a share of this; equally likely, 1 on average
 
     def __call__(self, batch: Batch) -> float:
         keys, pairs = _keys_and_pairs(batch)
-        return self.fixed + max(self.weights, self.token * batch.num_tokens) + self.key * keys + self.pair * pairs
+        products = max(self.weights, self.token * batch.num_tokens)
+        return self.fixed + self.row * batch.num_rows + products + self.key * keys + self.pair * pairs
 
     @classmethod
     def fitted(cls, batches: Sequence[Batch], seconds: Sequence[float]) -> StepTime:
-        """Least squares over measured steps, relative to each; what comes out negative is left out."""
-        rows = np.array([[1.0, batch.num_tokens, *_keys_and_pairs(batch)] for batch in batches])
-        taken, found, used = np.array(seconds), np.zeros(4), [0, 1, 2, 3]
-        while used:
-            solved = np.linalg.lstsq(rows[:, used] / taken[:, None], np.ones(len(taken)), rcond=None)[0]
-            found[:] = 0.0
-            found[used] = solved
-            if (solved >= 0).all():
-                break
-            used = [column for column, value in zip(used, solved, strict=True) if value > 0]
-        fixed, token, key, pair = found.tolist()
-        return cls(0.0, token, key, pair, fixed)
+        """Weighted least squares over measured steps, without what comes out negative.
+
+        A step counts by its error relative to what is *expected* of it. Relative to what it *took*, slow steps would
+        count for less than fast ones, and queues would be planned too short. So that no error of the mean is left, the
+        result is scaled to the sum of what all steps took.
+        """
+        rows = np.array([[1.0, batch.num_rows, batch.num_tokens, *_keys_and_pairs(batch)] for batch in batches])
+        taken, found = np.array(seconds), np.zeros(5)
+        expected = taken
+        for _ in range(_FITS):
+            found[:], used = 0.0, list(range(5))
+            while used:
+                scaled = rows[:, used] / expected[:, None]
+                solved = np.linalg.lstsq(scaled, taken / expected, rcond=None)[0]
+                if (solved >= 0).all():
+                    found[used] = solved
+                    break
+                used = [column for column, value in zip(used, solved, strict=True) if value > 0]
+            expected = rows @ found
+        found *= taken.sum() / expected.sum()
+        shares = np.quantile(taken / (rows @ found), (np.arange(_SHARES) + 0.5) / _SHARES)
+        fixed, row, token, key, pair = found.tolist()
+        return cls(0.0, token, key, pair, fixed, row, tuple((shares / shares.mean()).tolist()))
+
+
+_FITS = 4
+_SHARES = 20
 
 
 def _keys_and_pairs(batch: Batch) -> tuple[int, float]:
@@ -215,11 +233,12 @@ class Replica:
 class SimulatedReplica(Replica):
     """The real scheduler, memory and cache around a model that computes nothing."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
+    def __init__(self, spec: ReplicaSpec, seed: int = 0) -> None:
         table, cache = RunningTable(spec.max_running, spec.max_seq_len), ReportingCache(PAGE_SIZE)
         memory = KVMemory(spec.pool_tokens // PAGE_SIZE, table, cache)
         policies = Policies.named(batch_policy=spec.batch_policy)
-        self.device = SimulatedDevice(spec.step_time)
+        rng, spread = np.random.default_rng(seed), spec.step_time.spread
+        self.device = SimulatedDevice(lambda batch: spec.step_time(batch) * spread[rng.integers(len(spread))])
         super().__init__(EngineLoop(Scheduler(table, memory, policies, spec.max_prefill_tokens), self.device), cache)
 
     def _timed(self) -> tuple[float, StepOutput]:

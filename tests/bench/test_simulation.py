@@ -98,14 +98,31 @@ def test_a_trace_has_its_rate_its_bursts_and_shared_beginnings() -> None:
 
 
 def test_fitted_step_times_are_those_that_were_made() -> None:
-    real = StepTime(0.0, 3e-4, 2e-7, 5e-8, fixed=0.004)
-    batches = [decode_batch_of(rows) for rows in (1, 8, 64)] + [prefill_batch_of(n, m) for n, m in ((1, 99), (3, 700))]
+    real = StepTime(0.0, 3e-4, 2e-7, 5e-8, fixed=0.004, row=1e-3)
+    prompts = ((1, 99), (3, 700), (9, 120))
+    batches = [decode_batch_of(rows) for rows in (1, 8, 64)] + [prefill_batch_of(n, m) for n, m in prompts]
     fitted = StepTime.fitted(batches, [real(batch) for batch in batches])
     for batch in batches:
         assert fitted(batch) == pytest.approx(real(batch), rel=1e-6)
+    assert fitted.spread == pytest.approx([1.0] * len(fitted.spread))
     only_fixed = StepTime.fitted(batches, [0.5] * len(batches))
     assert only_fixed.fixed == pytest.approx(0.5)
-    assert min(only_fixed.token, only_fixed.key, only_fixed.pair) >= 0
+    assert min(only_fixed.row, only_fixed.token, only_fixed.key, only_fixed.pair) >= 0
+
+
+def test_steps_that_differ_are_fitted_on_average_and_spread() -> None:
+    """Every other step takes three times as long: no less time is planned for all of them, and both come up."""
+    real = StepTime(0.0, 3e-4, 0.0, fixed=0.004)
+    batches = [decode_batch_of(rows) for rows in (1, 8, 64)] * 20
+    taken = [(1.0 if number % 2 else 3.0) * real(batch) for number, batch in enumerate(batches)]
+    fitted = StepTime.fitted(batches, taken)
+    assert sum(map(fitted, batches)) == pytest.approx(sum(taken))
+    assert np.mean(fitted.spread) == pytest.approx(1.0)
+    assert (min(fitted.spread), max(fitted.spread)) == pytest.approx((0.5, 1.5), rel=0.01)
+    spec = ReplicaSpec(fitted, pool_tokens=8192, max_seq_len=2048)
+    trace = [Arrival(float(n), (n,), (128,), 1) for n in range(40)]
+    ttft = Fleet([SimulatedReplica(spec)], RoundRobin(1)).run(trace, 40.0).ttft
+    assert ttft.max() == pytest.approx(3 * ttft.min(), rel=0.01)
 
 
 def test_step_times_of_an_h200_come_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +180,7 @@ def test_the_command_reports_every_router_a_plan_and_the_check(monkeypatch: pyte
     assert len(fleets.rows) == 10
     assert len(plan.rows) == 5
     assert len(report.targets) == 12
-    fitted = report.settings["check tiny"]["step_time"].values()  # on a busy machine any one of them may be 0
-    assert min(fitted) >= 0
-    assert max(fitted) > 0
+    fitted = report.settings["check tiny"]["step_time"]
+    costs = [cost for name, cost in fitted.items() if name != "spread"]  # on a busy machine any of them may be 0
+    assert min(costs) >= 0
+    assert max(costs) > 0
