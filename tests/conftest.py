@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from minisgl.errors import ConfigError
 from minisgl.registry import import_path
@@ -25,6 +25,8 @@ for name in ("CI", "BUILD_NUMBER"):
 # slow to draw. Here, because ``--hypothesis-profile=long`` is looked up before any test module is imported.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+# For what must fail: the first example will do, and is not made smaller for minutes.
+settings.register_profile("failing", settings.get_profile("patient"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("long", max_examples=500, stateful_step_count=60)
 
 

@@ -21,6 +21,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,40 +175,44 @@ def run_faults(
 ) -> Report:
     """Start servers for each kind of process that they have, load them, and kill one such process with SIGKILL.
 
-    All but the first, which watches the others, are stopped too, with SIGSTOP.
+    All but the first, which watches the others, are stopped too, with SIGSTOP. A server that has been told to restart
+    what is lost goes through all of it, and what it has left in the end counts for the last.
     """
     # Every fourth is answered in one piece.
     plan = [PlannedRequest(index, _INPUT_LEN, output_len, stream=index % 4 != 3) for index in range(users)]
 
-    def kill(kind: str | None, restart: bool, stop: bool = False) -> KillResult:
-        """One server, one kill: of its first process of that kind, or of the process that was started first."""
+    def kill(kinds: Sequence[str | None], restart: bool, stop: bool = False) -> list[KillResult]:
+        """One server, whose first process of each kind is killed in turn; None is the one that was started first."""
         wanted = {**options, "restart": restart, **({"hang_timeout": _HANG_TIMEOUT} if stop else {})}
-        shared = _entries(_SHARED_MEMORY)
+        shared, results = _shared_memory(), []
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
             with server(served_model(model, root), wanted, root, start_timeout) as running:
-                tree = ProcessTree(running.process.pid)
-                before = tree.descriptors()
-                kinds = tuple(dict.fromkeys(tree.kinds.values()))
-                victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
-                records, killed_at = asyncio.run(_load_and_kill(running, plan, victim, stop))
-                begin = time.perf_counter()
-                state, noticed = _wait_for_the_end(running)
-                seconds = time.perf_counter() - begin
-                if running.process.poll() is None:
-                    tree.kinds |= ProcessTree(running.process.pid).kinds  # with those that it has started anew
-                left = _left_files(tree, before)
-            left += _left_processes(tree) + [f"/dev/shm/{entry}" for entry in sorted(_entries(_SHARED_MEMORY) - shared)]
+                for kind in kinds:
+                    tree = ProcessTree(running.process.pid)
+                    before = tree.descriptors()
+                    found = tuple(dict.fromkeys(tree.kinds.values()))
+                    victim = next(process for process, its_kind in tree.kinds.items() if kind in (None, its_kind))
+                    records, killed_at = asyncio.run(_load_and_kill(running, plan, victim, stop))
+                    begin = time.perf_counter()
+                    state, noticed = _wait_for_the_end(running)
+                    seconds = time.perf_counter() - begin
+                    if running.process.poll() is None:
+                        tree.kinds |= ProcessTree(running.process.pid).kinds  # with those that it has started anew
+                    left = _left_files(tree, before)
+                    cost = [record.ended - killed_at for record in records if record.outcome is not Outcome.FINISHED]
+                    told, kind = max(cost, default=None), kind or found[0]
+                    results.append(KillResult(found, kind, restart, records, told, state, seconds, noticed, left, stop))
+            left += _left_processes(tree) + sorted(map(str, _left_memory(shared)))
             left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
-        cost = [record.ended - killed_at for record in records if record.outcome is not Outcome.FINISHED]
-        told = max(cost, default=None)
-        return KillResult(kinds, kind or kinds[0], restart, records, told, state, seconds, noticed, left, stop)
+        return results
 
-    first = kill(None, restart=False)
-    others = [kill(kind, restart=False) for kind in first.kinds[1:]]
-    restarted = [kill(kind, restart=True) for kind in (*first.kinds[1:], first.kind)]
-    stopped = [kill(kind, restart, stop=True) for restart in (False, True) for kind in first.kinds[1:]]
-    return fault_report([*others, first, *restarted, *stopped])
+    first = kill([None], restart=False)
+    watching, *engine = first[0].kinds
+    others = [result for kind in engine for result in kill([kind], restart=False)]
+    restarted = kill([*engine, watching], restart=True)
+    stopped = [result for kind in engine for result in kill([kind], restart=False, stop=True)]
+    return fault_report([*others, *first, *restarted, *stopped, *kill(engine, restart=True, stop=True)])
 
 
 async def _load_and_kill(
@@ -254,6 +259,19 @@ def _left_processes(tree: ProcessTree) -> list[str]:
     for process in left:
         process.kill()
     return [f"process {tree.kinds[process]}" for process in left]
+
+
+def _shared_memory() -> set[Path]:
+    return set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
+
+
+def _left_memory(before: set[Path]) -> set[Path]:
+    """Shared memory that was not there ``before``, and that no process has: the server's have all ended."""
+    left = _shared_memory() - before
+    for process in psutil.process_iter() if left else ():
+        with suppress(psutil.Error):  # ended meanwhile, or another user's
+            left -= {Path(mapped.path) for mapped in process.memory_maps()}
+    return left
 
 
 def _entries(folder: Path) -> set[str]:

@@ -131,8 +131,12 @@ def test_the_player_steps_when_it_was_run_and_when_it_was_saved_and_opened_again
 
 
 def outputs(notebook: Path) -> list[Any]:
-    """Of all cells of a file."""
-    return [output for cell in nbformat.read(notebook, as_version=4).cells for output in cell.outputs]
+    """Of all cells of a file; none while it is being written."""
+    try:
+        cells = nbformat.read(notebook, as_version=4).cells
+    except nbformat.reader.NotJSONError:
+        return []
+    return [output for cell in cells for output in cell.outputs]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:

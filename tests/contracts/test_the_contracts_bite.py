@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 SUITES = Path(__file__).parent
 CACHES = "test_prefix_cache.py"
@@ -39,7 +40,12 @@ class Verdict:
 def grade(path: str, suite: str, *options: str) -> tuple[int, Verdict]:
     verdict = Verdict()
     arguments = [str(SUITES / suite), "--impl", path, "-q", "-p", "no:cacheprovider", *options]
-    return pytest.main(arguments, plugins=[verdict]), verdict
+    profile = settings.get_current_profile_name()
+    settings.load_profile("failing")
+    try:
+        return pytest.main(arguments, plugins=[verdict]), verdict
+    finally:
+        settings.load_profile(profile)
 
 
 @pytest.mark.parametrize(
