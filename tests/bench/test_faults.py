@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
+import pytest
+
+from minisgl.bench import processes
 from minisgl.bench.client import Outcome
 from minisgl.bench.processes import KillResult, fault_report
 from tests.bench.scripted import record
@@ -58,3 +64,15 @@ def test_who_can_be_told_must_be_told() -> None:
     assert verdicts(killed("serve", Outcome.CLOSED)) == [True, True]
     assert verdicts(killed("serve", Outcome.CLOSED, noticed=False)) == [True, False]
     assert verdicts(killed("serve", Outcome.CLOSED, left=("TMPDIR/x",))) == [True, False]
+
+
+def test_memory_that_a_process_has_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others on the machine come and go with theirs while a server runs."""
+    monkeypatch.setattr(processes, "_SHARED_MEMORY", tmp_path)
+    (tmp_path / "before").write_bytes(bytes(8))
+    before = processes._shared_memory()
+    (tmp_path / "forgotten").write_bytes(bytes(8))
+    (tmp_path / "in use").write_bytes(bytes(8))
+    with (tmp_path / "in use").open("r+b") as file, mmap.mmap(file.fileno(), 8):
+        assert processes._left_memory(before) == {tmp_path / "forgotten"}
+    assert processes._left_memory(before) == {tmp_path / "forgotten", tmp_path / "in use"}
