@@ -44,6 +44,7 @@ _LONG = 16  # more replicas than these get a shorter trace, and many more only t
 _FEW = 64
 _SHORTEST = 8.0  # seconds of a trace
 _IN_TIME = 0.95  # of the requests must keep the objective where a fleet is large enough
+_CHECKS = 3  # times that real engines serve the trace; what is compared are means
 _AGREE = 0.15  # by which simulated and measured may differ
 _PLANNED = 4  # replicas whose load the plan is made for
 _SMALL_POOL = 8192
@@ -279,7 +280,8 @@ class RealTimeFleet(Fleet):
 def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     """Two replicas as they were measured, in ``"real-time"`` or with a model, against two simulated ones.
 
-    The step times of a model are fitted to one engine, under another trace.
+    The step times of a model are fitted to the steps that were measured. So this checks all but them: what is batched
+    with what, who waits for whom, what a router finds and where it sends a request.
     """
     what = "replicas in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
     table = report.table(
@@ -288,35 +290,50 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     )  # fmt: skip
     at_once = [each._replace(time=0.0) for each in replace(_SMALL, seed=1).arrivals()]
     engines = [] if kind == _REAL_TIME else [real_engine(kind, _SMALL_POOL, options) for _ in range(2)]
-    spec = ReplicaSpec(_SLOW, _SMALL_POOL)
-    alone: Replica = SimulatedReplica(spec)
-    if engines:
-        alone = RealReplica(engines[0])
-    busy = Fleet([alone], RoundRobin(1)).run(at_once, 1.0).finished.max()
-    if isinstance(alone, RealReplica):
-        step_time = StepTime.fitted(*zip(*alone.steps, strict=True))
-        spec = replace(spec, step_time=step_time, max_seq_len=engines[0].max_seq_len)
-    report.settings[f"check {kind}"] = {"step_time": asdict(spec.step_time), "pool_tokens": _SMALL_POOL}
-    unit = float(busy / len(at_once) / _BUSY)
+    spec = ReplicaSpec(_SLOW, _SMALL_POOL, max_seq_len=engines[0].max_seq_len if engines else 16_384)
+    for llm in engines:  # what an engine does for the first time does not count
+        Fleet([RealReplica(llm)], RoundRobin(1)).run(at_once, 1.0)
+        llm.scheduler.memory.forget_unlocked()
+    alone: Replica = RealReplica(engines[0]) if engines else SimulatedReplica(spec)
+    unit = float(Fleet([alone], RoundRobin(1)).run(at_once, 1.0).finished.max() / len(at_once) / _BUSY)
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
-        simulated = [SimulatedReplica(spec, seed) for seed in range(2)]
-        fleets: dict[str, Fleet] = {"measured": RealTimeFleet(simulated, make_router(name, 2, _SMALL_POOL))}
+        steps: list[tuple[Batch, float]] = []
+        measured = [_measure(spec, engines, name, traffic, steps) for _ in range(_CHECKS if engines else 1)]
         if engines:
-            for llm in engines:
-                llm.scheduler.memory.forget_unlocked()
-            fleets = {"measured": Fleet([RealReplica(llm) for llm in engines], make_router(name, 2, _SMALL_POOL))}
-        fleets["simulated"] = Fleet(
-            [SimulatedReplica(spec, seed) for seed in range(2)], make_router(name, 2, _SMALL_POOL)
-        )
+            spec = replace(spec, step_time=StepTime.fitted(*zip(*steps, strict=True)))
+        report.settings[f"check {kind}, {name}"] = {"step_time": asdict(spec.step_time), "pool_tokens": _SMALL_POOL}
+        simulated = [
+            Fleet([SimulatedReplica(spec, 2 * seed + number) for number in range(2)], make_router(name, 2, _SMALL_POOL))
+            .run(traffic.arrivals(), traffic.seconds)
+            for seed in range(len(measured))
+        ]  # fmt: skip
         found = {}
-        for way, fleet in fleets.items():
-            outcome = fleet.run(traffic.arrivals(), traffic.seconds)
-            p50, p90 = np.percentile(outcome.ttft, (50, 90)).tolist()
-            whole = float((outcome.finished - outcome.arrived).mean())
-            tpot = 1e3 * float(np.median(outcome.tpot))
-            found[way] = [100 * outcome.hit_rate, float(outcome.ttft.mean()), p50, p90, tpot, whole]
-            table.add(name, way, len(outcome.first), *found[way])
-        for column, measured, expected in zip(table.columns[3:], *found.values(), strict=True):
+        for way, outcomes in (("measured", measured), ("simulated", simulated)):
+            found[way] = np.mean([_check_numbers(outcome) for outcome in outcomes], axis=0).tolist()
+            table.add(name, way, sum(len(outcome.first) for outcome in outcomes), *found[way])
+        for column, real, expected in zip(table.columns[3:], *found.values(), strict=True):
             title = f"{kind}, {name}, {column.rpartition(',')[0]}: simulated and measured differ by, %"
-            report.targets.append(Target(title, 100 * abs(expected / measured - 1), 100 * _AGREE, at_least=False))
+            report.targets.append(Target(title, 100 * abs(expected / real - 1), 100 * _AGREE, at_least=False))
+
+
+def _measure(
+    spec: ReplicaSpec, engines: Sequence[LLM], router: str, traffic: Conversations, steps: list[tuple[Batch, float]]
+) -> Outcome:
+    """Two replicas with empty caches, of the engines or else in real time; the engines' steps are added to ``steps``."""
+    policy = make_router(router, 2, _SMALL_POOL)
+    if not engines:
+        fleet = RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], policy)
+        return fleet.run(traffic.arrivals(), traffic.seconds)
+    for llm in engines:
+        llm.scheduler.memory.forget_unlocked()
+    replicas = [RealReplica(llm) for llm in engines]
+    outcome = Fleet(replicas, policy).run(traffic.arrivals(), traffic.seconds)
+    steps += [step for replica in replicas for step in replica.steps]
+    return outcome
+
+
+def _check_numbers(outcome: Outcome) -> list[float]:
+    p50, p90 = np.percentile(outcome.ttft, (50, 90)).tolist()
+    whole = float((outcome.finished - outcome.arrived).mean())
+    return [100 * outcome.hit_rate, float(outcome.ttft.mean()), p50, p90, 1e3 * float(np.median(outcome.tpot)), whole]

@@ -180,7 +180,7 @@ def test_the_command_reports_every_router_a_plan_and_the_check(monkeypatch: pyte
     assert len(fleets.rows) == 10
     assert len(plan.rows) == 5
     assert len(report.targets) == 12
-    fitted = report.settings["check tiny"]["step_time"]
+    fitted = report.settings["check tiny, kv-aware"]["step_time"]
     costs = [cost for name, cost in fitted.items() if name != "spread"]  # on a busy machine any of them may be 0
     assert min(costs) >= 0
     assert max(costs) > 0
