@@ -44,7 +44,7 @@ _LONG = 16  # more replicas than these get a shorter trace, and many more only t
 _FEW = 64
 _SHORTEST = 8.0  # seconds of a trace
 _IN_TIME = 0.95  # of the requests must keep the objective where a fleet is large enough
-_CHECKS = 3  # times that real engines serve the trace; what is compared are means
+_CHECKS = 12  # times that real engines serve the trace; what is compared are means
 _AGREE = 0.15  # by which simulated and measured may differ
 _PLANNED = 4  # replicas whose load the plan is made for
 _SMALL_POOL = 8192
@@ -280,8 +280,9 @@ class RealTimeFleet(Fleet):
 def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     """Two replicas as they were measured, in ``"real-time"`` or with a model, against two simulated ones.
 
-    The step times of a model are fitted to the steps that were measured. So this checks all but them: what is batched
-    with what, who waits for whom, what a router finds and where it sends a request.
+    The step times of a model are fitted to the steps that were measured, each time anew, because a machine is not
+    equally fast at all times. So this checks all but them: what is batched with what, who waits for whom, what a router
+    finds and where it sends a request.
     """
     what = "replicas in real time" if kind == _REAL_TIME else f"engines with {kind}, step by step"
     table = report.table(
@@ -298,16 +299,17 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     unit = float(Fleet([alone], RoundRobin(1)).run(at_once, 1.0).finished.max() / len(at_once) / _BUSY)
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
-        steps: list[tuple[Batch, float]] = []
-        measured = [_measure(spec, engines, name, traffic, steps) for _ in range(_CHECKS if engines else 1)]
-        if engines:
-            spec = replace(spec, step_time=StepTime.fitted(*zip(*steps, strict=True)))
-        report.settings[f"check {kind}, {name}"] = {"step_time": asdict(spec.step_time), "pool_tokens": _SMALL_POOL}
-        simulated = [
-            Fleet([SimulatedReplica(spec, 2 * seed + number) for number in range(2)], make_router(name, 2, _SMALL_POOL))
-            .run(traffic.arrivals(), traffic.seconds)
-            for seed in range(len(measured))
-        ]  # fmt: skip
+        measured, simulated = [], []
+        for seed in range(_CHECKS if engines else 1):
+            outcome, steps = _measure(spec, engines, name, traffic)
+            measured.append(outcome)
+            if engines:
+                spec = replace(spec, step_time=StepTime.fitted(*zip(*steps, strict=True)))
+            replicas = [SimulatedReplica(spec, 2 * seed + number) for number in range(2)]
+            fleet = Fleet(replicas, make_router(name, 2, _SMALL_POOL))
+            simulated.append(fleet.run(traffic.arrivals(), traffic.seconds))
+        step_time = asdict(replace(spec.step_time, spread=()))
+        report.settings[f"check {kind}, {name}"] = {"step_time": step_time, "pool_tokens": _SMALL_POOL}
         found = {}
         for way, outcomes in (("measured", measured), ("simulated", simulated)):
             found[way] = np.mean([_check_numbers(outcome) for outcome in outcomes], axis=0).tolist()
@@ -318,19 +320,18 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
 
 
 def _measure(
-    spec: ReplicaSpec, engines: Sequence[LLM], router: str, traffic: Conversations, steps: list[tuple[Batch, float]]
-) -> Outcome:
-    """Two replicas with empty caches, of the engines or else in real time; the engines' steps are added to ``steps``."""
+    spec: ReplicaSpec, engines: Sequence[LLM], router: str, traffic: Conversations
+) -> tuple[Outcome, list[tuple[Batch, float]]]:
+    """Two replicas with empty caches, of the engines or else in real time, and the engines' steps."""
     policy = make_router(router, 2, _SMALL_POOL)
     if not engines:
         fleet = RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], policy)
-        return fleet.run(traffic.arrivals(), traffic.seconds)
+        return fleet.run(traffic.arrivals(), traffic.seconds), []
     for llm in engines:
         llm.scheduler.memory.forget_unlocked()
     replicas = [RealReplica(llm) for llm in engines]
     outcome = Fleet(replicas, policy).run(traffic.arrivals(), traffic.seconds)
-    steps += [step for replica in replicas for step in replica.steps]
-    return outcome
+    return outcome, [step for replica in replicas for step in replica.steps]
 
 
 def _check_numbers(outcome: Outcome) -> list[float]:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +123,7 @@ class StepTime:
     pair: float = 0.0  # a query and a key in attention
     fixed: float = 0.0  # what each step takes besides
     row: float = 0.0  # and each of its requests
-    spread: tuple[float, ...] = (1.0,)  # what steps took, as a share of this; equally likely, 1 on average
+    spread: tuple[float, ...] = (1.0,)  # what steps took, one after another, as a share of this
 
     def __call__(self, batch: Batch) -> float:
         keys, pairs = _keys_and_pairs(batch)
@@ -152,13 +152,11 @@ class StepTime:
                 used = [column for column, value in zip(used, solved, strict=True) if value > 0]
             expected = rows @ found
         found *= taken.sum() / expected.sum()
-        shares = np.quantile(taken / (rows @ found), (np.arange(_SHARES) + 0.5) / _SHARES)
         fixed, row, token, key, pair = found.tolist()
-        return cls(0.0, token, key, pair, fixed, row, tuple((shares / shares.mean()).tolist()))
+        return cls(0.0, token, key, pair, fixed, row, tuple((taken / (rows @ found)).tolist()))
 
 
 _FITS = 4
-_SHARES = 20
 
 
 def _keys_and_pairs(batch: Batch) -> tuple[int, float]:
@@ -237,8 +235,10 @@ class SimulatedReplica(Replica):
         table, cache = RunningTable(spec.max_running, spec.max_seq_len), ReportingCache(PAGE_SIZE)
         memory = KVMemory(spec.pool_tokens // PAGE_SIZE, table, cache)
         policies = Policies.named(batch_policy=spec.batch_policy)
-        rng, spread = np.random.default_rng(seed), spec.step_time.spread
-        self.device = SimulatedDevice(lambda batch: spec.step_time(batch) * spread[rng.integers(len(spread))])
+        # From a random place on, and not at random: a machine that is slow now is slow for a while.
+        step_time, begin = spec.step_time, int(np.random.default_rng(seed).integers(len(spec.step_time.spread)))
+        shares = islice(cycle(step_time.spread), begin, None)
+        self.device = SimulatedDevice(lambda batch: step_time(batch) * next(shares))
         super().__init__(EngineLoop(Scheduler(table, memory, policies, spec.max_prefill_tokens), self.device), cache)
 
     def _timed(self) -> tuple[float, StepOutput]:
