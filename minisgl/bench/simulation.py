@@ -123,12 +123,14 @@ class StepTime:
     pair: float = 0.0  # a query and a key in attention
     fixed: float = 0.0  # what each step takes besides
     row: float = 0.0  # and each of its requests
+    prompt: float = 0.0  # and each that has more than one token to compute
     spread: tuple[float, ...] = (1.0,)  # what steps took, one after another, as a share of this
 
     def __call__(self, batch: Batch) -> float:
         keys, pairs = _keys_and_pairs(batch)
         products = max(self.weights, self.token * batch.num_tokens)
-        return self.fixed + self.row * batch.num_rows + products + self.key * keys + self.pair * pairs
+        beside = self.fixed + self.row * batch.num_rows + self.prompt * _prompts(batch)
+        return beside + products + self.key * keys + self.pair * pairs
 
     @classmethod
     def fitted(cls, batches: Sequence[Batch], seconds: Sequence[float]) -> StepTime:
@@ -138,11 +140,13 @@ class StepTime:
         count for less than fast ones, and queues would be planned too short. So that no error of the mean is left, the
         result is scaled to the sum of what all steps took.
         """
-        rows = np.array([[1.0, batch.num_rows, batch.num_tokens, *_keys_and_pairs(batch)] for batch in batches])
-        taken, found = np.array(seconds), np.zeros(5)
+        rows = np.array(
+            [[1.0, batch.num_rows, _prompts(batch), batch.num_tokens, *_keys_and_pairs(batch)] for batch in batches]
+        )
+        taken, found = np.array(seconds), np.zeros(rows.shape[1])
         expected = taken
         for _ in range(_FITS):
-            found[:], used = 0.0, list(range(5))
+            found[:], used = 0.0, list(range(len(found)))
             while used:
                 scaled = rows[:, used] / expected[:, None]
                 solved = np.linalg.lstsq(scaled, taken / expected, rcond=None)[0]
@@ -152,11 +156,15 @@ class StepTime:
                 used = [column for column, value in zip(used, solved, strict=True) if value > 0]
             expected = rows @ found
         found *= taken.sum() / expected.sum()
-        fixed, row, token, key, pair = found.tolist()
-        return cls(0.0, token, key, pair, fixed, row, tuple((taken / (rows @ found)).tolist()))
+        fixed, row, prompt, token, key, pair = found.tolist()
+        return cls(0.0, token, key, pair, fixed, row, prompt, tuple((taken / (rows @ found)).tolist()))
 
 
 _FITS = 4
+
+
+def _prompts(batch: Batch) -> int:
+    return int((batch.q_lens > 1).sum())
 
 
 def _keys_and_pairs(batch: Batch) -> tuple[int, float]:

@@ -98,8 +98,8 @@ def test_a_trace_has_its_rate_its_bursts_and_shared_beginnings() -> None:
 
 
 def test_fitted_step_times_are_those_that_were_made() -> None:
-    real = StepTime(0.0, 3e-4, 2e-7, 5e-8, fixed=0.004, row=1e-3)
-    prompts = ((1, 99), (3, 700), (9, 120))
+    real = StepTime(0.0, 3e-4, 2e-7, 5e-8, fixed=0.004, row=1e-3, prompt=2e-3)
+    prompts = ((1, 99), (3, 700), (9, 120), (2, 40))
     batches = [decode_batch_of(rows) for rows in (1, 8, 64)] + [prefill_batch_of(n, m) for n, m in prompts]
     fitted = StepTime.fitted(batches, [real(batch) for batch in batches])
     for batch in batches:
@@ -107,7 +107,7 @@ def test_fitted_step_times_are_those_that_were_made() -> None:
     assert fitted.spread == pytest.approx([1.0] * len(fitted.spread))
     only_fixed = StepTime.fitted(batches, [0.5] * len(batches))
     assert only_fixed.fixed == pytest.approx(0.5)
-    assert min(only_fixed.row, only_fixed.token, only_fixed.key, only_fixed.pair) >= 0
+    assert min(only_fixed.row, only_fixed.prompt, only_fixed.token, only_fixed.key, only_fixed.pair) >= 0
 
 
 def test_steps_that_differ_are_fitted_on_average_and_spread() -> None:
