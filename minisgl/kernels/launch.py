@@ -76,19 +76,25 @@ def wait(arrivals_ptr: tl.tensor, arrivals: tl.tensor, WAIT_FOR: tl.constexpr) -
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if WAIT_FOR == "programs" and not INTERPRETED:
-        arrived = _read_arrivals(arrivals_ptr)
-        while arrived < arrivals:
-            arrived = _read_arrivals(arrivals_ptr)
+        # One thread asks, the others wait for it: every acquire empties the L1 cache, and every question is traffic.
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred other, early;
+                .reg .u32 thread;
+                .reg .s32 arrived;
+                mov.u32 thread, %tid.x;
+                setp.ne.u32 other, thread, 0;
+                @other bra DONE;
+            ASK:
+                ld.acquire.gpu.global.s32 arrived, [$1];
+                setp.lt.s32 early, arrived, $2;
+                @early bra ASK;
+            DONE:
+                mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [arrivals_ptr.to(tl.int64), arrivals], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
         tl.debug_barrier()
-
-
-@triton.jit
-def _read_arrivals(arrivals_ptr: tl.tensor) -> tl.tensor:
-    # An acquire load: what is read after it is at least as new as the arrivals that it counts.
-    address = arrivals_ptr.to(tl.int64)
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -5,6 +5,9 @@ same list: of each instruction it does its share, counts itself as arrived, and 
 reads what the others wrote. Weights depend on no instruction, so a program asks for the next ones while it waits: the
 memory stays busy where, between two kernels, it would rest. Known as a megakernel (Hazy Research's for Llama-1B, 2025;
 Mirage's MPK, Cheng et al. 2025).
+
+Measured on an H200, it's slower than the six kernels of `minisgl.models.single_token` (benchmarks/notes.md says why), so
+no engine uses it.
 """
 
 from __future__ import annotations
@@ -164,7 +167,6 @@ class PersistentLayers:
                 scale,
                 eps,
                 head_eps,
-                len(self._table),
                 first,
                 last,
                 HIDDEN=shape.hidden,
@@ -208,7 +210,6 @@ def _instructions_kernel(
     scale: tl.tensor,
     eps: tl.tensor,
     head_eps: tl.tensor,
-    layers: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     HIDDEN: tl.constexpr,
@@ -250,11 +251,6 @@ def _instructions_kernel(
                 QKV, HIDDEN, QKV_HELD, PROGRAMS, True, QKV_BIAS, False, False, DTYPE, TIMED,
             )  # fmt: skip
         elif operation == 1:
-            # Few bytes are read here. Those of the next two products come meanwhile.
-            _prefetch(_address(row + 2, stream_ptr), HIDDEN, ATTENDED, PROGRAMS)
-            gate_up = _address(row + 3, stream_ptr)
-            _prefetch(gate_up, INTERMEDIATE, HIDDEN, PROGRAMS)
-            _prefetch(gate_up + INTERMEDIATE * HIDDEN, INTERMEDIATE, HIDDEN, PROGRAMS)
             _attend(
                 row, kv_ptr, stream_ptr, qkv_ptr, attended_ptr, split_out_ptr, split_lse_ptr, arrivals_ptr, slot_ptr,
                 seq_len_ptr, page_table_ptr, table_width, scale, head_eps, needed, moments,
@@ -262,15 +258,12 @@ def _instructions_kernel(
                 DTYPE, TIMED,
             )  # fmt: skip
         elif operation == 2:
-            _prefetch(_address(row + 4, stream_ptr), HIDDEN, INTERMEDIATE, PROGRAMS)
             weight = _address(row + 2, stream_ptr)
             _multiply(
                 attended_ptr, weight, weight, weight, stream_ptr, eps, arrivals_ptr, needed, moments,
                 HIDDEN, ATTENDED, O_HELD, PROGRAMS, False, False, False, True, DTYPE, TIMED,
             )  # fmt: skip
         elif operation == 3:
-            if step // 5 + 1 < layers:
-                _prefetch(_address(row + FIELDS, stream_ptr), QKV, HIDDEN, PROGRAMS)
             norm, weight = _address(row + 6, stream_ptr), _address(row + 3, stream_ptr)
             _multiply(
                 stream_ptr, norm, weight, weight, activated_ptr, eps, arrivals_ptr, needed, moments,
@@ -407,23 +400,6 @@ def _attend(
 def _address(entry_ptr, like_ptr):
     """An address from the table, as a pointer to what ``like_ptr`` points to; a multiple of 16, as all tensors'."""
     return tl.multiple_of(tl.load(entry_ptr).to(like_ptr.dtype), 16)
-
-
-@triton.jit
-def _prefetch(weight_ptr, N: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Ask for a program's share of a weight, [N, K], to be brought into the L2 cache, and go on."""
-    if not INTERPRETED:
-        ROWS: tl.constexpr = (N + PROGRAMS - 1) // PROGRAMS
-        LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        LINES: tl.constexpr = 256  # one a thread
-        first = tl.program_id(0) * ROWS
-        last = tl.minimum(first + ROWS, N) * K - 1
-        for start in range(0, ROWS * K, LINES * LINE):
-            at = tl.minimum(first * K + start + tl.arange(0, LINES) * LINE, last)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(weight_ptr + at).to(tl.int64)], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
 
 
 @triton.jit
