@@ -6,8 +6,8 @@ reads what the others wrote. Weights depend on no instruction, so a program asks
 memory stays busy where, between two kernels, it would rest. Known as a megakernel (Hazy Research's for Llama-1B, 2025;
 Mirage's MPK, Cheng et al. 2025).
 
-Measured on an H200, it's slower than the six kernels of `minisgl.models.single_token` (benchmarks/notes.md says why), so
-no engine uses it.
+On an H200 it's slower than the six kernels of `minisgl.models.single_token` (benchmarks/notes.md says why), so no engine
+uses it.
 """
 
 from __future__ import annotations
