@@ -6,7 +6,7 @@ reads what the others wrote. Weights depend on no instruction, so a program asks
 memory stays busy where, between two kernels, it would rest. Known as a megakernel (Hazy Research's for Llama-1B, 2025;
 Mirage's MPK, Cheng et al. 2025).
 
-On an H200 it's slower than the six kernels of `minisgl.models.single_token` (benchmarks/notes.md says why), so no engine
+On an H200 it's slower than the six kernels of `minisgl.models.single_token` (see benchmarks/notes.md), so no engine
 uses it.
 """
 
