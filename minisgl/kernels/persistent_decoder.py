@@ -2,9 +2,8 @@
 
 A layer is five instructions (`OPERATIONS`). Every program, one for each multiprocessor of the GPU, goes through the
 same list: of each instruction it does its share, counts itself as arrived, and waits until all have arrived before it
-reads what the others wrote. Weights depend on no instruction, so a program asks for the next ones while it waits: the
-memory stays busy where, between two kernels, it would rest. Known as a megakernel (Hazy Research's for Llama-1B, 2025;
-Mirage's MPK, Cheng et al. 2025).
+reads what the others wrote. Weights depend on no instruction, so a program asks for its share before it waits. Known
+as a megakernel (Hazy Research's for Llama-1B, 2025; Mirage's MPK, Cheng et al. 2025).
 
 On an H200 it's slower than the six kernels of `minisgl.models.single_token` (see benchmarks/notes.md), so no engine
 uses it.

@@ -1,7 +1,8 @@
 """Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
 
 A product with few tokens could take as long as its weights take to arrive, one of 4 bits a quarter of bfloat16's time.
-On an H200 these kernels are far from that, and slower than bfloat16's (``benchmarks/notes.md``).
+On an H200 these kernels are far from that: in int4 many requests are served more slowly than in bfloat16
+(``benchmarks/notes.md``).
 
 Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs (split-K).
 Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3 (``torch._scaled_mm``),
