@@ -22,7 +22,7 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import FusedSampler
 from minisgl.engine.sampling import HostSampling
 from minisgl.kernels.launch import without_pdl
-from minisgl.kernels.persistent_decoder import OPERATIONS
+from minisgl.kernels.persistent_decoder import OPERATIONS, PersistentKernel
 from minisgl.models.decoder import CausalLM
 from minisgl.models.fusions import fuse_layers
 from minisgl.models.persistent_decoder import PersistentDecoder
@@ -175,12 +175,13 @@ def _layer(version: str, launches: Sequence[Launch]) -> Table:
 def _instructions(decoder: PersistentDecoder, inputs: DeviceBatch) -> Table:
     """One layer in the kernel of all layers: when its programs begin an instruction, have what others wrote and are
     done; in the median of all layers. At first the kernel runs twice to warm up."""
-    machine = decoder.persistent
-    times = torch.zeros((machine.count, machine.programs, 3), dtype=torch.int64, device=inputs.slots.device)
+    machine, step = cast(PersistentKernel, decoder.persistent), decoder.token_step(inputs)
+    count = machine.shape.layers * len(OPERATIONS)
+    times = torch.zeros((count, machine.programs, 3), dtype=torch.int64, device=inputs.slots.device)
     for _ in range(3):
-        decoder.run_instructions(inputs, 0, machine.count, times)
+        machine.run(step, times)
     layers = times.cpu().double().view(-1, len(OPERATIONS), machine.programs, 3)
-    layers[layers == 0] = torch.nan  # a program without a part in attention waits for nobody
+    layers[layers == 0] = torch.nan  # a program without keys waits for nobody
     since = (layers - layers[:, :1, :, :1].amin(dim=2, keepdim=True)) / 1e3
     columns = ["instruction", "first begins, µs", "ready, µs", "last ready, µs", "done, µs", "last done, µs"]
     table = Table("one layer in time: persistent decoder", columns)

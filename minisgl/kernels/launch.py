@@ -64,46 +64,6 @@ def without_pdl() -> Iterator[None]:
         PDL_LAUNCH_ARGS.update(saved)
 
 
-@triton.jit
-def wait(arrivals_ptr: tl.tensor, arrivals: tl.tensor, WAIT_FOR: tl.constexpr) -> None:
-    """Wait until what other programs write is there.
-
-    WAIT_FOR: "kernel" for the one before this, launched with PDL; "programs" of this one, as many as ``arrivals``
-    counts, each of which has called `arrive`; or "nothing". The interpreter runs programs one after another, so that
-    none can wait for a later one.
-    """
-    if WAIT_FOR == "kernel":
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if WAIT_FOR == "programs" and not INTERPRETED:
-        # One thread asks, the others wait for it: every acquire empties the L1 cache, and every question is traffic.
-        tl.inline_asm_elementwise(
-            """{
-                .reg .pred other, early;
-                .reg .u32 thread;
-                .reg .s32 arrived;
-                mov.u32 thread, %tid.x;
-                setp.ne.u32 other, thread, 0;
-                @other bra DONE;
-            ASK:
-                ld.acquire.gpu.global.s32 arrived, [$1];
-                setp.lt.s32 early, arrived, $2;
-                @early bra ASK;
-            DONE:
-                mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [arrivals_ptr.to(tl.int64), arrivals], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        tl.debug_barrier()
-
-
-@triton.jit
-def arrive(arrivals_ptr: tl.tensor) -> None:
-    """Count this program as arrived: all that it has written can be seen by whoever sees the count."""
-    tl.debug_barrier()
-    tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
-
-
 # The interpreter's numbers are arrays of one element, which NumPy 2.4 does not accept as an index.
 def _interpreted_range(*bounds: Any) -> range:
     return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))

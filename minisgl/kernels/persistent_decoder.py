@@ -1,50 +1,59 @@
-"""All layers of a decoder for a single token in one kernel, whose programs stay from the first product to the last.
+"""All layers of a decoder for a single token in one kernel, whose blocks stay from the first product to the last.
 
-A layer is five instructions (`OPERATIONS`). Every program, one for each multiprocessor of the GPU, goes through the
-same list: of each instruction it does its share, counts itself as arrived, and waits until all have arrived before it
-reads what the others wrote. Weights depend on no instruction, so a program asks for its share before it waits. Known
-as a megakernel (Hazy Research's for Llama-1B, 2025; Mirage's MPK, Cheng et al. 2025).
+A layer is five instructions (`OPERATIONS`). Every program, a block of the kernel, goes through the same list, and does
+its share of each. Weights depend on no instruction, so they're fetched as far ahead as there is shared memory. Known as
+a megakernel (Hazy Research's for Llama-1B, 2025; Mirage's MPK, Cheng et al. 2025). The tags in the vectors that blocks
+tell each other are those of NCCL's LL protocol.
 
-On an H200 it's slower than the six kernels of `minisgl.models.single_token` (see benchmarks/notes.md), so no engine
-uses it.
+The kernel is persistent_decoder.cu, CUDA C++; `Interpreter` does the same in Python, where one can watch.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-from minisgl.kernels.launch import INTERPRETED, arrive, tile_range, wait
-from minisgl.kernels.single_token_attention import attend_split, merge_splits, split_range
-from minisgl.kernels.single_token_linear import store_outputs
+from minisgl.errors import ConfigError
+from minisgl.kernels.nvrtc import CudaKernel, matrix_map
 
 OPERATIONS = ("qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 """Instructions of a layer, in order. The first and the fourth begin with the norm, the third and the fifth end with the
 residual addition; attention is QK-norm, rotation, KV store and attention itself, merged."""
 
-ADDRESSES = (
-    "qkv_weight", "qkv_bias", "o_weight", "gate_up_weight", "down_weight", "input_norm", "post_norm", "q_norm",
-    "k_norm", "cos_sin", "k_cache", "v_cache",
-)  # fmt: skip
-"""Columns of the table of addresses, a row a layer: what a kernel reads that serves all layers."""
+CLUSTER = 8
+"""Blocks that write to each other's shared memory; the most that every GPU allows. A KV head has one cluster."""
 
-_HELD = 49152  # most elements of a weight that a program holds at once: 96 KB in bfloat16, 96 registers a thread
-WIDEST = 4096
-"""Elements of the longest vector that the kernel multiplies a weight with: every program holds all of it."""
-_SPLIT_KEYS = 64  # keys that a program takes at a time
-_WARPS = 8
-# Weights are read in blocks of so many rows, a warp each, and so many columns: 8 a lane, 16 bytes in bfloat16. So no
-# sum goes from warp to warp.
-ROW_BLOCK = tl.constexpr(_WARPS)
-CHUNK = tl.constexpr(256)
+_ROWS, _COLUMNS = 8, 1024  # of a weight that are fetched as one: a stage
+_FEWEST_STAGES = 4
+_STAGES_ON_THEIR_WAY = 2  # more would only make other requests wait
+_SHARED_MEMORY = 227 << 10  # that a block may have on Hopper and Blackwell
+_WARPS = 8  # that compute; one more fetches
+_FULL_SHARE = 2  # rows of a block without a KV head, for each row of a block with one, of all weights but the first
+
+
+class LayerTensors(NamedTuple):
+    """What a layer reads and writes; None where it has no such weight."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    o: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    cos_sin: torch.Tensor  # float32[positions, head_dim], `Rotary.table`
+    k_cache: torch.Tensor  # [pages, page_size, kv_heads, head_dim], as v_cache
+    v_cache: torch.Tensor
 
 
 class PersistentShape(NamedTuple):
     """Sizes that the kernel is compiled for."""
 
+    layers: int
     hidden: int
     intermediate: int
     kv_heads: int
@@ -65,344 +74,196 @@ class PersistentShape(NamedTuple):
         """Width of the packed projection."""
         return (self.group + 2) * self.kv_heads * self.head_dim
 
+    @property
+    def keys_of_a_stage(self) -> int:
+        """Keys that take the room of a piece of a weight, with their values."""
+        return _ROWS * _COLUMNS // (2 * self.head_dim)
 
-class PersistentLayers:
-    """The kernel, its scratch memory and its table of addresses.
+    def stages(self, programs: int) -> int:
+        """Pieces of weights for which a block has room in shared memory, beside what else it has there."""
+        vectors = self.hidden + self.attended + self.intermediate
+        small = 2 * (4 * self.hidden + 8 * self.head_dim) + 8 * len(LayerTensors._fields) * self.layers
+        heads = self.group + 2
+        attention = 8 * self.head_dim * heads + (8 + 4 * _WARPS) * self.group * (self.head_dim + 2)
+        sums = 4 * _WARPS * _ROWS * self.most_tiles(programs)
+        room = _SHARED_MEMORY - 2 * vectors - small - attention - sums - 1536  # barriers and alignment
+        return max(0, room // (_ROWS * (2 * _COLUMNS + 16)))
+
+    def most_tiles(self, programs: int) -> int:
+        """Pieces of ``_ROWS`` rows in a program's share of the largest weight."""
+        shares = _FULL_SHARE * programs - (_FULL_SHARE - 1) * self.kv_heads * CLUSTER
+        gated = 2 * -(-_FULL_SHARE * self.intermediate // shares // _ROWS)
+        return max(-(-(self.group + 2) * self.head_dim // CLUSTER // _ROWS), gated)
+
+    def fits(self, programs: int) -> bool:
+        """Whether the kernel can be compiled for it."""
+        aligned = all(size % 32 == 0 and size >= 2 * programs for size in (self.hidden, self.intermediate))
+        known = self.head_dim in (64, 128, 256) and self.kv_heads * CLUSTER <= programs
+        return aligned and known and self.most_tiles(programs) <= 32 and self.stages(programs) >= _FEWEST_STAGES
+
+
+class TokenStep(NamedTuple):
+    """A step of one token."""
+
+    slot: torch.Tensor  # int32[1] row in the page table
+    seq_len: torch.Tensor  # int32[1] tokens with this one
+    page_table: torch.Tensor  # int32[rows, pages]
+    scale: float  # of attention
+    eps: float  # of the norms of a layer
+    head_eps: float  # of the norms of a head
+
+
+class PersistentKernel:
+    """The kernel for the current GPU, its table of addresses and its vectors; all in bfloat16.
 
     Args:
-        shape: of every layer.
-        addresses: [layers, len(ADDRESSES)] tensors; None where a layer has no such weight.
-        programs: of the kernel, all of which must run at the same time: at most the GPU's multiprocessors, at least
-            ``shape.kv_heads``.
-        dtype: of weights and activations.
+        shape: of every layer, which `PersistentShape.fits`.
+        layers: their tensors, which must stay where they are.
+        programs: most blocks; there are as many as fit on the GPU at the same time.
+
+    Raises:
+        ConfigError: the GPU has no room for a cluster for each KV head.
     """
 
-    def __init__(
-        self,
-        shape: PersistentShape,
-        addresses: list[list[torch.Tensor | None]],
-        programs: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.shape, self.programs = shape, programs
-        self.count = len(OPERATIONS) * len(addresses)
-        """Instructions of all layers."""
-        self._tensors = addresses  # kept alive: the kernel knows nothing but their addresses
-        pointers = [[0 if each is None else each.data_ptr() for each in row] for row in addresses]
-        self._table = torch.tensor(pointers, dtype=torch.int64, device=device)
-        cache = addresses[0][ADDRESSES.index("k_cache")]
-        assert cache is not None
-        self._kv_element = cache.new_empty(1)  # only its dtype is read
-        self.stream = torch.empty(shape.hidden, dtype=dtype, device=device)
+    def __init__(self, shape: PersistentShape, layers: list[LayerTensors], programs: int) -> None:
+        self.shape = shape
+        self.stream = torch.empty_like(layers[0].input_norm)
         """Residual stream, [hidden]: before the first instruction, and after the last."""
-        self.qkv = self.stream.new_empty(shape.qkv)
-        self.attended = self.stream.new_empty(shape.attended)
-        self.activated = self.stream.new_empty(shape.intermediate)
-        self.splits = max(1, min(16, programs // shape.kv_heads))
-        precise = torch.promote_types(dtype, torch.float32)
-        heads = shape.kv_heads * shape.group
-        self._split_out = torch.empty((self.splits, heads, shape.head_dim), dtype=precise, device=device)
-        self._split_lse = torch.empty((self.splits, heads), dtype=precise, device=device)
-        self.arrivals = torch.zeros(2 + shape.kv_heads, dtype=torch.int32, device=device)
-        """Counters: programs that have arrived, those that have ended, and splits done of each KV head."""
-        self._blocks = {
-            "QKV_HELD": self._held(shape.qkv, shape.hidden),
-            "O_HELD": self._held(shape.hidden, shape.attended),
-            "GATE_UP_HELD": self._held(shape.intermediate, shape.hidden, products=2),
-            "DOWN_HELD": self._held(shape.hidden, shape.intermediate),
-        }
-
-    def _held(self, rows: int, width: int, products: int = 1) -> int:
-        """Rows of a weight that a program holds at once: all of its share, or as many as there are registers for."""
-        share = triton.cdiv(triton.cdiv(rows, self.programs), _WARPS)
-        most = _HELD // (products * _WARPS * triton.cdiv(width, CHUNK.value) * CHUNK.value)
-        return int(max(1, min(share, most))) * _WARPS
-
-    def run(
-        self,
-        slot: torch.Tensor,
-        seq_len: torch.Tensor,
-        page_table: torch.Tensor,
-        scale: float,
-        eps: float,
-        head_eps: float,
-        begin: int = 0,
-        end: int | None = None,
-        times: torch.Tensor | None = None,
-    ) -> None:
-        """Carry out instructions ``begin`` to ``end`` (by default all), on `stream`, in one launch.
-
-        Triton's interpreter cannot let one program wait for another, so there each instruction is a launch.
-
-        Args:
-            slot, seq_len: int32[1] row in the page table, and tokens with this one.
-            page_table: int32[rows, pages].
-            scale: of attention.
-            eps, head_eps: of the norms of a layer, and of its heads.
-            times: int64[instructions, programs, 3], written: nanoseconds at which a program began an instruction, had
-                what it reads, and was done. None on a CPU.
-        """
-        end = self.count if end is None else end
-        launches = [(step, step + 1) for step in range(begin, end)] if INTERPRETED.value else [(begin, end)]
-        cooperative: dict[str, Any] = {"launch_cooperative_grid": True} if self.stream.is_cuda else {}
-        shape = self.shape
-        for first, last in launches:
-            _instructions_kernel[(self.programs,)](
-                self._table,
-                self._kv_element,
-                self.stream,
-                self.qkv,
-                self.attended,
-                self.activated,
-                self._split_out,
-                self._split_lse,
-                self.arrivals,
-                slot,
-                seq_len,
-                page_table,
-                self.arrivals if times is None else times,
-                page_table.stride(0),
-                scale,
-                eps,
-                head_eps,
-                first,
-                last,
-                HIDDEN=shape.hidden,
-                INTERMEDIATE=shape.intermediate,
-                **self._blocks,
-                KV_HEADS=shape.kv_heads,
-                GROUP=shape.group,
-                GROUP_BLOCK=max(16, triton.next_power_of_2(shape.group)),
-                HEAD_DIM=shape.head_dim,
-                PAGE_SIZE=shape.page_size,
-                WINDOW=shape.window,
-                QK_NORM=shape.qk_norm,
-                QKV_BIAS=shape.qkv_bias,
-                SPLITS=self.splits,
-                SPLITS_BLOCK=triton.next_power_of_2(self.splits),
-                SPLIT_KEYS=_SPLIT_KEYS,
-                PROGRAMS=self.programs,
-                FIELDS=len(ADDRESSES),
-                TIMED=times is not None,
-                num_warps=_WARPS,
-                **cooperative,
+        device = self.stream.device
+        self._layers = layers  # kept alive: the kernel knows nothing but their addresses
+        pointers = [[0 if each is None else each.data_ptr() for each in layer] for layer in layers]
+        self._table = torch.tensor(pointers, dtype=torch.int64, device=device)
+        piece = min(shape.page_size, shape.keys_of_a_stage)
+        maps = [
+            matrix_map(cache.flatten(0, 1).flatten(1), piece, shape.head_dim)
+            for layer in layers
+            for cache in (layer.k_cache, layer.v_cache)
+        ]
+        self._maps = torch.stack(maps).to(device)
+        words = shape.attended + 2 * shape.hidden + shape.intermediate + 2
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        clusters = programs // CLUSTER
+        possible = _compile(shape, clusters * CLUSTER, timed=False).clusters_at_once(CLUSTER)
+        if possible < shape.kv_heads:
+            raise ConfigError(
+                f"the persistent decoder needs room for {shape.kv_heads} clusters of {CLUSTER} blocks, one for each KV "
+                f"head, and this GPU has room for {possible}; use the single-token decoder"
             )
+        self.programs = min(clusters, possible) * CLUSTER
+        self._kernels = {timed: _compile(shape, self.programs, timed) for timed in (False, True)}
+
+    def run(self, step: TokenStep, times: torch.Tensor | None = None) -> None:
+        """Carry out all instructions on `stream`, in one launch.
+
+        ``times``, int64[instructions, programs, 3], gets the nanoseconds at which a program began an instruction, had
+        what it reads, and was done.
+        """
+        arguments: list[torch.Tensor | int | float] = [
+            self._table,
+            self._maps,
+            self.stream,
+            self._words,
+            step.slot,
+            step.seq_len,
+            step.page_table,
+            step.page_table.stride(0),
+            step.scale,
+            step.eps,
+            step.head_eps,
+            self._words if times is None else times,
+        ]
+        self._kernels[times is not None].launch_cooperatively(self.programs, arguments)
 
 
-@triton.jit
-def _instructions_kernel(
-    table_ptr: tl.tensor,  # int64[layers, FIELDS] addresses, as `ADDRESSES` names them
-    kv_ptr: tl.tensor,  # of the KV cache's dtype, never read
-    stream_ptr: tl.tensor,  # [HIDDEN] residual stream, read and written
-    qkv_ptr: tl.tensor,
-    attended_ptr: tl.tensor,
-    activated_ptr: tl.tensor,  # [INTERMEDIATE]
-    split_out_ptr: tl.tensor,  # [SPLITS, heads, HEAD_DIM]
-    split_lse_ptr: tl.tensor,  # [SPLITS, heads]
-    arrivals_ptr: tl.tensor,  # int32[2 + KV_HEADS], `PersistentLayers.arrivals`; 0 before and after
-    slot_ptr: tl.tensor,
-    seq_len_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    times_ptr: tl.tensor,
-    table_width: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
-    head_eps: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    QKV_HELD: tl.constexpr,
-    O_HELD: tl.constexpr,
-    GATE_UP_HELD: tl.constexpr,
-    DOWN_HELD: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    QKV_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    TIMED: tl.constexpr,
-) -> None:
-    """Program p: its share of instructions ``begin`` to ``end``; instruction i is the (i mod 5)-th of layer i div 5."""
-    ATTENDED: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
-    QKV: tl.constexpr = ATTENDED + 2 * KV_HEADS * HEAD_DIM
-    DTYPE: tl.constexpr = split_out_ptr.dtype.element_ty
-    for step in tile_range(begin, end, 1):
-        operation = step % 5
-        row = table_ptr + step // 5 * FIELDS
-        needed = (step - begin) * PROGRAMS  # arrivals, once all are done with the instructions before this one
-        moments = times_ptr + (step * PROGRAMS + tl.program_id(0)) * 3
-        _note(moments, TIMED)
-        if operation == 0:
-            norm = _address(row + 5, stream_ptr)
-            weight, bias = _address(row, stream_ptr), _address(row + 1, stream_ptr)
-            _multiply(
-                stream_ptr, norm, weight, bias, qkv_ptr, eps, arrivals_ptr, needed, moments,
-                QKV, HIDDEN, QKV_HELD, PROGRAMS, True, QKV_BIAS, False, False, DTYPE, TIMED,
-            )  # fmt: skip
-        elif operation == 1:
-            _attend(
-                row, kv_ptr, stream_ptr, qkv_ptr, attended_ptr, split_out_ptr, split_lse_ptr, arrivals_ptr, slot_ptr,
-                seq_len_ptr, page_table_ptr, table_width, scale, head_eps, needed, moments,
-                KV_HEADS, GROUP, GROUP_BLOCK, HEAD_DIM, PAGE_SIZE, WINDOW, QK_NORM, SPLITS, SPLITS_BLOCK, SPLIT_KEYS,
-                DTYPE, TIMED,
-            )  # fmt: skip
-        elif operation == 2:
-            weight = _address(row + 2, stream_ptr)
-            _multiply(
-                attended_ptr, weight, weight, weight, stream_ptr, eps, arrivals_ptr, needed, moments,
-                HIDDEN, ATTENDED, O_HELD, PROGRAMS, False, False, False, True, DTYPE, TIMED,
-            )  # fmt: skip
-        elif operation == 3:
-            norm, weight = _address(row + 6, stream_ptr), _address(row + 3, stream_ptr)
-            _multiply(
-                stream_ptr, norm, weight, weight, activated_ptr, eps, arrivals_ptr, needed, moments,
-                INTERMEDIATE, HIDDEN, GATE_UP_HELD, PROGRAMS, True, False, True, False, DTYPE, TIMED,
-            )  # fmt: skip
-        else:
-            weight = _address(row + 4, stream_ptr)
-            _multiply(
-                activated_ptr, weight, weight, weight, stream_ptr, eps, arrivals_ptr, needed, moments,
-                HIDDEN, INTERMEDIATE, DOWN_HELD, PROGRAMS, False, False, False, True, DTYPE, TIMED,
-            )  # fmt: skip
-        _note(moments + 2, TIMED)
-        arrive(arrivals_ptr)
-    # Whoever ends last leaves the counters as they were: all others are past their last wait.
-    if tl.atomic_add(arrivals_ptr + 1, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-        tl.store(arrivals_ptr, 0)
-        tl.store(arrivals_ptr + 1, 0)
+def _compile(shape: PersistentShape, programs: int, timed: bool) -> CudaKernel:
+    constants = {name.upper(): int(size) for name, size in shape._asdict().items()}
+    constants |= {"PROGRAMS": programs, "CLUSTER": CLUSTER, "COLUMNS": _COLUMNS, "STAGES": shape.stages(programs)}
+    constants |= {"FLIGHT": _STAGES_ON_THEIR_WAY, "FULL": _FULL_SHARE, "TIMED": int(timed)}
+    source = Path(__file__).with_suffix(".cu").read_text()
+    return CudaKernel(source, "decode", constants, 32 * (_WARPS + 1), _SHARED_MEMORY)
 
 
-@triton.jit
-def _multiply(
-    x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, arrivals_ptr, arrivals, moments_ptr,
-    N: tl.constexpr, K: tl.constexpr, HELD: tl.constexpr, PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, DTYPE: tl.constexpr,
-    TIMED: tl.constexpr,
-):  # fmt: skip
-    """A program's share, neighbouring rows, of ``out = W x``, as `_linear_kernel` of `single_token_linear` says it.
+class Interpreter:
+    """The same list of instructions, carried out one by one with PyTorch, on any device and in any dtype."""
 
-    ADD: ``out`` is the residual stream, which the product is added to.
-    """
-    ROWS: tl.constexpr = (N + PROGRAMS - 1) // PROGRAMS
-    first = tl.program_id(0) * ROWS
-    stop = tl.minimum(first + ROWS, N)
-    weights, ups = _load_rows(weight_ptr, first, stop, N, K, HELD, GATED)
-    norms = weights
-    if NORM:
-        norms = _load_vector(norm_ptr, K, "")
-    wait(arrivals_ptr, arrivals, "programs")
-    _note(moments_ptr + 1, TIMED)
-    # From the L2 cache (.cg): the own one may hold what was here before other programs wrote.
-    xs = _load_vector(x_ptr, K, ".cg")
-    scale = 1.0
-    if NORM:
-        squares = tl.zeros((ROW_BLOCK, CHUNK), dtype=DTYPE)
-        for chunk in tl.static_range(0, len(xs)):
-            squares += xs[chunk].to(DTYPE) * xs[chunk].to(DTYPE)
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-    for done in tl.static_range(0, ROWS, HELD):
-        if done > 0:
-            weights, ups = _load_rows(weight_ptr, first + done, stop, N, K, HELD, GATED)
-        for block in tl.static_range(0, HELD // ROW_BLOCK):
-            sums = tl.zeros((ROW_BLOCK, CHUNK), dtype=DTYPE)
-            up_sums = sums
-            for chunk in tl.static_range(0, len(xs)):
-                x = xs[chunk].to(DTYPE)
-                if NORM:
-                    x *= norms[chunk].to(DTYPE)
-                sums += weights[block * len(xs) + chunk].to(DTYPE) * x
-                if GATED:
-                    up_sums += ups[block * len(xs) + chunk].to(DTYPE) * x
-            out, up = tl.sum(sums, axis=1) * scale, tl.sum(up_sums, axis=1) * scale
-            rows = first + done + block * ROW_BLOCK + tl.arange(0, ROW_BLOCK)
-            store_outputs(out, up, rows, stop, bias_ptr, out_ptr, out_ptr, N, BIAS, GATED, ADD, DTYPE)
+    def __init__(self, shape: PersistentShape, layers: list[LayerTensors], programs: int) -> None:
+        self.shape, self.layers, self.programs = shape, layers, programs
+        norm = layers[0].input_norm
+        self.stream = torch.empty_like(norm)
+        """Residual stream, [hidden]: before the first instruction, and after the last."""
+        self.qkv, self.attended = norm.new_empty(shape.qkv), norm.new_empty(shape.attended)
+        self.activated = norm.new_empty(shape.intermediate)
+        self.splits = max(1, min(CLUSTER, programs // shape.kv_heads))
 
+    def run(self, step: TokenStep) -> None:
+        for number in range(len(OPERATIONS) * len(self.layers)):
+            self.carry_out(number, step)
 
-@triton.jit
-def _load_rows(
-    weight_ptr, first, stop, N: tl.constexpr, K: tl.constexpr, HELD: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
-    """Load HELD rows of a weight, as far as they are before ``stop``, and of their up projections, in pieces."""
-    weights, ups = (), ()
-    for block in tl.static_range(0, HELD, ROW_BLOCK):
-        rows = (first + block + tl.arange(0, ROW_BLOCK))[:, None]
-        for start in tl.static_range(0, K, CHUNK):
-            columns = (start + tl.arange(0, CHUNK))[None, :]
-            mask = (rows < stop) & (columns < K)
-            weight = tl.load(weight_ptr + rows * K + columns, mask=mask, other=0.0)
-            weights += (weight,)  # type: ignore[assignment]
-            if GATED:
-                up = tl.load(weight_ptr + N * K + rows * K + columns, mask=mask, other=0.0)
-                ups += (up,)  # type: ignore[assignment]
-    return weights, ups
+    def carry_out(self, number: int, step: TokenStep) -> None:
+        """The instruction of that number: every program's share of it, in any order.
 
+        No program of an instruction reads what another one of it writes; `attention` is two of them in this respect.
+        """
+        layer, operation = self.layers[number // len(OPERATIONS)], OPERATIONS[number % len(OPERATIONS)]
+        stream = self.stream.clone()
+        for program in range(self.programs):
+            if operation == "qkv_proj":
+                rows = self._share(self.shape.qkv, program)
+                self.qkv[rows] = layer.qkv[rows] @ _norm(stream, layer.input_norm, step.eps)
+                if layer.qkv_bias is not None:
+                    self.qkv[rows] += layer.qkv_bias[rows]
+            elif operation == "o_proj":
+                rows = self._share(self.shape.hidden, program)
+                self.stream[rows] += layer.o[rows] @ self.attended
+            elif operation == "gate_up_proj":
+                rows = self._share(self.shape.intermediate, program)
+                x = _norm(stream, layer.post_norm, step.eps)
+                gate, up = (half[rows] @ x for half in layer.gate_up.chunk(2))
+                self.activated[rows] = torch.nn.functional.silu(gate) * up
+            elif operation == "down_proj":
+                rows = self._share(self.shape.hidden, program)
+                self.stream[rows] += layer.down[rows] @ self.activated
+        if operation == "attention":
+            self._attend(layer, step)
 
-@triton.jit
-def _load_vector(x_ptr, K: tl.constexpr, CACHE: tl.constexpr):
-    """Load [K] in pieces, once for each row of a block, so that it lies in the same threads as the weights do."""
-    pieces = ()
-    same = tl.arange(0, ROW_BLOCK)[:, None] * 0
-    for start in tl.static_range(0, K, CHUNK):
-        columns = same + start + tl.arange(0, CHUNK)[None, :]
-        piece = tl.load(x_ptr + columns, mask=columns < K, other=0.0, cache_modifier=CACHE)
-        pieces += (piece,)  # type: ignore[assignment]
-    return pieces
+    def _attend(self, layer: LayerTensors, step: TokenStep) -> None:
+        """A program has a part of the keys of a KV head; then each head's parts are merged."""
+        shape, position = self.shape, int(step.seq_len) - 1
+        first = max(0, position + 1 - shape.window) if shape.window else 0
+        splits = min(self.splits, max(1, -(-(position - first) // shape.keys_of_a_stage)))
+        bounds = [first + (position - first) * split // splits for split in range(splits + 1)]
+        bounds[-1] += 1  # the last has this token's own key too
+        queries, keys, values = self.qkv.view(-1, shape.head_dim).split(
+            [shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads]
+        )
+        cos, sin = layer.cos_sin[position].to(self.qkv.dtype).chunk(2)
+        queries = _rotate(_norm(queries, layer.q_norm, step.head_eps), cos, sin)
+        page, offset = divmod(position, shape.page_size)
+        pages = step.page_table[int(step.slot)].long()
+        layer.k_cache[pages[page], offset] = _rotate(_norm(keys, layer.k_norm, step.head_eps), cos, sin)
+        layer.v_cache[pages[page], offset] = values
+        parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {head: [] for head in range(shape.kv_heads)}
+        for program in range(shape.kv_heads * splits):
+            head, split = program // splits, program % splits
+            places = torch.arange(bounds[split], bounds[split + 1])
+            at = pages[places // shape.page_size], places % shape.page_size
+            group = queries[head * shape.group : (head + 1) * shape.group]
+            scores = group @ layer.k_cache[at][:, head].T * step.scale
+            lse = scores.logsumexp(dim=1, keepdim=True)
+            parts[head].append(((scores - lse).exp() @ layer.v_cache[at][:, head], lse))
+        merged = self.attended.view(shape.kv_heads, shape.group, shape.head_dim)
+        for head, seen in parts.items():
+            weights = torch.stack([lse for _, lse in seen]).softmax(dim=0)
+            merged[head] = (torch.stack([out for out, _ in seen]) * weights).sum(dim=0)
 
-
-@triton.jit
-def _attend(
-    row, kv_ptr, stream_ptr, qkv_ptr, attended_ptr, split_out_ptr, split_lse_ptr, arrivals_ptr, slot_ptr,
-    seq_len_ptr, page_table_ptr, table_width, scale, eps, arrivals, moments_ptr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr, SPLIT_KEYS: tl.constexpr, DTYPE: tl.constexpr, TIMED: tl.constexpr,
-):  # fmt: skip
-    """Program h + KV_HEADS × s: KV head h over the s-th split of its keys. Who ends last of a head merges its splits.
-
-    That costs one more read of what has just been written, where an instruction of its own would cost a wait of all
-    programs for all.
-    """
-    kv_head, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
-    _, _, num_splits = split_range(tl.load(seq_len_ptr) - 1, WINDOW, SPLITS, SPLIT_KEYS)
-    if split < num_splits:
-        attend_split(
-            kv_head, split, qkv_ptr, _address(row + 7, stream_ptr), _address(row + 8, stream_ptr),
-            tl.load(row + 9).to(tl.pointer_type(tl.float32)), slot_ptr, seq_len_ptr, page_table_ptr,
-            _address(row + 10, kv_ptr), _address(row + 11, kv_ptr), split_out_ptr, split_lse_ptr, table_width, scale,
-            eps, arrivals_ptr, arrivals, WINDOW, KV_HEADS, GROUP, GROUP_BLOCK, HEAD_DIM, PAGE_SIZE, SPLITS, SPLIT_KEYS,
-            QK_NORM, DTYPE, "programs",
-        )  # fmt: skip
-        _note(moments_ptr + 1, TIMED)
-        tl.debug_barrier()
-        done_ptr = arrivals_ptr + 2 + kv_head
-        if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            for member in range(GROUP):
-                head = kv_head * GROUP + member
-                merge_splits(
-                    head, num_splits, split_out_ptr, split_lse_ptr, attended_ptr, KV_HEADS * GROUP, HEAD_DIM,
-                    SPLITS_BLOCK,
-                )  # fmt: skip
-            tl.store(done_ptr, 0)
+    def _share(self, rows: int, program: int) -> slice:
+        return slice(rows * program // self.programs, rows * (program + 1) // self.programs)
 
 
-@triton.jit
-def _address(entry_ptr, like_ptr):
-    """An address from the table, as a pointer to what ``like_ptr`` points to; a multiple of 16, as all tensors'."""
-    return tl.multiple_of(tl.load(entry_ptr).to(like_ptr.dtype), 16)
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x if weight is None else torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
-@triton.jit
-def _note(moment_ptr, TIMED: tl.constexpr):
-    """Write what time it is, in nanoseconds."""
-    if TIMED and not INTERPRETED:
-        tl.store(moment_ptr, tl.extra.cuda.globaltimer())
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import compute_dtype, from_kv_dtype, pdl_launch_args, tile_range, to_kv_dtype, wait
+from minisgl.kernels.launch import compute_dtype, from_kv_dtype, pdl_launch_args, tile_range, to_kv_dtype
 
 MAX_SPLITS = 16  # most programs that share one KV head's keys
 _BLOCK_N = 64  # keys that a program takes at a time
@@ -126,29 +126,13 @@ def _split_attention_kernel(
     DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """Program (h, s): the query heads of KV head h over the s-th split of its keys."""
-    attend_split(
-        tl.program_id(0), tl.program_id(1), qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slot_ptr, seq_len_ptr,
-        page_table_ptr, k_cache_ptr, v_cache_ptr, split_out_ptr, split_lse_ptr, table_width, scale, eps,
-        seq_len_ptr, 0, WINDOW, KV_HEADS, GROUP, GROUP_BLOCK, HEAD_DIM, PAGE_SIZE, MAX_SPLITS, BLOCK_N, NORM, DTYPE,
-        "kernel" if USE_PDL else "nothing",
-    )  # fmt: skip
-
-
-@triton.jit
-def attend_split(
-    kv_head, split, qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slot_ptr, seq_len_ptr, page_table_ptr,
-    k_cache_ptr, v_cache_ptr, split_out_ptr, split_lse_ptr, table_width, scale, eps, arrivals_ptr, arrivals,
-    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    NORM: tl.constexpr, DTYPE: tl.constexpr, WAIT_FOR: tl.constexpr,
-):  # fmt: skip
-    """The query heads of a KV head over one split of its keys; ``qkv`` is there after `wait`.
+    """Program (h, s): the query heads of KV head h over the s-th split of its keys.
 
     The program of the last split also normalises and rotates the token's own key, and stores key and value. Heads are
     held in two halves, because rotary embedding pairs their elements that way; a dot product is the sum of those of the
     halves.
     """
+    kv_head, split = tl.program_id(0), tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
     half = tl.arange(0, HALF)
     full = tl.arange(0, HEAD_DIM)
@@ -156,7 +140,7 @@ def attend_split(
     position = tl.load(seq_len_ptr) - 1
     page_row = page_table_ptr + tl.load(slot_ptr).to(tl.int64) * table_width
 
-    first_key, split_size, num_splits = split_range(position, WINDOW, MAX_SPLITS, BLOCK_N)
+    first_key, split_size, num_splits = _split_range(position, WINDOW, MAX_SPLITS, BLOCK_N)
     begin = first_key + split * split_size
     stop = tl.minimum(begin + split_size, position)  # earlier tokens only
 
@@ -171,17 +155,17 @@ def attend_split(
         k_cache_ptr, v_cache_ptr, page_row, begin, stop, position, kv_head,
         WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N,
     )  # fmt: skip
-    wait(arrivals_ptr, arrivals, WAIT_FOR)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if split < num_splits:
         q_ptr = qkv_ptr + (kv_head * GROUP + group[:, None]) * HEAD_DIM + half[None, :]
         k_ptr = qkv_ptr + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
         in_group = group < GROUP
-        # From the L2 cache (.cg): programs of this kernel may have written here since it began.
-        q1 = tl.load(q_ptr, mask=in_group[:, None], other=0.0, cache_modifier=".cg").to(DTYPE)
-        q2 = tl.load(q_ptr + HALF, mask=in_group[:, None], other=0.0, cache_modifier=".cg").to(DTYPE)
-        own1 = tl.load(k_ptr + half, cache_modifier=".cg").to(DTYPE)
-        own2 = tl.load(k_ptr + HALF + half, cache_modifier=".cg").to(DTYPE)
-        own_v = tl.load(k_ptr + KV_HEADS * HEAD_DIM + full, cache_modifier=".cg")
+        q1 = tl.load(q_ptr, mask=in_group[:, None], other=0.0).to(DTYPE)
+        q2 = tl.load(q_ptr + HALF, mask=in_group[:, None], other=0.0).to(DTYPE)
+        own1, own2 = tl.load(k_ptr + half).to(DTYPE), tl.load(k_ptr + HALF + half).to(DTYPE)
+        own_v = tl.load(k_ptr + KV_HEADS * HEAD_DIM + full)
         q1, q2 = _norm_and_rotate(
             q1, q2, q_norm1[None, :], q_norm2[None, :], cos[None, :], sin[None, :], eps, HEAD_DIM, NORM
         )
@@ -249,32 +233,25 @@ def _merge_splits_kernel(
     BLOCK_N: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """Program h: merge the splits of head h."""
-    _, _, num_splits = split_range(tl.load(seq_len_ptr) - 1, WINDOW, MAX_SPLITS, BLOCK_N)
-    wait(seq_len_ptr, 0, "kernel" if USE_PDL else "nothing")
-    merge_splits(tl.program_id(0), num_splits, split_out_ptr, split_lse_ptr, out_ptr, HEADS, HEAD_DIM, MAX_SPLITS)
-
-
-@triton.jit
-def merge_splits(
-    head, num_splits, split_out_ptr, split_lse_ptr, out_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of a head, each weighted by its share of the sum of all weights."""
+    """Program h: merge the splits of head h, each weighted by its share of the sum of all weights."""
+    head = tl.program_id(0)
     splits = tl.arange(0, MAX_SPLITS)
     full = tl.arange(0, HEAD_DIM)
+    _, _, num_splits = _split_range(tl.load(seq_len_ptr) - 1, WINDOW, MAX_SPLITS, BLOCK_N)
     exists = splits < num_splits
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     index = splits * HEADS + head
-    lse = tl.load(split_lse_ptr + index, mask=exists, other=-float("inf"), cache_modifier=".cg")
-    lines = split_out_ptr + index[:, None] * HEAD_DIM + full[None, :]
-    values = tl.load(lines, mask=exists[:, None], other=0.0, cache_modifier=".cg")
+    lse = tl.load(split_lse_ptr + index, mask=exists, other=-float("inf"))
+    values = tl.load(split_out_ptr + index[:, None] * HEAD_DIM + full[None, :], mask=exists[:, None], other=0.0)
     shares = tl.exp(lse - tl.max(lse, axis=0))
     merged = tl.sum(values * shares[:, None], axis=0) / tl.sum(shares, axis=0)
     tl.store(out_ptr + head * HEAD_DIM + full, merged)
 
 
 @triton.jit
-def split_range(position, WINDOW: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _split_range(position, WINDOW: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Split the keys that a token sees, in whole blocks; return the first key, the size of a split and their number."""
     begin = 0
     if WINDOW > 0:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch import compute_dtype, pdl_launch_args, wait
+from minisgl.kernels.launch import compute_dtype, pdl_launch_args
 
 
 def linear(
@@ -91,7 +91,9 @@ def _linear_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     weight, up_weight, norm_weight = load_weights(weight_ptr, norm_ptr, rows, N, columns, N, K, NORM, GATED)
-    wait(x_ptr, 0, "kernel" if USE_PDL else "nothing")
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=DTYPE)
     up_sums = sums

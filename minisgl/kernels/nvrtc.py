@@ -1,0 +1,116 @@
+"""CUDA C++ at run time: compiled by NVRTC, launched by the driver, through NVIDIA's `cuda.bindings`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from minisgl.errors import ConfigError
+
+
+class CudaKernel:
+    """A kernel of some CUDA C++ for the current GPU.
+
+    Args:
+        source: without includes, since NVRTC comes without a toolkit's headers.
+        name: of the kernel, which is ``extern "C"``.
+        constants: integers that the source finds as ``constexpr int``.
+        threads: of a block.
+        shared_memory: of a block, dynamic, bytes.
+
+    Raises:
+        ConfigError: the package is missing, or the source doesn't compile; the compiler's log is in it.
+    """
+
+    def __init__(self, source: str, name: str, constants: Mapping[str, int], threads: int, shared_memory: int) -> None:
+        try:
+            from cuda.bindings import driver, nvrtc
+        except ImportError:
+            raise ConfigError(
+                "CUDA C++ is compiled through NVIDIA's cuda.bindings, which isn't here: pip install cuda-bindings"
+            ) from None
+        self._driver, self.threads, self.shared_memory = driver, threads, shared_memory
+        prefix = "".join(f"constexpr int {key} = {value};\n" for key, value in constants.items())
+        text = f'{prefix}#line 1 "{name}.cu"\n{source}'
+        program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
+        major, minor = torch.cuda.get_device_capability()
+        options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", b"-lineinfo"]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise ConfigError(f"CUDA C++ of {name!r} doesn't compile:\n{log.decode()}")
+        binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        torch.cuda.current_stream().synchronize()  # the driver needs PyTorch's context
+        module = _checked(driver.cuModuleLoadData(binary))
+        self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, most, shared_memory))
+
+    def clusters_at_once(self, blocks: int) -> int:
+        """How many clusters of ``blocks`` blocks have room on the GPU at the same time.
+
+        A cluster lies in one part of the GPU, and parts have unlike numbers of multiprocessors, so a few stay over.
+        """
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_memory
+        value = driver.CUlaunchAttributeValue()
+        value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = blocks, 1, 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, config)))
+
+    def launch_cooperatively(self, blocks: int, arguments: list[torch.Tensor | int | float]) -> None:
+        """Launch on PyTorch's current stream, if all blocks fit on the GPU at the same time; else raise.
+
+        Tensors are given as their addresses, numbers as ``int`` and ``float`` of C.
+        """
+        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        kinds = {torch.Tensor: ctypes.c_void_p, int: ctypes.c_int, float: ctypes.c_float}
+        types = [kinds[type(each)] for each in arguments]
+        stream = torch.cuda.current_stream().cuda_stream
+        size = (blocks, 1, 1, self.threads, 1, 1, self.shared_memory)
+        launch = self._driver.cuLaunchCooperativeKernel
+        _checked(launch(self._function, *size, stream, (tuple(values), tuple(types))))
+
+
+def matrix_map(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """What the GPU's copy engine needs to bring boxes of [rows, columns] of a bfloat16 matrix: 128 bytes, on the CPU.
+
+    Without it every row of a box is a copy of its own, and the engine takes about 20 ns for each.
+    """
+    from cuda.bindings import driver
+
+    height, width = matrix.shape
+    tensor_map = _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            matrix.data_ptr(),
+            [driver.cuuint64_t(width), driver.cuuint64_t(height)],
+            [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
+            [driver.cuuint32_t(columns), driver.cuuint32_t(rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return torch.frombuffer(bytearray(ctypes.string_at(tensor_map.getPtr(), 128)), dtype=torch.uint8)
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    status, *values = answer
+    if status.value != 0:
+        raise RuntimeError(f"CUDA: {status.name}")
+    return values[0] if values else None
