@@ -38,8 +38,9 @@ def test_each_chance_and_number_of_requests_has_a_row(tmp_path: Path, monkeypatc
     assert [float(row[6]) for row in table.rows[2:4]] == [0.0, 0.0]
     assert all(0 < float(row[6]) <= 2 for row in table.rows[4:])
     assert [row[:2] for row in steps.rows] == [[count, drafts] for drafts in (0, 1, 4) for count in (1, 3)]
-    assert all(float(row[5]) > 0 for row in steps.rows)
-    assert len(report.targets) == 2
+    assert all(row[5] == "–" or float(row[5]) > 0 for row in steps.rows)
+    assert all(float(row[5]) == 1.0 for row in steps.rows[:2])
+    assert len(report.targets) == 1 + (steps.rows[-2][5] != "–")
     assert all(len(values) == 1 for values in report.samples.values())
 
 
