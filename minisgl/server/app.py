@@ -90,7 +90,7 @@ def _include(app: FastAPI, router: APIRouter) -> None:
     """
     app.include_router(router)
     for route in router.routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             app.add_api_route(
                 route.path,
                 route.endpoint,
