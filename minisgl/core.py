@@ -85,7 +85,8 @@ class EngineCore:
         window = self.executor.model_config.longest_window
         if engine is not None and engine.hidden_states is not None:
             window = None  # the drafter looks up the hidden states of all positions by their pages
-        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store, window)
+        drafts = 0 if make_drafter is None else config.num_draft_tokens
+        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store, window, drafts)
         self.input_processor = InputProcessor(
             config,
             self.tokenizer,
@@ -93,6 +94,7 @@ class EngineCore:
             max_seq_len=self.max_seq_len,
             max_kv_tokens=self.executor.num_pages * config.page_size,
             window=window,
+            num_draft_tokens=drafts,
             max_stop_ids=table.max_stop_ids,
         )
         self.scheduler = Scheduler(

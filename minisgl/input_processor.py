@@ -36,6 +36,7 @@ class InputProcessor:
         max_seq_len: int,
         max_kv_tokens: int,
         window: int | None,
+        num_draft_tokens: int,
         max_stop_ids: int,
     ) -> None:
         self.eos_ids = tuple(token for token in tokenizer.eos_ids if token < vocab_size)  # they end a sequence
@@ -47,6 +48,7 @@ class InputProcessor:
         self._max_seq_len = max_seq_len
         self._max_kv_tokens = max_kv_tokens
         self._window = window
+        self._num_draft_tokens = num_draft_tokens
         self._page_size = config.page_size
         self._max_stop_ids = max_stop_ids
         self._seeds = random.Random(config.seed)
@@ -115,7 +117,7 @@ class InputProcessor:
         )
 
     def _fits(self, prompt_len: int, max_len: int) -> bool:
-        pages = most_pages(prompt_len, max_len, self._page_size, self._window)
+        pages = most_pages(prompt_len, max_len, self._page_size, self._window, self._num_draft_tokens)
         return pages * self._page_size <= self._max_kv_tokens
 
 

@@ -118,12 +118,34 @@ def test_an_answer_may_be_longer_than_the_pool(path: Path, prefix_cache: str) ->
 
 
 def test_what_does_not_fit_is_refused_and_what_does_is_not(path: Path) -> None:
-    processor = make(path, num_pages=14).core.input_processor
+    processor = make(path, num_pages=13).core.input_processor
     (fits,) = processor.process(PROMPTS[1], dataclasses.replace(LONG, max_tokens=400))
     processor.check_fits(fits)
     (too_long,) = processor.process(PROMPTS[3], LONG)  # its prompt stays, until the window has passed all of it
     with pytest.raises(ContextExceeded, match="max_tokens: 44 with a prompt of 40 tokens"):
         processor.check_fits(too_long)
+
+
+@pytest.mark.parametrize("prefix_cache", ["radix", "none"])
+def test_what_just_fits_is_answered(path: Path, expected: list[list[int]], prefix_cache: str) -> None:
+    """40 tokens of prompt, 11 of the window and one in flight take 13 pages, or 14 where their ends lie badly."""
+    llm = make(path, num_pages=14, prefix_cache=prefix_cache)
+    outputs = [llm.generate(PROMPTS[3:4], LONG)[0] for _ in range(2)]  # the second finds the first one's prompt
+    assert [output.token_ids for output in outputs] == [expected[3]] * 2
+    assert_idle_and_clean(llm)
+
+
+def test_room_for_drafts_follows_from_the_config(path: Path) -> None:
+    sizes = [
+        make(path, num_pages=64, **options).scheduler.memory.most_pages(1, 400)
+        for options in (
+            {},
+            {"drafter": "ngram"},
+            {"drafter": "ngram", "num_draft_tokens": 64},
+            {"num_draft_tokens": 64},
+        )
+    ]
+    assert sizes == [7, 8, 23, 7]
 
 
 def test_a_model_that_has_a_layer_without_window_keeps_all(tmp_path: Path) -> None:

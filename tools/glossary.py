@@ -26,7 +26,10 @@ def glossary_problems(chapters: Path) -> list[str]:
         if _TERM.match(term) and _plain(term) not in known
     ]
     for term, text in entries.items():
-        for file in _CHAPTER.findall(text):
+        files = _CHAPTER.findall(text)
+        if not files:
+            problems.append(f"chapters/glossary.md: {term!r} has no link to the chapter that explains it: add one")
+        for file in files:
             said = {_plain(each) for each in bold.get(file, ())}
             if said & known and _plain(term) not in said:
                 problems.append(f"chapters/glossary.md: {term!r} names {file}, where it is not bold")

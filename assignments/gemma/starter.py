@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from transformers import PretrainedConfig
 
-from minisgl.layers.rotary import Rotation
-from minisgl.layers.sharding import Communicator
-from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import CausalLM
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
-class GemmaLayer(nn.Module):
-    """One layer of Gemma. Its parameters are named as in the checkpoint."""
+class GemmaNorm(RMSNorm):
+    """Gemma's norm. Its weight is the checkpoint's."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator) -> None:
-        super().__init__()
-        raise NotImplementedError("Assignment gemma: GemmaLayer.__init__")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] → [..., size], same dtype."""
+        raise NotImplementedError("Assignment gemma: GemmaNorm.forward")
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `minisgl.models.decoder.DecoderLayer.forward`."""
-        raise NotImplementedError("Assignment gemma: GemmaLayer.forward")
+
+class GemmaMLP(GatedMLP):
+    """Gemma's MLP: the plain one's projections, and another non-linearity."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] → [T, hidden_size]."""
+        raise NotImplementedError("Assignment gemma: GemmaMLP.forward")
+
+
+class GemmaLayer(DecoderLayer):
+    """The plain layer. Class attributes say which norm and which MLP it has, and they are still the plain ones."""
 
 
 class GemmaForCausalLM(CausalLM):
@@ -30,3 +37,8 @@ class GemmaForCausalLM(CausalLM):
 
     layer = GemmaLayer
     hidden_act = "gelu_pytorch_tanh"
+
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        """Fields of `ModelConfig` in which Gemma differs from the plain decoder, with their values."""
+        raise NotImplementedError("Assignment gemma: GemmaForCausalLM.differences")

@@ -50,7 +50,10 @@ class TestEngine:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))
         for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
             wanted = answer(original, prompt, 8)
-            assert output.token_ids == wanted, f"prompt {number}: {output.token_ids}, where transformers says {wanted}"
+            assert output.token_ids == wanted, (
+                f"prompt {number} is answered with {output.token_ids}, and by transformers with {wanted}: first make "
+                "tests/contracts/test_architecture.py pass, which compares logits"
+            )
 
 
 class TestOtherSizes:
@@ -67,4 +70,7 @@ class TestOtherSizes:
         model = load_model(path, ModelConfig.from_dir(path, implementation), torch.float32, torch.device("cpu"))
         for prompt in random_tokens(23, 2):
             error = float((run_dense(model, prompt)[0] - hf_logits(original, prompt)).abs().max())
-            assert error < 1e-4, f"logits differ by up to {error:g} from those of transformers, with {overrides}"
+            assert error < 1e-4, (
+                f"logits differ by up to {error:g} from those of transformers with {overrides}: take these sizes from "
+                "the config that your class is given, and leave the tied LM head without the embedding's factor"
+            )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from transformers import PretrainedConfig
 
-from minisgl.layers.embedding import Embedding
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.sharding import SINGLE_RANK, Communicator
-from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
@@ -32,23 +32,11 @@ class GemmaMLP(GatedMLP):
         return out
 
 
-class GemmaEmbedding(Embedding):
-    """Scaled by √hidden_size where it begins the residual stream, and not where it is the LM head."""
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int32 → [T, hidden_size]; the factor is rounded to the model's dtype, as it was in training."""
-        rows = super().forward(input_ids)
-        return rows * torch.tensor(rows.shape[-1] ** 0.5, dtype=rows.dtype)
-
-
 class GemmaLayer(DecoderLayer):
-    """The plain layer with other norms and another MLP."""
+    """The plain layer with another norm and another MLP."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, communicator: Communicator) -> None:
-        super().__init__(config, layer_id, communicator)
-        self.input_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GemmaMLP(config.hidden_size, config.intermediate_size)
+    norm_class = GemmaNorm
+    mlp_class = GemmaMLP
 
 
 class GemmaForCausalLM(CausalLM):
@@ -57,7 +45,7 @@ class GemmaForCausalLM(CausalLM):
     layer = GemmaLayer
     hidden_act = "gelu_pytorch_tanh"
 
-    def __init__(self, config: ModelConfig, communicator: Communicator = SINGLE_RANK) -> None:
-        super().__init__(config, communicator)
-        self.model.embed_tokens = GemmaEmbedding(config.vocab_size, config.hidden_size)
-        self.model.norm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
+    @staticmethod
+    def differences(hf: PretrainedConfig) -> dict[str, Any]:
+        """The residual stream begins with embeddings times √hidden_size; the tied LM head has no such factor."""
+        return {"embedding_multiplier": hf.hidden_size**0.5}

@@ -81,7 +81,7 @@ HELP = {
     "seconds": "that a trace lasts, at most",
     "seed": "of lengths, arrivals, faults and prompts",
     "set": "options of minisgl.llm.LLM, with values in JSON",
-    "schemes": "values of the option quantization, each compared with none",
+    "schemes": "values of the option quantization to measure; none among them is what the others are compared with",
     "start": "also measure the time to the first token",
     "start_timeout": "seconds that a server has to start",
     "steps": "steps that are timed",

@@ -11,7 +11,7 @@ import torch
 
 from minisgl.bench import gpu
 from minisgl.bench.attention import PAGE_SIZE, TEXT, text_logits
-from minisgl.bench.report import Report, Target
+from minisgl.bench.report import Cell, Report, Target
 from minisgl.bench.workloads import NAMES, WORKLOADS, free_memory, make_engine, run_workload
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError
@@ -38,6 +38,8 @@ _ROUNDINGS: Mapping[str, Mapping[str, Any]] = {
     "int8, KV in fp8": {"quantization": "int8", "kv_dtype": "fp8"},
 }
 """Options of engines; the first is the reference of the others."""
+_ON_GPU = ("none", "fp8", "fp8-block", "int4", "int4-zero-point")
+_ON_CPU = ("none", "int8")
 
 
 def run_quantization(
@@ -48,12 +50,15 @@ def run_quantization(
     input_len: int = 32,
     output_len: int = 128,
 ) -> Report:
-    """On a GPU whole workloads for each scheme, by default fp8 and int4; on a CPU one request, by default in int8."""
+    """On a GPU whole workloads for each of the ``schemes``; on a CPU one request. Without schemes, all that pay there.
+
+    ``"none"`` is measured where it is among them: without it there is nothing to compare with, and less to wait for.
+    """
     report = Report("quantization")
     if torch.cuda.is_available():
-        _on_gpu(report, model, schemes or ("fp8", "fp8-block", "int4", "int4-zero-point"), workloads, repeat)
+        _on_gpu(report, model, schemes or _ON_GPU, workloads, repeat)
     else:
-        _on_cpu(report, model, schemes or ("int8",), repeat, input_len, output_len)
+        _on_cpu(report, model, schemes or _ON_CPU, repeat, input_len, output_len)
     return report
 
 
@@ -62,7 +67,7 @@ def _on_gpu(report: Report, model: str, schemes: Sequence[str], workloads: Seque
         raise ConfigError(f"work: {refused[0]!r} needs an engine of its own; choose from {', '.join(NAMES)}")
     bandwidth = gpu.copy_bandwidth()
     table = report.table(model, "quantization", "weights, GB", "read once, ms", "workload", "median", "least", "most")
-    for scheme in ("none", *schemes):
+    for scheme in schemes:
         with make_engine(model, {"quantization": scheme}) as llm:
             size = llm.engine.model_bytes
             for name in workloads:
@@ -73,8 +78,8 @@ def _on_gpu(report: Report, model: str, schemes: Sequence[str], workloads: Seque
                 report.samples[f"{scheme} {unit}"] = values
                 table.add(scheme, size / 1e9, size / bandwidth * 1e3, unit, median, min(values), max(values))
                 goal = _TARGETS.get((model, scheme, name))
-                if name == "mixed" and scheme == "int4":
-                    goal = statistics.median(report.samples[f"none {unit}"])  # not below bfloat16
+                if name == "mixed" and scheme == "int4" and (plain := report.samples.get(f"none {unit}")):
+                    goal = statistics.median(plain)  # not below bfloat16
                 if goal is not None:
                     title = f"{model} {scheme} {unit}"
                     report.targets.append(Target(title, median, goal, workload.more_is_better))
@@ -90,9 +95,7 @@ def _on_cpu(report: Report, model: str, schemes: Sequence[str], repeat: int, inp
         "max_running_requests": 1,
         "prefix_cache": "none",
     }
-    engines = {
-        name: LLM(model, device="cpu", dtype="float32", quantization=name, **pages) for name in ("none", *schemes)
-    }
+    engines = {name: LLM(model, device="cpu", dtype="float32", quantization=name, **pages) for name in schemes}
     prompt = _prompt(input_len)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -104,16 +107,21 @@ def _on_cpu(report: Report, model: str, schemes: Sequence[str], repeat: int, inp
     report.samples = speeds
     columns = ("quantization", "tokens/s", "least", "most", "× none", "weights, MB", "× none")
     table = report.table(f"{model} in float32, one request, {output_len} tokens out", *columns)
-    bytes_of_none = engines["none"].engine.model_bytes
+    reference = engines.get("none")
     for name, llm in engines.items():
-        size = llm.engine.model_bytes
+        size, median = llm.engine.model_bytes, statistics.median(speeds[name])
+        row: list[Cell] = [name, median, min(speeds[name]), max(speeds[name])]
+        if reference is None:
+            table.add(*row, "–", size / 1e6, "–")
+            continue
         # Of turns that follow one another, so that what slows both cancels.
         ratio = statistics.median(ours / plain for ours, plain in zip(speeds[name], speeds["none"], strict=True))
-        median, memory = statistics.median(speeds[name]), size / bytes_of_none
-        table.add(name, median, min(speeds[name]), max(speeds[name]), ratio, size / 1e6, memory)
+        memory = size / reference.engine.model_bytes
+        table.add(*row, ratio, size / 1e6, memory)
         if name == "int8":
             report.targets.append(Target("int8, tokens/s × float32", ratio, _CPU_TARGETS["speed"], at_least=True))
             report.targets.append(Target("int8, weights × float32", memory, _CPU_TARGETS["memory"], at_least=False))
+    for llm in engines.values():
         llm.close()
 
 

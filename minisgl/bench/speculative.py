@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minisgl.batch import Batch, StepPhase
-from minisgl.bench.report import Report, Target
+from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
 from minisgl.llm import LLM
@@ -23,6 +23,8 @@ from minisgl.trace import observed
 
 _PROMPT_LEN, _OUTPUT_LEN = 128, 256
 _NONE = "none"
+_KINDS = {False: "plain step", True: "step that verifies"}
+"""What a step is, by whether it verifies."""
 
 
 class RightWithChance:
@@ -75,9 +77,9 @@ def run_speculative(
         _always_say_zero(llm)
         for count in running:
             speeds, periods = _measure(report, llm, count, _NONE, repeat)
-            base[count], plain[count] = statistics.median(speeds), statistics.median(periods)
+            base[count], plain[count] = statistics.median(speeds), statistics.median(periods[False])
             table.add(_NONE, count, base[count], min(speeds), max(speeds), 1.0, 0.0, 0.0)
-            steps.add(count, 0, 1e3 * plain[count], 1e3 * min(periods), 1e3 * max(periods), 1.0)
+            _add_step(steps, count, 0, periods[False], plain[count])
     del llm
     free_memory()
     runs = [(chance, draft_tokens) for chance in chances] + [(1.0, drafts) for drafts in costs]
@@ -93,10 +95,8 @@ def run_speculative(
                 speeds, periods = _measure(report, llm, count, name, repeat)
                 stats, speed = speculation.stats, statistics.median(speeds)
                 if chance == 1.0:
-                    cost = statistics.median(periods)
-                    ratio = cost / plain[count]
-                    steps.add(count, drafts, 1e3 * cost, 1e3 * min(periods), 1e3 * max(periods), ratio)
-                    if (count, drafts) == (1, 4):
+                    ratio = _add_step(steps, count, drafts, periods[True], plain[count])
+                    if ratio is not None and (count, drafts) == (1, 4):
                         report.targets.append(Target("step of 1 request with 4 drafts × plain", ratio, 1.12, False))
                     continue
                 accepted = (stats.accepted - before.accepted) / max(stats.verifications - before.verifications, 1)
@@ -107,6 +107,16 @@ def run_speculative(
         del llm
         free_memory()
     return report
+
+
+def _add_step(steps: Table, count: int, drafts: int, periods: Sequence[float], plain: float) -> float | None:
+    """Add what a step takes, and return how many plain ones; None if no two steps of its kind followed each other."""
+    if not periods:
+        steps.add(count, drafts, *["–"] * 4)
+        return None
+    cost = statistics.median(periods)
+    steps.add(count, drafts, 1e3 * cost, 1e3 * min(periods), 1e3 * max(periods), cost / plain)
+    return cost / plain
 
 
 def _add_target(report: Report, chance: float, count: int, ratio: float) -> None:
@@ -140,27 +150,34 @@ class _StepPeriods:
         """Do nothing."""
 
 
-def _measure(report: Report, llm: LLM, count: int, name: str, repeat: int) -> tuple[list[float], list[float]]:
-    """Tokens a second, and median seconds of a step, of ``repeat`` runs with the same prompts behind an uncounted one.
+def _measure(
+    report: Report, llm: LLM, count: int, name: str, repeat: int
+) -> tuple[list[float], dict[bool, list[float]]]:
+    """Measure ``repeat`` runs with the same prompts, behind an uncounted one.
 
-    The steps are those that verify, if there are any.
+    Returns:
+        Tokens a second of each run; and by whether steps verify, their median seconds in each run that had some.
     """
     rng = np.random.default_rng(count)
     prompts = rng.integers(0, llm.model_config.vocab_size, (count, _PROMPT_LEN)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_LEN, ignore_eos=True)
-    speeds, periods = list[float](), list[float]()
-    for _ in range(repeat + 1):
+    speeds, periods = list[float](), {kind: list[float]() for kind in _KINDS}
+    for run in range(repeat + 1):
         watch = _StepPeriods()
         with observed(watch, llm.loop.observers):
             start = time.perf_counter()
             outputs = llm.generate(prompts, params)
             speeds.append(count * _OUTPUT_LEN / (time.perf_counter() - start))
-        periods.append(statistics.median(watch.seconds[True] or watch.seconds[False]))
+        for kind, seconds in watch.seconds.items():
+            if run and seconds:
+                periods[kind].append(statistics.median(seconds))
         if any(any(output.token_ids) for output in outputs):
             raise AssertionError("the model has said something else than token 0")
     report.samples[f"{name}, {count} at a time, tokens/s"] = speeds[1:]
-    report.samples[f"{name}, {count} at a time, s a step"] = periods[1:]
-    return speeds[1:], periods[1:]
+    for kind, words in _KINDS.items():
+        if periods[kind]:
+            report.samples[f"{name}, {count} at a time, s a {words}"] = periods[kind]
+    return speeds[1:], periods
 
 
 _TEXT = '''def area(width, height):

@@ -46,23 +46,23 @@ def pages_from_peak(total: int, used: int, peak: int, current: int, memory_ratio
     )
 
 
-# Tokens that the step in flight and drafts may be ahead of the oldest query that is still to be computed.
-_AHEAD = 16
-
-
 Lengths = TypeVar("Lengths", int, Int32Array)
 
 
-def most_pages(length: Lengths, max_len: Lengths, page_size: int, window: int | None) -> Lengths:
+def most_pages(
+    length: Lengths, max_len: Lengths, page_size: int, window: int | None, num_draft_tokens: int = 0
+) -> Lengths:
     """Most pages that a request with ``length`` tokens holds at a time until it has ``max_len``.
 
-    ``window`` is how many positions the model sees; None: all. See `KVMemory.give_back`.
+    ``window`` is how many positions the model sees; None: all. See `KVMemory.give_back`. A step computes up to
+    ``num_draft_tokens`` ahead of a row's newest token.
     """
     pages = -(-(max_len - 1) // page_size)  # the last token is sampled but never fed, so its KV needs no room
     if window is None:
         return pages
     # What the row has of the prefix cache stays until the window has passed all of it; the prompt may be there.
-    passing = np.maximum(length, window) + window + _AHEAD
+    # Ahead of its oldest query that is not complete, a row has drafts, or a token of the step behind the one in flight.
+    passing = np.maximum(length, window) + window + max(num_draft_tokens, 1)
     fewer: Lengths = np.minimum(pages, -(-passing // page_size) + 1)
     return fewer
 

@@ -27,6 +27,7 @@ class KVMemory(PageLedger):
     """Allocates pages to the rows of the running table, and shares those that the prefix cache has.
 
     It keeps the table's ``kv_len`` and ``num_pages``, with the scheduler. ``store`` keeps pages that the cache evicts.
+    A step verifies up to ``num_draft_tokens`` of a row.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class KVMemory(PageLedger):
         cache: PrefixCache,
         store: PageStore | None = None,
         window: int | None = None,
+        num_draft_tokens: int = 0,
     ) -> None:
+        self._num_draft_tokens = num_draft_tokens
         super().__init__(num_pages, table, cache, window)
         self.listeners: list[CacheListener] = []  # append one only while the cache is empty
         self.offload: PageOffloader | None = None
@@ -218,7 +221,7 @@ class KVMemory(PageLedger):
 
     def most_pages(self, length: Lengths, max_len: Lengths) -> Lengths:
         """Most pages that a request with ``length`` tokens holds at a time until it has ``max_len``."""
-        return most_pages(length, max_len, self.page_size, self.window)
+        return most_pages(length, max_len, self.page_size, self.window, self._num_draft_tokens)
 
     def give_back(self, slots: Int32Array, computed: Int32Array) -> None:
         """Let go of pages that no query sees any more; each row's queries before position ``computed`` are complete.

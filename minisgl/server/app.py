@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -65,10 +66,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     handler = GenerateHandler(engine, metrics)
     texts = TextService(engine.tokenizer.path, config.allow_control_tokens)
     syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
-    app.include_router(openai_routes(engine, handler, texts, syntax))
-    app.include_router(native_routes(engine, handler, texts))
-    app.include_router(monitoring_routes(engine, metrics, config.health_timeout))
-    app.include_router(worker_routes(engine))
+    _include(app, openai_routes(engine, handler, texts, syntax))
+    _include(app, native_routes(engine, handler, texts))
+    _include(app, monitoring_routes(engine, metrics, config.health_timeout))
+    _include(app, worker_routes(engine))
     describe_api(app, engine.model, with_key=config.api_key is not None)
     if config.live_page:
         add_live_page(app, engine)
@@ -80,6 +81,24 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
         app.add_middleware(CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLog, metrics=metrics)
     return app
+
+
+def _include(app: FastAPI, router: APIRouter) -> None:
+    """Include a router, and answer HEAD as GET at all of its paths (RFC 9110, section 9.3.2).
+
+    Load balancers probe with HEAD, which FastAPI does not take by itself. uvicorn leaves out the body.
+    """
+    app.include_router(router)
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                response_model=route.response_model,
+                response_class=route.response_class,
+                include_in_schema=False,
+            )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -30,12 +30,20 @@ def on_the_cpu(model: str, options: dict[str, Any]) -> LLM:
     return LLM(model, device="cpu", dtype="bfloat16", num_pages=200, **options)
 
 
+class Took:
+    """What every workload took."""
+
+    @staticmethod
+    def value(workload: object) -> float:
+        return 5.0
+
+
 def test_schemes_take_turns_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = str(text_checkpoint(tmp_path, **SIZES))
     sizes = ("--input-len", "4", "--output-len", "4", "--repeat", "2")
     monkeypatch.setattr(quantization, "_prompt", lambda count: [[5] * count])
-    record = bench(tmp_path, "quantization", "--model", model, "--schemes", "int8", "fp8", *sizes)
+    record = bench(tmp_path, "quantization", "--model", model, "--schemes", "none", "int8", "fp8", *sizes)
     (table,) = record["tables"]
     assert [row[0] for row in table["rows"]] == ["none", "int8", "fp8"]
     assert {len(values) for values in record["samples"].values()} == {2}
@@ -49,17 +57,12 @@ def test_schemes_meet_the_same_workloads_on_a_gpu(tmp_path: Path, monkeypatch: p
     """On a CPU that pretends."""
     model = str(text_checkpoint(tmp_path, **SIZES))
 
-    class Took:
-        @staticmethod
-        def value(workload: object) -> float:
-            return 5.0
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(quantization, "make_engine", on_the_cpu)
     monkeypatch.setattr(quantization, "run_workload", lambda llm, workload, seed: Took)
     monkeypatch.setitem(quantization._TARGETS, (model, "fp8", "bs1"), 4.0)
-    report = quantization.run_quantization(model, ("fp8", "int4"), ("bs1", "mixed"), 1)
+    report = quantization.run_quantization(model, ("none", "fp8", "int4"), ("bs1", "mixed"), 1)
     (table,) = report.tables
     assert [(row[0], row[3]) for row in table.rows] == [
         (scheme, workload)
@@ -76,6 +79,40 @@ def test_schemes_meet_the_same_workloads_on_a_gpu(tmp_path: Path, monkeypatch: p
     }
     with pytest.raises(ConfigError, match="work: 'refill-32' needs an engine of its own"):
         quantization.run_quantization(model, ("fp8",), ("refill-32",), 1)
+
+
+def test_only_the_schemes_that_are_named_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a large model take minutes each, and one may be all that is asked about."""
+    model = str(text_checkpoint(tmp_path, **SIZES))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(quantization, "_prompt", lambda count: [[5] * count])
+    report = quantization.run_quantization(model, ("int8",), repeat=1, input_len=4, output_len=4)
+    ((name, *_, speed, _, memory),) = report.tables[0].rows
+    assert (name, speed, memory) == ("int8", "–", "–"), "there is nothing to compare with"
+    assert report.targets == []
+    whole = quantization.run_quantization(model, repeat=1, input_len=4, output_len=4)
+    assert [row[0] for row in whole.tables[0].rows] == ["none", "int8"]
+
+
+def test_only_the_schemes_that_are_named_are_measured_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that pretends."""
+    model = str(text_checkpoint(tmp_path, **SIZES))
+    made: list[str] = []
+
+    def noted(model: str, options: dict[str, Any]) -> LLM:
+        made.append(options["quantization"])
+        return on_the_cpu(model, {})  # the tiny model has no blocks of 128, and nothing is measured here
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(quantization, "make_engine", noted)
+    monkeypatch.setattr(quantization, "run_workload", lambda llm, workload, seed: Took)
+    report = quantization.run_quantization(model, ("int4",), ("mixed",), 1)
+    assert made == [row[0] for row in report.tables[0].rows] == ["int4"]
+    assert report.targets == [], "the aim is what bfloat16 does, which was not asked for"
+    made.clear()
+    quantization.run_quantization(model, workloads=("mixed",), repeat=1)
+    assert made == ["none", "fp8", "fp8-block", "int4", "int4-zero-point"]
 
 
 def test_the_error_is_against_the_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +40,21 @@ def test_each_chance_and_number_of_requests_has_a_row(tmp_path: Path, monkeypatc
     assert [float(row[6]) for row in table.rows[2:4]] == [0.0, 0.0]
     assert all(0 < float(row[6]) <= 2 for row in table.rows[4:])
     assert [row[:2] for row in steps.rows] == [[count, drafts] for drafts in (0, 1, 4) for count in (1, 3)]
-    assert all(float(row[5]) > 0 for row in steps.rows)
-    assert len(report.targets) == 2
+    assert all(row[5] == "–" or float(row[5]) > 0 for row in steps.rows)
+    assert all(float(row[5]) == 1.0 for row in steps.rows[:2])
+    assert len(report.targets) == 1 + (steps.rows[-2][5] != "–")
     assert all(len(values) == 1 for values in report.samples.values())
+
+
+def test_published_figures_say_where_they_are_from_and_add_up() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "reference" / "speculative.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        assert {"drafts from", "source", "engine", "speed-up", "figures"} <= row.keys()
+        assert row["source"].startswith("https://")
+        if rates := re.match(r"([\d.]+) tokens/s over ([\d.]+);", row["figures"]):
+            assert f"{float(rates[1]) / float(rates[2]):.2f}" == row["speed-up"]
+    assert sum("tokens/s over" in row["figures"] for row in rows) == 2
 
 
 def test_a_period_is_that_of_steps_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +51,16 @@ class Policy:
 LEAVES_A_PROCESS = """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 open("pid", "w").write(str(child.pid))
+"""
+
+
+ARCHITECTURE = """
+from assignments.solutions import gemma
+
+class GemmaForCausalLM(gemma.GemmaForCausalLM):
+    @staticmethod
+    def differences(hf):
+        return gemma.GemmaForCausalLM.differences(hf) | {difference}
 """
 
 
@@ -221,3 +232,19 @@ def test_an_assignment_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "assignment.toml").write_text('title = "no items"', encoding="utf-8")
     with pytest.raises(CourseError, match="items"):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ('{"embedding_multiplier": 1.0}', "wrong from token 0 on.*so look at the embedding, the norms, the biases"),
+        ('{"attention_scale": 1.0}', "wrong from token 1 on.*so look at what makes a token see others: rotation"),
+    ],
+)
+def test_a_model_with_other_scores_is_told_where_to_look(tmp_path: Path, difference: str, message: str) -> None:
+    report = submit(tmp_path, "gemma", ARCHITECTURE.replace("{difference}", difference), "GemmaForCausalLM")
+    assert report.verdict == "failed"
+    first = report.items[0].first_failure
+    assert first is not None
+    assert re.search(message, first.message.partition("\n")[0]), first.message
+    assert report.points == 10, "it takes no memory on the meta device, and nothing else is right"

@@ -62,7 +62,8 @@ class Harness:
         window: int | None = None,
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
-        self.memory = KVMemory(num_pages, self.table, select_prefix_cache(prefix_cache)(page_size), window=window)
+        cache, drafts = select_prefix_cache(prefix_cache)(page_size), 0 if drafter is None else num_draft_tokens
+        self.memory = KVMemory(num_pages, self.table, cache, window=window, num_draft_tokens=drafts)
         policies = policies or Policies.named(queue_policy, batch_policy, admission_policy)
         self.make_masks = CountingMaskMaker()
         limits = (max_prefill_tokens, max_queued)

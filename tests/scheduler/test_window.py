@@ -48,8 +48,23 @@ def test_an_answer_may_be_longer_than_the_pool(cache: str, delay: int, drafter: 
             most = max(most, held(harness, request))
     assert request.finish_reason is FinishReason.LENGTH
     harness.assert_output(request)
-    assert most <= most_pages(9, 209, 4, WINDOW) < 12
+    assert most <= most_pages(9, 209, 4, WINDOW, 0 if drafter is None else 3) < 12
     harness.assert_idle_and_clean()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("drafts", [1, 40, 64])
+def test_a_row_holds_no_more_than_it_may_however_far_drafts_are_ahead(drafts: int, delay: int) -> None:
+    harness = windowed(num_pages=60, drafter=KnowsTheShadow, num_draft_tokens=drafts, delay=delay, prefix_cache="none")
+    request = harness.add([0], max_tokens=200)
+    most = 0
+    while not request.finish_reason:
+        harness.step()
+        if request.slot >= 0:
+            most = max(most, held(harness, request))
+    harness.assert_output(request)
+    assert most > drafts // 4, "drafts need pages of their own"
+    assert most <= most_pages(1, 201, 4, WINDOW, drafts) == harness.memory.most_pages(1, 201)
 
 
 def test_without_a_window_the_same_answer_outgrows_the_pool() -> None:

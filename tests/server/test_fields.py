@@ -252,6 +252,27 @@ def test_the_version_and_the_ping_of_load_balancers(server: RunningServer) -> No
     assert server.http.get("/ping").json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/ping", "/health/generate", "/version", "/v1/models", "/v1/models/{}", "/v1/loads", "/openapi.json"],
+)
+def test_head_is_get_without_the_body(server: RunningServer, path: str) -> None:
+    path = path.format(server.model)
+    full, head = server.http.get(path), server.http.head(path)
+    assert (head.status_code, head.content) == (full.status_code, b"") == (200, b"")
+    for name in ("content-type", "content-length"):
+        assert head.headers[name] == full.headers[name]
+
+
+def test_head_is_refused_where_get_is(server: RunningServer, tmp_path: Path) -> None:
+    assert server.http.head("/v1/completions").status_code == 405
+    assert server.http.head("/v1/models/other").status_code == 404
+    documented = server.http.get("/openapi.json").json()["paths"].values()
+    assert not any("head" in methods for methods in documented)
+    with RunningServer(chat_checkpoint(tmp_path), ServerConfig(api_key="k")) as guarded:
+        assert [guarded.http.head(path).status_code for path in ("/health", "/version")] == [200, 401]
+
+
 @pytest.mark.parametrize(("headers", "size", "status"), [({}, 10, 401), ({"authorization": "bearer k"}, 9000, 413)])
 def test_refusals_of_the_middleware_can_be_read_by_pages(
     tmp_path: Path, headers: dict[str, str], size: int, status: int

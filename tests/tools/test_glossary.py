@@ -43,6 +43,15 @@ def test_what_one_of_them_lacks_is_told(tmp_path: Path, chapter: str, problems: 
     assert glossary_problems(tmp_path) == problems
 
 
+def test_a_term_without_a_link_is_told(tmp_path: Path) -> None:
+    (tmp_path / "glossary.md").write_text(f"{GLOSSARY}\n### slot\n\nA row. *Chapter 1.*\n")
+    (tmp_path / "01-a.md").write_text("The **KV cache** has **pages** and **slots**.")
+    assert glossary_problems(tmp_path) == [
+        "chapters/glossary.md: 'slot' has no link to the chapter that explains it: add one"
+    ]
+
+
 def test_terms_are_in_order(tmp_path: Path) -> None:
-    (tmp_path / "glossary.md").write_text("### page\n\nx\n\n### KV cache\n\nx\n")
+    entry = "### {}\n\n*[Chapter 1](01-a.md).*\n"
+    (tmp_path / "glossary.md").write_text(f"{entry.format('page')}\n{entry.format('KV cache')}")
     assert glossary_problems(tmp_path) == ["chapters/glossary.md: the terms are not in the order of the alphabet"]
