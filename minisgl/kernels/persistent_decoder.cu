@@ -197,6 +197,7 @@ __device__ uint4 look(const u32* from) {
 __device__ bool tagged(uint4 words, u32 tag) {
     return (((words.x ^ tag) | (words.y ^ tag) | (words.z ^ tag) | (words.w ^ tag)) & 0xffffu) == 0;
 }
+
 // -- the ring --------------------------------------------------------------------------------------------------------
 
 struct Ring {  // where one warp is

@@ -104,7 +104,7 @@ def _has_kernel(model: CausalLM) -> bool:
 
 def _most_programs(shape: PersistentShape, device: torch.device) -> int:
     places = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_PROGRAMS
-    return max(shape.kv_heads, min(places, shape.hidden, shape.intermediate))
+    return max(shape.kv_heads, places)
 
 
 def _shape(model: CausalLM, page_size: int) -> PersistentShape:
