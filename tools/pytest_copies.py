@@ -5,6 +5,7 @@ As a script it is that process. It knows nothing of minisgl, so that each copy i
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -82,6 +83,8 @@ def _serve() -> None:
     sys.path.pop(0)  # this folder
     for name in IMPORTED:
         import_module(name)
+    gc.collect()
+    gc.freeze()  # a copy that collects garbage looks at what is its own, and leaves the rest to be shared
     for line in sys.stdin:
         script, workplace, environment, seconds, output = json.loads(line)
         pid = os.fork()

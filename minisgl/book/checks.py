@@ -224,7 +224,7 @@ def run_tests(
     def wanted(log: Log) -> list[Result]:
         return [result for name, result in log.results.items() if any(fits(name, test) for test in tests)]
 
-    options = ["-p", "pytest_timeout", "--timeout=0", "--continue-on-collection-errors", *options]
+    options = ["--timeout=0", "--continue-on-collection-errors", *options]
     options += dict.fromkeys(_function(test) for test in tests)
     env = {**_ENVIRONMENT, "PYTHONPATH": str(folder)}
     limits = SECONDS_PER_RUN, OUTPUT_LIMIT
