@@ -25,8 +25,8 @@ _TINY = 1e-12
 _INT8_PRODUCTS = torch.backends.mkldnn.is_available() and (
     torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
 )
-# Its product with weights in its own layout is made for AMX. Without, on an EPYC for one, it multiplies one number after
-# another, a thousand times slower than `torch._int_mm`.
+# Its product with weights in its own layout is made for AMX. Without, as on an EPYC, it multiplies one number after the
+# other, a thousand times slower than `torch._int_mm`.
 _PREPACKED_INT8 = _INT8_PRODUCTS and torch.cpu._is_amx_tile_supported()
 _INT8_VECTOR = 64  # `torch._weight_int8pack_mm` reads beyond the end of rows that do not fill its registers
 
