@@ -22,7 +22,10 @@ from typing import Self
 
 IMPORTED = (
     "torch",
-    "transformers",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
     "pytest",
     "pytest_timeout",
     "hypothesis",
