@@ -23,8 +23,6 @@ OUTPUT_LIMIT = 1 << 24
 
 _LINES = 12  # of a failure's message that are shown
 _ENVIRONMENT = {
-    # Plugins that happen to be installed take seconds to load, and change what is tested.
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     # A stub in a kernel raises what it says, not an error of the interpreter's own.
     "TRITON_FRONT_END_DEBUGGING": "1",
 }

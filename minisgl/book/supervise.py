@@ -28,7 +28,7 @@ KEPT_OUTPUT = 4000
 _MARK = "MINISGL_SUPERVISED"
 """Environment variable by which descendants are recognised, whatever process group they have moved to."""
 _PLUGINS = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
-"""Of pytest: what the tests need. To load all that are installed takes longer than most tests of a task."""
+"""Of pytest. Others that happen to be installed take seconds to load, and change what is tested."""
 _NO_OTHER_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 _STACK_LINE = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 _STUB = re.compile(r"NotImplementedError\W+(Chapter \d+, task \d+: [\w.]+)")
