@@ -7,7 +7,7 @@
 - Each mistake that the table names for a task makes a test of the task fail. A chapter whose text has the tasks in it
   names at least two for each.
 
-Two chapters are proved at a time. The proof fails if it finds no tasks.
+Two chapters are proved at a time, the longest first. The proof fails if it finds no tasks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
         chapters = [each for each in sources.table.chapters.values() if each.tasks]
         if arguments:
             chapters = [sources.table.chapter_with_tasks(int(argument)) for argument in arguments]
-        problems = prove(sources, chapters)
+        with ExitStack() as stack:
+            copies = [stack.enter_context(PytestCopies()) for _ in chapters[:WORKERS]]
+            problems = prove(sources, chapters, copies)
     except CourseError as error:
         print(f"course: {error}", file=sys.stderr)
         return 2
@@ -72,24 +74,28 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def prove(sources: Sources, chapters: Sequence[Chapter]) -> list[str]:
-    """What is wrong with the course."""
+def prove(sources: Sources, chapters: Sequence[Chapter], copies: Sequence[PytestCopies]) -> list[str]:
+    """What is wrong with the course. As many chapters are proved at a time as there are processes to copy."""
     if not chapters:
         return ["the table has no tasks, so there is nothing to prove"]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-proof-")))
-        copies: SimpleQueue[PytestCopies] = SimpleQueue()
-        for _ in range(WORKERS):
-            copies.put(stack.enter_context(PytestCopies()))
-        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
-        run = partial(run_tests, timeout=SECONDS_PER_TEST, launch=partial(_in_a_copy, copies))
+        free: SimpleQueue[PytestCopies] = SimpleQueue()
+        for each in copies:
+            free.put(each)
+        pool = stack.enter_context(ThreadPoolExecutor(len(copies)))
+        run = partial(run_tests, timeout=SECONDS_PER_TEST, launch=partial(_in_a_copy, free))
         compileall.compile_dir(sources.root / PACKAGE, quiet=2)  # once, and not in each of some hundred processes
-        jobs = [pool.submit(_prove, sources, chapter, folder / str(chapter.number), run) for chapter in chapters]
-        return [problem for job in jobs for problem in job.result()]
+        by_length = sorted(chapters, key=lambda chapter: len(chapter.tasks), reverse=True)
+        jobs = {
+            chapter.number: pool.submit(_prove, sources, chapter, folder / str(chapter.number), run)
+            for chapter in by_length
+        }
+        return [problem for chapter in chapters for problem in jobs[chapter.number].result()]
 
 
 def _in_a_copy(
-    copies: SimpleQueue[PytestCopies],
+    free: SimpleQueue[PytestCopies],
     command: Sequence[str],
     env: Mapping[str, str],
     cwd: Path,
@@ -98,15 +104,15 @@ def _in_a_copy(
     watch: Callable[[], None],
 ) -> Ended:
     """A `minisgl.book.supervise.Launch`."""
-    free = copies.get()
+    process = free.get()
     start = time.monotonic()
     try:
-        output = free.run(command[2:], cwd, env, time_limit)
+        output = process.run(command[2:], cwd, env, time_limit)
         return Ended(time.monotonic() - start, 0, None, output, len(output), 0)
     except TimeoutError:
         return Ended(time_limit, None, "time", "", 0, 0)
     finally:
-        copies.put(free)
+        free.put(process)
 
 
 def _prove(sources: Sources, chapter: Chapter, folder: Path, run: Run) -> list[str]:

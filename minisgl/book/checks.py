@@ -23,8 +23,6 @@ OUTPUT_LIMIT = 1 << 24
 
 _LINES = 12  # of a failure's message that are shown
 _ENVIRONMENT = {
-    # Plugins that happen to be installed take seconds to load, and change what is tested.
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     # A stub in a kernel raises what it says, not an error of the interpreter's own.
     "TRITON_FRONT_END_DEBUGGING": "1",
 }
@@ -224,7 +222,7 @@ def run_tests(
     def wanted(log: Log) -> list[Result]:
         return [result for name, result in log.results.items() if any(fits(name, test) for test in tests)]
 
-    options = ["-p", "pytest_timeout", "--timeout=0", "--continue-on-collection-errors", *options]
+    options = ["--timeout=0", "--continue-on-collection-errors", *options]
     options += dict.fromkeys(_function(test) for test in tests)
     env = {**_ENVIRONMENT, "PYTHONPATH": str(folder)}
     limits = SECONDS_PER_RUN, OUTPUT_LIMIT

@@ -27,6 +27,9 @@ KEPT_OUTPUT = 4000
 
 _MARK = "MINISGL_SUPERVISED"
 """Environment variable by which descendants are recognised, whatever process group they have moved to."""
+_PLUGINS = ("-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
+"""Of pytest. Others that happen to be installed take seconds to load, and change what is tested."""
+_NO_OTHER_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 _STACK_LINE = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 _STUB = re.compile(r"NotImplementedError\W+(Chapter \d+, task \d+: [\w.]+)")
 
@@ -187,9 +190,9 @@ def run_pytest(
 
         # The recorder's file is run, since a reader's package may not have it.
         command = [sys.executable, "-P", str(Path(__file__).with_name("recorder.py")), str(events), str(seconds)]
-        command += [submission, "-p", "no:cacheprovider", "-q", "--tb=no", "--no-header"]
+        command += [submission, *_PLUGINS, "-q", "--tb=no", "--no-header"]
         command += [f"--basetemp={scratch}/tmp", *options]
-        quiet = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": scratch}
+        quiet = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": scratch, **_NO_OTHER_PLUGINS}
         ended = launch(command, {**os.environ, **quiet, **env}, cwd, time_limit, output_limit, watch)
         return ended, Log(events)
 

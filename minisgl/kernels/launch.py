@@ -11,9 +11,14 @@ import triton
 import triton.language as tl
 
 from minisgl.errors import ConfigError
+from minisgl.kernels.interpreter import prepare_once_a_launch
 
 # Whether kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when Triton was first imported.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+if INTERPRETED.value:
+    from triton.runtime import interpreter
+
+    prepare_once_a_launch(interpreter)
 
 
 def check_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from minisgl.book.course_table import Chapter, CourseError, Mutant, Stub, Table,
 from minisgl.book.starters import Sources, function_text, functions_of, is_untouched, repository
 from tests.course.tasks import task_with
 from tools.course import has_tasks_in_its_text, main, prove
+from tools.pytest_copies import PytestCopies
 
 
 def test_no_tasks_are_no_proof() -> None:
     table = load_table()
     bare = Table({number: replace(each, tasks=()) for number, each in table.chapters.items()}, ())
-    assert prove(Sources(repository(), bare), [each for each in bare.chapters.values() if each.tasks]) == [
+    assert prove(Sources(repository(), bare), [each for each in bare.chapters.values() if each.tasks], []) == [
         "the table has no tasks, so there is nothing to prove"
     ]
 
@@ -36,12 +38,23 @@ def test_an_unknown_chapter_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     assert "chapter 99 is not in the course" in capsys.readouterr().err
 
 
-def proved_with(chapter: Chapter) -> list[str]:
-    table = load_table()
-    return prove(Sources(repository(), replace(table, chapters={**table.chapters, chapter.number: chapter})), [chapter])
+Proof = Callable[[Chapter], list[str]]
 
 
-def test_a_table_that_is_wrong_is_found_out() -> None:
+@pytest.fixture(scope="module")
+def proved_with() -> Iterator[Proof]:
+    """What is wrong with one chapter of a table that has it in the place of ours."""
+
+    def proof(chapter: Chapter) -> list[str]:
+        table = load_table()
+        changed = replace(table, chapters={**table.chapters, chapter.number: chapter})
+        return prove(Sources(repository(), changed), [chapter], [copies])
+
+    with PytestCopies() as copies:
+        yield proof
+
+
+def test_a_table_that_is_wrong_is_found_out(proved_with: Proof) -> None:
     """The table of chapter 1 with a test that needs no task, and with one that is not there."""
     one, admit = load_table().chapters[1], task_with("RunningTable.admit")
     needless = "tests/test_registry.py::test_a_name_in_the_table_is_found"
@@ -54,7 +67,7 @@ def test_a_table_that_is_wrong_is_found_out() -> None:
     ]
 
 
-def test_tasks_in_the_wrong_order_are_found_out() -> None:
+def test_tasks_in_the_wrong_order_are_found_out(proved_with: Proof) -> None:
     """The first of these needs the second."""
     one = load_table().chapters[1]
     admit, leave = task_with("RunningTable.admit"), task_with("RunningTable.release")
@@ -65,7 +78,7 @@ def test_tasks_in_the_wrong_order_are_found_out() -> None:
     assert any(f"in the starter, {test} of task 1 fails" in problem for problem in problems)
 
 
-def test_a_stub_that_an_import_needs_is_found_out() -> None:
+def test_a_stub_that_an_import_needs_is_found_out(proved_with: Proof) -> None:
     """`only_default` is called while the server's modules are imported."""
     one = load_table().chapters[1]
     admit, stub = task_with("RunningTable.admit"), Stub("minisgl.server.requests", "only_default")
@@ -73,7 +86,7 @@ def test_a_stub_that_an_import_needs_is_found_out() -> None:
     assert any(problem.startswith("chapter 1: the starter cannot be imported: it fails with") for problem in problems)
 
 
-def test_mistakes_that_no_test_notices_are_found_out() -> None:
+def test_mistakes_that_no_test_notices_are_found_out(proved_with: Proof) -> None:
     """Of task 2; one that is noticed is no problem, and one that cannot be made ends the proof of the chapter."""
     admit = replace(task_with("RunningTable.admit"), number=1)
     seen = Mutant("self.kv_len[slot] = cached_len", "self.kv_len[slot] = 0", "forgets what is cached")
