@@ -105,7 +105,7 @@ def _versions(plain: ModelRunner) -> Iterator[tuple[str, ModelRunner, bool]]:
         decoder = SingleTokenDecoder(plain.model, plain.kv_cache)
         yield "single-token decoder, kernels in turn", _graph(fused, fused=True, decoder=decoder), True
     yield "single-token decoder, kernels started early", _graph(fused, fused=True, decoder=decoder), True
-    if PersistentDecoder.supports(plain.model):
+    if PersistentDecoder.supports(plain.model) and plain.kv_cache.k.dtype == plain.kv_cache.dtype:
         persistent = PersistentDecoder(plain.model, plain.kv_cache)
         yield "persistent decoder, one kernel for all layers", _graph(fused, fused=True, decoder=persistent), False
 

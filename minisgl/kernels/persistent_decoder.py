@@ -122,10 +122,12 @@ class PersistentKernel:
         programs: most blocks; there are as many as fit on the GPU at the same time.
 
     Raises:
-        ConfigError: the GPU has no room for a cluster for each KV head.
+        ConfigError: keys and values have eight bits, or the GPU has no room for a cluster for each KV head.
     """
 
     def __init__(self, shape: PersistentShape, layers: list[LayerTensors], programs: int) -> None:
+        if layers[0].k_cache.dtype != torch.bfloat16:
+            raise ConfigError("kv_dtype: the persistent decoder reads bfloat16; use the single-token decoder")
         self.shape = shape
         self.stream = torch.empty_like(layers[0].input_norm)
         """Residual stream, [hidden]: before the first instruction, and after the last."""
