@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import FrameType
@@ -83,7 +83,7 @@ def beat() -> None:
     """Send a heartbeat of the main loop, if one is due. Does nothing in a process that is no child."""
     if _Pulse.fd is not None and (now := time.monotonic()) >= _Pulse.due:
         _Pulse.due = now + BEAT_INTERVAL
-        _write_line(_Pulse.fd, BEAT)
+        _tell_parent(_Pulse.fd, BEAT)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
         if isinstance(what, Ready):
             freeze_heap()
             _Pulse.fd = reports
-        _write_line(reports, msgspec.json.encode(what))
+        _tell_parent(reports, msgspec.json.encode(what))
 
     code = 0
     try:
@@ -134,11 +134,21 @@ def _end_with_parent(commands: FileIO, reports: int, options: ChildOptions) -> N
 
 def _follow_parent(commands: FileIO, reports: int, options: ChildOptions) -> None:
     """Answer the parent's pings, and end with it."""
-    while commands.read(1):
-        _write_line(reports, HERE)
+    with suppress(BrokenPipeError):
+        while commands.read(1):
+            _write_line(reports, HERE)
     if options.sweeps:
         shutil.rmtree(Path(options.directory), ignore_errors=True)
     os._exit(1)
+
+
+def _tell_parent(fd: int, line: bytes) -> None:
+    """Write a line; or, if the parent is dead, wait for `_follow_parent` to clean up and to end the process."""
+    try:
+        _write_line(fd, line)
+    except BrokenPipeError:
+        while True:
+            time.sleep(BEAT_INTERVAL)
 
 
 def _write_line(fd: int, line: bytes) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from minisgl import processes
-from minisgl.child_process import Failed, freeze_heap
+from minisgl.child_process import BEAT_INTERVAL, Failed, freeze_heap
 from minisgl.errors import ConfigError, EngineDead, Failure, InvalidRequest, MiniSGLError, ModelLoadError, QueueFull
 from minisgl.processes import ChildProcess, end_processes, exit_error, wait_until_ready
 from tests.children import Behaviour
@@ -234,6 +234,26 @@ def test_children_die_with_their_parent_and_sweep_up(tmp_path: Path) -> None:
     parent.wait()
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
+    assert not directory.exists()
+
+
+def test_a_child_whose_parent_no_longer_listens_still_sweeps_up(tmp_path: Path) -> None:
+    """A heartbeat that nobody reads fails before the thread beside it has seen that the parent is dead."""
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    options = Behaviour(name="works", directory=str(directory), behaviour="works", sweeps=True)
+    command = [sys.executable, "-m", "tests.children"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(msgspec.json.encode(options) + b"\n")
+        child.stdin.flush()
+        assert any(b"42" in line for line in child.stdout), "it is ready"
+        child.stdout.close()
+        time.sleep(3 * BEAT_INTERVAL)
+        assert child.poll() is None
+        child.stdin.close()
+        assert child.wait(LONG) == 1
     assert not directory.exists()
 
 
