@@ -40,6 +40,7 @@
       slider.value = index + 1;
       slider.setAttribute("aria-valuetext", `${counter.textContent}: ${frames[index][0].textContent}`);
       [back.disabled, next.disabled] = [index === 0, index === frames.length - 1];
+      if ([back, next].some((button) => button.disabled && button === document.activeElement)) slider.focus(); // keys go on
       for (const button of [back, next]) button.style.opacity = button.disabled ? 0.35 : 1;
     };
     const go = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
@@ -48,7 +49,6 @@
       show(Number(slider.value) + go[event.key]);
       event.preventDefault();
       event.stopPropagation(); // elsewhere on a page of the book these keys turn to another chapter
-      if (document.activeElement.disabled) slider.focus();
     });
     back.addEventListener("click", () => show(Number(slider.value) - 1));
     next.addEventListener("click", () => show(Number(slider.value) + 1));
