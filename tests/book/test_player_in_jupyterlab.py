@@ -96,7 +96,7 @@ def press_until(script: str, page: Browser, key: str, number: int) -> None:
     """Press a key in the player until it has the effect: a cell that JupyterLab shows late takes the focus."""
     end = time.monotonic() + 60
     while True:
-        page.evaluate(f"document.querySelector('.minisgl-stepper input').focus()")
+        page.evaluate("document.querySelector('.minisgl-stepper input').focus()")
         page.press(key, number)
         try:
             return page.wait_for(script, timeout=2)
