@@ -39,8 +39,9 @@
       counter.textContent = `${index + 1} of ${frames.length}`;
       slider.value = index + 1;
       slider.setAttribute("aria-valuetext", `${counter.textContent}: ${frames[index][0].textContent}`);
+      const focused = document.activeElement;
       [back.disabled, next.disabled] = [index === 0, index === frames.length - 1];
-      if ([back, next].some((button) => button.disabled && button === document.activeElement)) slider.focus(); // keys go on
+      if (focused.disabled) slider.focus(); // or the next key would be lost
       for (const button of [back, next]) button.style.opacity = button.disabled ? 0.35 : 1;
     };
     const go = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };

@@ -44,6 +44,10 @@ SEEN = (
     ".filter(it => getComputedStyle(it).visibility === 'visible').map(it => it.innerText)"
 )
 NEXT = ".minisgl-stepper button[aria-label='next picture']"
+CLICK_TO_THE_END = (
+    "next => { next.focus(); next.click(); next.click();"
+    " return next.disabled && document.activeElement.matches('.minisgl-stepper input'); }"
+)
 STEPPER_HEIGHT = "document.querySelector('.minisgl-stepper').getBoundingClientRect().height"
 FOLDED = "[...document.querySelectorAll('.jp-OutputArea details')].map(it => it.innerText.trim())"
 DRAWN = "[...document.querySelectorAll('.jp-OutputArea details img')].filter(it => it.naturalWidth).length"
@@ -90,6 +94,8 @@ def steps_through(page: Browser) -> None:
     assert page.evaluate("document.querySelector('.minisgl-stepper output').innerText") == "3 of 3"
     assert page.evaluate(STEPPER_HEIGHT) == height > 100
     press_until(f"{SEEN}.join() === '1 <inserted>'", page, "Home", 36)
+    # A click that reaches the last picture ends its button, and the focus moves on, or the keys were lost.
+    assert page.evaluate(f"({CLICK_TO_THE_END})(document.querySelector({json.dumps(NEXT)}))")
 
 
 def press_until(script: str, page: Browser, key: str, number: int) -> None:

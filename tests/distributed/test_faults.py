@@ -29,7 +29,7 @@ from tests.distributed import broken
 from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, ranks_of, step_for_ever, tokens, wait_for
 from tests.model_zoo import tiny_checkpoint
 
-LIMIT = 30.0
+LIMIT = 10.0
 """Seconds in which everybody must have heard, and everything must be gone."""
 
 

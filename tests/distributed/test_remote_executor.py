@@ -70,7 +70,7 @@ def test_a_rank_that_ends_before_it_has_read_its_setup_is_noticed(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", EndsBeforeItReads)
     ranks = start("exit 3")
-    assert wait_for(lambda: ranks.exit_reason is not None, 60.0)
+    assert wait_for(lambda: ranks.exit_reason is not None, 10.0)
     assert ranks.exit_reason == "rank 0 ended with exit code 3"
 
 
@@ -98,16 +98,16 @@ def test_outputs_that_others_hold_open_are_not_waited_for(
     children.mkdir()
     monkeypatch.chdir(children)
     ranks = start(PARENT.format(python=sys.executable, apart=apart), size=2)
-    assert wait_for(lambda: len(list(children.iterdir())) == 2, 60.0)
+    assert wait_for(lambda: len(list(children.iterdir())) == 2, 20.0)
     processes = [psutil.Process(int(child.name)) for child in children.iterdir()]
     try:
         os.kill(ranks.children[1].pid, number)
-        assert wait_for(lambda: ranks.exit_reason is not None, 60.0)
+        assert wait_for(lambda: ranks.exit_reason is not None, 10.0)
         assert ranks.exit_reason == f"rank 1 {verdict}"
         begun = time.monotonic()
         ranks.close()
-        assert time.monotonic() - begun < 60.0
-        assert len(psutil.wait_procs(processes, timeout=0.0 if apart else 60.0)[1]) == (2 if apart else 0)
+        assert time.monotonic() - begun < 15.0
+        assert len(psutil.wait_procs(processes, timeout=0.0 if apart else 10.0)[1]) == (2 if apart else 0)
     finally:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -131,10 +131,10 @@ def test_the_last_words_of_a_rank_are_heard(start: Start, monkeypatch: pytest.Mo
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     ranks = start("read setup; echo calculating; echo the abacus is broken; exit 3")
-    assert wait_for(lambda: ranks.children[0].exit_code is not None, 60.0)
+    assert wait_for(lambda: ranks.children[0].exit_code is not None, 10.0)
     time.sleep(0.3)
     terminal.may_show.set()
-    assert wait_for(lambda: ranks.exit_reason is not None, 60.0)
+    assert wait_for(lambda: ranks.exit_reason is not None, 10.0)
     assert ranks.exit_reason == "rank 0 ended with exit code 3: the abacus is broken"
 
 
