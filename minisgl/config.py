@@ -80,8 +80,9 @@ class EngineConfig:
             ``"auto"`` is ``"compile"`` if ``fusions`` has it, else ``"triton"`` on CUDA.
         fusions: fused kernels to use: ``norm`` (residual + RMSNorm), ``rope`` (QK-norm + rotary embedding + KV store),
             ``activation`` (SiLU·mul), ``experts`` (grouped products; without them, CUDA graphs cannot hold a mixture of
-            experts) and ``single-token`` (a whole decode step with one token). None is all of these on CUDA and none
-            on the CPU. ``compile`` lets torch.compile fuse the norms, rotations and activations that the others leave.
+            experts), ``single-token`` (a whole decode step with one token) and ``persistent`` (the same with one kernel
+            for all layers, where model and GPU allow). None is all of these on CUDA and none on the CPU. ``compile``
+            lets torch.compile fuse the norms, rotations and activations that the others leave.
         enforce_eager: launch every kernel of every step one by one, without CUDA graphs.
         max_graph_batch: most rows of a decode step that is replayed from a CUDA graph; larger steps run eagerly. None
             is ``max_running_requests``, up to 512.

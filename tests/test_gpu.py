@@ -126,6 +126,24 @@ def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backen
     assert agreeing_until_a_tie(outputs, expected) > 100
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_alone_is_decoded_by_the_kernel_that_stays(tmp_path: Path, overlap: bool) -> None:
+    """One after another, with and without a cached prefix, among them one that ends while another one goes on."""
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_key_value_heads": 4}
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", **shape, num_attention_heads=8)
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_pages": 512, "seed": 1}
+    plain, fast = LLM(path, **common, **PLAIN), LLM(path, **common, overlap=overlap)
+    runner = fast.engine.runner
+    assert isinstance(runner, CudaGraphRunner)
+    assert [type(runner.model_for(rows)).__name__ for rows in (1, 2)] == ["PersistentDecoder", "Qwen3"]
+    greedy = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2) for tokens in (8, 40)]
+    shared = np.random.default_rng(3).integers(0, 200, 300).tolist()
+    for prompts in ([shared], [[*shared, 7, 8]], [[5]], [[1, 2, 3], shared]):
+        params = greedy[-len(prompts) :]
+        expected, outputs = plain.generate(prompts, params), fast.generate(prompts, params)
+        assert agreeing_until_a_tie(outputs, expected) >= 8
+
+
 def agreeing_until_a_tie(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput], tie: float = 0.1) -> int:
     """Tokens that agree. An output may depart from its reference where the best two were about equal there."""
     agreeing = 0

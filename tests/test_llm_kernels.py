@@ -75,6 +75,7 @@ def test_the_tokens_are_those_of_plain_pytorch(path: Path, monkeypatch: pytest.M
         ((), ["Qwen3", "Qwen3"]),
         (("norm", "rope"), ["Qwen3", "Qwen3"]),
         (("single-token",), ["SingleTokenDecoder", "Qwen3"]),
+        (("single-token", "persistent"), ["PersistentDecoder", "Qwen3"]),
     ],
 )
 def test_a_number_of_rows_has_its_decoder(

@@ -82,6 +82,7 @@ LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("+ fused norm, rope and activation", {"fusions": ("norm", "rope", "activation")}),
     ("+ fused sampler", {"sampler": "triton"}),
     ("+ single-token decoder", {"fusions": ("norm", "rope", "activation", "single-token")}),
+    ("+ its layers in one kernel", {"fusions": ("norm", "rope", "activation", "single-token", "persistent")}),
     ("+ overlap", {"overlap": True}),
     ("+ shared prefixes read once", {"prefill_attention": "cascade", "decode_attention": "cascade"}),
 )

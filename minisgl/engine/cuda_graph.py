@@ -345,20 +345,31 @@ class CpuGraph:
 def build_runner(
     config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = (), capture: GraphCapture | None = None
 ) -> ModelRunner:
-    """Return ``runner``, or on CUDA one that replays its decode steps. Of ``fusions``, ``"single-token"`` counts.
+    """Return ``runner``, or on CUDA one that replays its decode steps. Of ``fusions``, those of a single row count.
 
     ``capture`` is by default one with a memory pool of its own.
     """
     sizes = sizes_to_capture(config, runner)
     if not sizes:
         return runner
-    single_row = None
+    single_row = _single_row_decoder(runner, fusions)
+    return CudaGraphRunner(runner, sizes, capture or CudaGraphCapture(runner.device), has_triton(), single_row)
+
+
+def _single_row_decoder(runner: ModelRunner, fusions: Collection[str]) -> Callable[[DeviceBatch], torch.Tensor] | None:
+    # Imported here because both need Triton, which not every machine has.
+    model, kv_cache = runner.model, runner.kv_cache
+    if "persistent" in fusions and kv_cache.k.dtype == kv_cache.dtype:
+        from minisgl.models.persistent_decoder import PersistentDecoder
+
+        if PersistentDecoder.supports(model):
+            return PersistentDecoder(model, kv_cache)
     if "single-token" in fusions:
         from minisgl.models.single_token import SingleTokenDecoder
 
-        if SingleTokenDecoder.supports(runner.model):
-            single_row = SingleTokenDecoder(runner.model, runner.kv_cache)
-    return CudaGraphRunner(runner, sizes, capture or CudaGraphCapture(runner.device), has_triton(), single_row)
+        if SingleTokenDecoder.supports(model):
+            return SingleTokenDecoder(model, kv_cache)
+    return None
 
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32)

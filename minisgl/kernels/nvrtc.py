@@ -11,6 +11,15 @@ import torch
 from minisgl.errors import ConfigError
 
 
+def has_nvrtc() -> bool:
+    """Whether NVIDIA's `cuda.bindings` are installed."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 class CudaKernel:
     """A kernel of some CUDA C++ for the current GPU.
 
@@ -81,6 +90,14 @@ class CudaKernel:
         size = (blocks, 1, 1, self.threads, 1, 1, self.shared_memory)
         launch = self._driver.cuLaunchCooperativeKernel
         _checked(launch(self._function, *size, stream, (tuple(values), tuple(types))))
+
+
+def most_shared_memory(device: int) -> int:
+    """Bytes that a block can have on a GPU, if it asks."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(device)))))
 
 
 def matrix_map(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

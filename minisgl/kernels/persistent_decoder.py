@@ -10,13 +10,14 @@ The kernel is persistent_decoder.cu, CUDA C++; `Interpreter` does the same in Py
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from minisgl.errors import ConfigError
-from minisgl.kernels.nvrtc import CudaKernel, matrix_map
+from minisgl.kernels.nvrtc import CudaKernel, matrix_map, most_shared_memory
 
 OPERATIONS = ("qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 """Instructions of a layer, in order. The first and the fourth begin with the norm, the third and the fifth end with the
@@ -30,6 +31,7 @@ _FEWEST_STAGES = 4
 _STAGES_ON_THEIR_WAY = 2  # more would only make other requests wait
 _SHARED_MEMORY = 227 << 10  # that a block may have on Hopper and Blackwell
 _WARPS = 8  # that compute; one more fetches
+_THREADS = 32 * (_WARPS + 1)
 _FULL_SHARE = 2  # rows of a block without a KV head, for each row of a block with one, of all weights but the first
 
 
@@ -117,18 +119,19 @@ class PersistentKernel:
     """The kernel for the current GPU, its table of addresses and its vectors; all in bfloat16.
 
     Args:
-        shape: of every layer, which `PersistentShape.fits`.
+        shape: of every layer, which `PersistentShape.fits` the GPU's `most_programs`.
         layers: their tensors, which must stay where they are.
-        programs: most blocks; there are as many as fit on the GPU at the same time.
 
     Raises:
-        ConfigError: keys and values have eight bits, or the GPU has no room for a cluster for each KV head.
+        ConfigError: keys and values have eight bits, or `cuda.bindings` are missing.
     """
 
-    def __init__(self, shape: PersistentShape, layers: list[LayerTensors], programs: int) -> None:
+    def __init__(self, shape: PersistentShape, layers: list[LayerTensors]) -> None:
         if layers[0].k_cache.dtype != torch.bfloat16:
             raise ConfigError("kv_dtype: the persistent decoder reads bfloat16; use the single-token decoder")
         self.shape = shape
+        self._device = torch.cuda.current_device()
+        self.programs = most_programs(self._device)
         self.stream = torch.empty_like(layers[0].input_norm)
         """Residual stream, [hidden]: before the first instruction, and after the last."""
         device = self.stream.device
@@ -144,15 +147,7 @@ class PersistentKernel:
         self._maps = torch.stack(maps).to(device)
         words = shape.attended + 2 * shape.hidden + shape.intermediate + 2
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
-        clusters = programs // CLUSTER
-        possible = _compile(shape, clusters * CLUSTER, timed=False).clusters_at_once(CLUSTER)
-        if possible < shape.kv_heads:
-            raise ConfigError(
-                f"the persistent decoder needs room for {shape.kv_heads} clusters of {CLUSTER} blocks, one for each KV "
-                f"head, and this GPU has room for {possible}; use the single-token decoder"
-            )
-        self.programs = min(clusters, possible) * CLUSTER
-        self._kernels = {timed: _compile(shape, self.programs, timed) for timed in (False, True)}
+        self._kernel = _compile(shape, self._device, timed=False)
 
     def run(self, step: TokenStep, times: torch.Tensor | None = None) -> None:
         """Carry out all instructions on `stream`, in one launch.
@@ -174,15 +169,29 @@ class PersistentKernel:
             step.head_eps,
             self._words if times is None else times,
         ]
-        self._kernels[times is not None].launch_cooperatively(self.programs, arguments)
+        kernel = self._kernel if times is None else _compile(self.shape, self._device, timed=True)
+        kernel.launch_cooperatively(self.programs, arguments)
 
 
-def _compile(shape: PersistentShape, programs: int, timed: bool) -> CudaKernel:
+@cache
+def most_programs(device: int) -> int:
+    """How many blocks of the kernel fit on a GPU at the same time, in whole clusters; 0 if it has too little shared
+    memory for one. Shared memory decides, of which a block takes all that a multiprocessor has."""
+    with torch.cuda.device(device):
+        if most_shared_memory(device) < _SHARED_MEMORY:
+            return 0
+        same_size = CudaKernel('extern "C" __global__ void probe() {}', "probe", {}, _THREADS, _SHARED_MEMORY)
+        return same_size.clusters_at_once(CLUSTER) * CLUSTER
+
+
+@cache
+def _compile(shape: PersistentShape, device: int, timed: bool) -> CudaKernel:
+    programs = most_programs(device)
     constants = {name.upper(): int(size) for name, size in shape._asdict().items()}
     constants |= {"PROGRAMS": programs, "CLUSTER": CLUSTER, "COLUMNS": _COLUMNS, "STAGES": shape.stages(programs)}
     constants |= {"FLIGHT": _STAGES_ON_THEIR_WAY, "FULL": _FULL_SHARE, "TIMED": int(timed)}
     source = Path(__file__).with_suffix(".cu").read_text()
-    return CudaKernel(source, "decode", constants, 32 * (_WARPS + 1), _SHARED_MEMORY)
+    return CudaKernel(source, "decode", constants, _THREADS, _SHARED_MEMORY)
 
 
 class Interpreter:

@@ -22,8 +22,9 @@ from minisgl.models.decoder import Decoder, DecoderLayer
 
 LAYER_FUSIONS = ("norm", "rope", "activation", "experts")
 """Residual + RMSNorm; QK-norm + rotary embedding + KV store; SiLU × up; experts as grouped matrix products."""
-FUSIONS = (*LAYER_FUSIONS, "single-token")
-"""Also: a whole decoder for decode steps with one token. All of these by default on CUDA."""
+FUSIONS = (*LAYER_FUSIONS, "single-token", "persistent")
+"""Also whole decoders for decode steps with one token: six kernels a layer, and one kernel for all layers where model
+and GPU allow. All of these by default on CUDA."""
 _NAMES = (*FUSIONS, "compile")
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,8 +52,7 @@ def select_fusions(names: Collection[str] | None, device: torch.device) -> tuple
 def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> None:
     """Replace plain layers of ``model``, but not their subclasses, in place; parameters stay the same tensors.
 
-    ``"single-token"`` and ``"compile"`` replace no layer here. Raises `ConfigError` for an unknown name, or a device
-    that has no kernels.
+    The other names replace no layer here. Raises `ConfigError` for an unknown name, or a device that has no kernels.
     """
     for name in fusions:
         if name not in _NAMES:

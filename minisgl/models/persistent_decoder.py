@@ -9,58 +9,57 @@ from torch import nn
 
 from minisgl.batch import DeviceBatch
 from minisgl.context import KVTensors
+from minisgl.kernels.nvrtc import has_nvrtc
 from minisgl.kernels.persistent_decoder import (
     Interpreter,
     LayerTensors,
     PersistentKernel,
     PersistentShape,
     TokenStep,
+    most_programs,
 )
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.quantization import QuantizedWeight
 from minisgl.models.decoder import CausalLM, DecoderLayer
 from minisgl.models.single_token import SingleTokenDecoder
 
-_CPU_PROGRAMS = 8
-
 
 class PersistentDecoder(SingleTokenDecoder):
-    """As `SingleTokenDecoder`, with one launch for all layers, or with their `Interpreter` where there's no kernel.
+    """As `SingleTokenDecoder`, with one launch for all layers, or with their `Interpreter` on a CPU.
 
     Args:
         model: one that it `supports`; its weights must stay where they are.
-        kv_cache: the same, in the model's dtype.
-        programs: of the kernel; 0 is one for each multiprocessor of the GPU.
+        kv_cache: the same.
+        programs: of the interpreter; the kernel has as many as fit on the GPU.
     """
 
-    def __init__(self, model: CausalLM, kv_cache: KVTensors, programs: int = 0) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KVTensors, programs: int = 8) -> None:
         super().__init__(model, kv_cache)
         shape = _shape(model, kv_cache.k.shape[2])
-        programs = programs or _most_programs(shape, model.model.norm.weight.device)
         tensors = [self._tensors(layer) for layer in self.layers]
-        machine = PersistentKernel if _has_kernel(model) else Interpreter
-        self.persistent: PersistentKernel | Interpreter = machine(shape, tensors, programs)
+        on_gpu = model.model.norm.weight.is_cuda
+        self.persistent = PersistentKernel(shape, tensors) if on_gpu else Interpreter(shape, tensors, programs)
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
         """Whether `SingleTokenDecoder` does, on one rank, no weight is quantised, and layers differ in weights and
-        angles alone, and have no bias but that of queries, keys and values. On a GPU, which must be a Hopper or newer,
-        all in bfloat16, and a block's vectors fit into shared memory."""
+        angles alone, and have no bias but that of queries, keys and values. On a GPU the model must be in bfloat16, as
+        keys and values must, and `cuda.bindings` there; its architecture must be Hopper's or newer, with room for the
+        model's vectors in shared memory and for a cluster of blocks for each KV head."""
         if not SingleTokenDecoder.supports(model) or model.communicator.size > 1:
             return False
         if any(isinstance(module, QuantizedWeight) for module in model.modules()):
             return False
-        if model.model.norm.weight.is_cuda and not _has_kernel(model):
-            return False
         layers = cast(list[DecoderLayer], list(model.model.layers))
         window = layers[0].self_attn.spec.sliding_window
-        return all(
+        alike = all(
             layer.self_attn.spec.sliding_window == window
             and layer.self_attn.o_proj.bias is None
             and cast(GatedMLP, layer.mlp).gate_up_proj.bias is None
             and cast(GatedMLP, layer.mlp).down_proj.bias is None
             for layer in layers
         )
+        return alike and (not model.model.norm.weight.is_cuda or _has_kernel(model))
 
     def run_layers(self, stream: torch.Tensor, inputs: DeviceBatch) -> torch.Tensor:
         self.persistent.stream.copy_(stream)
@@ -96,15 +95,11 @@ class PersistentDecoder(SingleTokenDecoder):
 
 def _has_kernel(model: CausalLM) -> bool:
     weight = model.model.norm.weight
-    if not weight.is_cuda or weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability(weight.device)[0] < 9:
+    if weight.dtype != torch.bfloat16 or not has_nvrtc():
         return False
-    shape = _shape(model, page_size=1)
-    return shape.fits(_most_programs(shape, weight.device))
-
-
-def _most_programs(shape: PersistentShape, device: torch.device) -> int:
-    places = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _CPU_PROGRAMS
-    return max(shape.kv_heads, places)
+    if torch.cuda.get_device_capability(weight.device) < (9, 0):
+        return False
+    return _shape(model, page_size=1).fits(most_programs(weight.device.index))
 
 
 def _shape(model: CausalLM, page_size: int) -> PersistentShape:

@@ -173,7 +173,7 @@ def test_compare_climbs_the_ladder(
         "prefill_attention": "cascade",
         "decode_attention": "cascade",
         "enforce_eager": False,
-        "fusions": ("norm", "rope", "activation", "single-token"),
+        "fusions": ("norm", "rope", "activation", "single-token", "persistent"),
         "sampler": "triton",
         "overlap": True,
     }

@@ -38,8 +38,8 @@ BIASED = Variant("qwen2", "Qwen2ForCausalLM", GROUPED)
 def test_steps_give_the_logits_of_the_plain_decoder(tmp_path: Path, variant: Variant, programs: int) -> None:
     """Behind a prompt of several parts of keys, and twice in a row behind a single token."""
     model, config = load(tmp_path, variant)
-    assert PersistentDecoder.supports(model) == (DEVICE.type == "cpu"), "there is no kernel in float32"
     plain, fast = (PagedRunner.of(model, config, torch.float32, 2, 160, 8) for _ in range(2))
+    assert PersistentDecoder.supports(model) == (DEVICE.type == "cpu"), "there is no kernel in float32"
     for runner in (plain, fast):
         runner.step({0: random_tokens(150)[0], 1: random_tokens(1)[0]})
     fast.model = PersistentDecoder(model, fast.cache, programs)
@@ -137,11 +137,11 @@ def test_the_kernel_is_as_precise_as_six_kernels_a_layer(tmp_path: Path, name: s
     """Behind prompts of no key, of one stage of keys and of many, against the model in float32."""
     exact, config = load(tmp_path / "exact", ON_A_GPU[name])
     model, _ = load(tmp_path / "bfloat16", ON_A_GPU[name], torch.bfloat16)
-    assert PersistentDecoder.supports(model)
     reference = PagedRunner.of(exact, config, torch.float32, 3, 1280, page_size)
     six, one = (PagedRunner.of(model, config, torch.bfloat16, 3, 1280, page_size) for _ in range(2))
     for runner in (reference, six, one):
         runner.step({0: random_tokens(1213)[0], 1: random_tokens(33)[0]})
+    assert PersistentDecoder.supports(model)
     six.model, one.model = SingleTokenDecoder(model, six.cache), PersistentDecoder(model, one.cache)
     for slot in (2, 2, 1, 0, 0):
         step = {slot: np.array([7 + slot], dtype=np.int32)}
