@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from triton.runtime.cache import get_cache_manager
 
 from minisgl.errors import ConfigError
 
@@ -44,16 +48,9 @@ class CudaKernel:
         self._driver, self.threads, self.shared_memory = driver, threads, shared_memory
         prefix = "".join(f"constexpr int {key} = {value};\n" for key, value in constants.items())
         text = f'{prefix}#line 1 "{name}.cu"\n{source}'
-        program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
         major, minor = torch.cuda.get_device_capability()
         options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", b"-lineinfo"]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-            _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise ConfigError(f"CUDA C++ of {name!r} doesn't compile:\n{log.decode()}")
-        binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        binary = _compiled(nvrtc, name, text, options)
         torch.cuda.current_stream().synchronize()  # the driver needs PyTorch's context
         module = _checked(driver.cuModuleLoadData(binary))
         self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
@@ -66,10 +63,7 @@ class CudaKernel:
         A cluster lies in one part of the GPU, and parts have unlike numbers of multiprocessors, so a few stay over.
         """
         driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes = self.shared_memory
+        config = self._config(blocks)
         value = driver.CUlaunchAttributeValue()
         value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = blocks, 1, 1
         attribute = driver.CUlaunchAttribute()
@@ -78,18 +72,64 @@ class CudaKernel:
         config.attrs, config.numAttrs = [attribute], 1
         return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, config)))
 
-    def launch_cooperatively(self, blocks: int, arguments: list[torch.Tensor | int | float]) -> None:
-        """Launch on PyTorch's current stream, if all blocks fit on the GPU at the same time; else raise.
+    def launch(self, blocks: int, arguments: list[torch.Tensor | int | float], early: bool = False) -> None:
+        """Launch on PyTorch's current stream.
 
-        Tensors are given as their addresses, numbers as ``int`` and ``float`` of C.
+        Tensors are given as their addresses, numbers as ``int`` and ``float`` of C. ``early``: the kernel itself waits,
+        with ``griddepcontrol.wait``, for what the one in front writes (see `minisgl.kernels.launch.pdl_launch_args`).
         """
-        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
-        kinds = {torch.Tensor: ctypes.c_void_p, int: ctypes.c_int, float: ctypes.c_float}
-        types = [kinds[type(each)] for each in arguments]
+        driver = self._driver
+        config = self._config(blocks)
+        if early:
+            attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value = value
+            config.attrs, config.numAttrs = [attribute], 1
+        _checked(driver.cuLaunchKernelEx(config, self._function, _c_values(arguments), 0))
+
+    def launch_cooperatively(self, blocks: int, arguments: list[torch.Tensor | int | float]) -> None:
+        """As `launch`, if all blocks fit on the GPU at the same time; else raise."""
         stream = torch.cuda.current_stream().cuda_stream
         size = (blocks, 1, 1, self.threads, 1, 1, self.shared_memory)
-        launch = self._driver.cuLaunchCooperativeKernel
-        _checked(launch(self._function, *size, stream, (tuple(values), tuple(types))))
+        _checked(self._driver.cuLaunchCooperativeKernel(self._function, *size, stream, _c_values(arguments)))
+
+    def _config(self, blocks: int) -> Any:
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_memory
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        return config
+
+
+def _compiled(nvrtc: ModuleType, name: str, text: str, options: list[bytes]) -> bytes:
+    """The machine code; Triton's cache keeps it, among that of its own kernels."""
+    version = _checked(nvrtc.nvrtcVersion())
+    cache = get_cache_manager(hashlib.sha256(repr((version, options, text)).encode()).hexdigest())
+    if (path := cache.get_file(f"{name}.cubin")) is not None:
+        return Path(path).read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise ConfigError(f"CUDA C++ of {name!r} doesn't compile:\n{log.decode()}")
+    binary: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+    cache.put(binary, f"{name}.cubin", binary=True)
+    return binary
+
+
+def _c_values(arguments: list[torch.Tensor | int | float]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    kinds = {
+        torch.Tensor: ctypes.c_void_p,
+        torch.nn.Parameter: ctypes.c_void_p,
+        int: ctypes.c_int,
+        float: ctypes.c_float,
+    }
+    values = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
+    return values, tuple(kinds[type(each)] for each in arguments)
 
 
 def most_shared_memory(device: int) -> int:

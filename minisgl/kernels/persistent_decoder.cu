@@ -28,6 +28,7 @@ constexpr int LANES = HEAD_DIM / 8;             // that share a key, 8 elements 
 constexpr int SEATS = 32 / LANES;               // keys that a warp takes at once
 constexpr int HEADS = KV_HEADS * GROUP;
 constexpr int ATTENDED = HEADS * HEAD_DIM, QKV = ATTENDED + 2 * KV_HEADS * HEAD_DIM;
+constexpr bool WHOLE_STAGES = HIDDEN % COLUMNS + ATTENDED % COLUMNS + INTERMEDIATE % COLUMNS == 0;
 constexpr float LOG2E = 1.4426950408889634f, NOTHING = -1e30f;  // below every score
 
 __host__ __device__ constexpr int cdiv(int a, int b) { return (a + b - 1) / b; }
@@ -394,7 +395,7 @@ __device__ float multiply(Shared& shared, Ring& ring, const bf16* input, const P
             await(&shared.full[ring.stage], ring.phase);
 #pragma unroll
             for (int k = 0; k < MINE; k += 32) {
-                if (begin + warp * MINE + k >= product.width) break;
+                if (!WHOLE_STAGES && begin + warp * MINE + k >= product.width) break;
                 u32 a[4];
                 load_matrices(a, from + ring.stage * STAGE + k * 2);
                 multiply_matrices(c[k / 32 % 2], a, *(const u32*)(x + begin + k), *(const u32*)(x + begin + k + 8));

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from minisgl.kernels import few_tokens
 from minisgl.kernels.experts import sum_parts
 from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, to_kv_dtype
 
@@ -114,6 +115,9 @@ def _linear(
         return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if not tokens:
+        return out
+    if few_tokens.fits(x, weight, block):
+        few_tokens.linear(x, weight, scale, zero, block, out, bias=bias)
         return out
     block_m, block_n, num_warps, num_stages = _tile(tokens, x.dtype)
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)

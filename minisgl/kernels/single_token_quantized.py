@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl.kernels import few_tokens
 from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args
 from minisgl.kernels.quantized_linear import quantized_layout
 from minisgl.kernels.single_token_linear import store_outputs
@@ -44,6 +45,11 @@ def quantized_linear(
         scale: [N / rows, K / columns] of ``block``, (rows, columns); 0 columns are all.
         zero: the same, for 4 bits; None: 8.
     """
+    if few_tokens.fits(x, weight, block, gated):
+        few_tokens.linear(
+            x, weight, scale, zero, block, out, bias=bias, norm=norm, eps=eps, gated=gated, residual=residual
+        )
+        return
     size = out.shape[-1]
     layout = quantized_layout(x.unsqueeze(0), weight, scale, block)
     # More programs than multiprocessors can hold unevenly, each with enough rows to be worth loading x for.
