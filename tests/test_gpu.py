@@ -58,7 +58,12 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("memory", ["ample", "scarce"])
 def test_cuda_gives_the_tokens_of_transformers(oracle: Oracle, cache: str, composition: str, memory: str) -> None:
     outputs = run(oracle, cache, 16, composition, memory, 64, device="cuda")
-    assert_answers(oracle, outputs, cache, memory)
+    assert_answers(oracle, outputs, cache, memory, few_steps=gives_pages_back(oracle))
+
+
+def gives_pages_back(oracle: Oracle) -> bool:
+    """Whether a page of 16 tokens is longer than the window, so that a row gives one back for each that it takes."""
+    return (ModelConfig.from_dir(oracle.path).sliding_window or 16) < 16
 
 
 def attention(backend: str) -> dict[str, str]:
@@ -88,7 +93,7 @@ def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
         **options,
     }
     outputs = run(wide_oracle, "radix", 16, composition, memory, 64, overlap, **settings)
-    assert_answers(wide_oracle, outputs, "radix", memory)
+    assert_answers(wide_oracle, outputs, "radix", memory, few_steps=gives_pages_back(wide_oracle))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])

@@ -26,7 +26,7 @@ def test_tokens_of_an_engine_on_a_gpu(variant: Variant, dtype: str, tmp_path: Pa
     assert_it_prefers_what_transformers_prefers(variant, tmp_path, "cuda", dtype)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "phi4-mini", "gemma3-images", "olmo3"])
+@pytest.mark.parametrize("name", ["gpt-oss", "phi4-mini", "gemma3-images", "olmo3", "gemma2"])
 def test_tokens_of_an_engine_on_a_cpu(name: str, tmp_path: Path) -> None:
     (variant,) = (variant for variant in VARIANTS if variant.name == name)
     assert_it_prefers_what_transformers_prefers(variant, tmp_path, "cpu", "float32")

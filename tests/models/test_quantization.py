@@ -174,7 +174,8 @@ def test_a_section_that_is_no_object_names_the_file(wide: Path, tmp_path: Path) 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_gpu_replays_what_it_computes_eagerly(tmp_path: Path, scheme: str) -> None:
     """Prefill of many tokens, decode steps of several rows, and of one: graphs, the decoder for single tokens."""
-    path = text_checkpoint(tmp_path, **WIDE)
+    # Of one layer: another would see e4m3 activations a step apart wherever bfloat16 has been rounded differently.
+    path = text_checkpoint(tmp_path, **WIDE, num_hidden_layers=1)
     tokens = [prompt.tolist() for prompt in random_tokens(70, 9, 33, seed=5)]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
     options: dict[str, Any] = {"num_pages": 64, "max_seq_len": 128, "device": "cuda", "dtype": "bfloat16"}
