@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.bench.page_store import evict_all
+from minisgl.bench.preemption import evict_all
 from minisgl.bench.report import Report
 from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.kvcache.host_store import HostPages, HostStore

@@ -189,7 +189,7 @@ def run_overlap(
             measured.add(count, _ON_OFF[on], 1e3 * step, count / step, 1e3 * device, idle)
         if llm.engine.device.type == "cuda":
             host = 1e3 * recordings[True].summary().host_median
-            report.targets.append(Target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False))
+            report.target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False)
     report.traces.update({_ON_OFF[on]: trace.excerpt(steps // 2, _EXCERPT_STEPS) for on, trace in recordings.items()})
     title = f"{rows[-1]} rows and a slower host, ms a step"
     slower = report.table(title, "added to the host", "overlap off", "on")

@@ -18,7 +18,7 @@ import numpy as np
 
 import minisgl
 from minisgl.batch import Batch, StepPhase
-from minisgl.bench.report import Cell, Report, Target
+from minisgl.bench.report import Cell, Report
 from minisgl.bench.routing import PAGE_SIZE, ROUTERS, CacheAware, RoundRobin, Router
 from minisgl.bench.simulation import (
     Arrival,
@@ -316,7 +316,7 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
             table.add(name, way, sum(len(outcome.first) for outcome in outcomes), *found[way])
         for column, real, expected in zip(table.columns[3:], *found.values(), strict=True):
             title = f"{kind}, {name}, {column.rpartition(',')[0]}: simulated and measured differ by, %"
-            report.targets.append(Target(title, 100 * abs(expected / real - 1), 100 * _AGREE, at_least=False))
+            report.target(title, 100 * abs(expected / real - 1), 100 * _AGREE, at_least=False)
 
 
 def _measure(

@@ -295,11 +295,11 @@ def fault_report(results: Sequence[KillResult]) -> Report:
         servers.add(each.name, each.server, each.seconds, ", ".join(each.left) or "nothing")
         if each.kind != each.kinds[0]:
             title = f"{each.name}: requests with an answer, share"
-            report.targets.append(Target(title, told / sent, 1.0, at_least=True))
+            report.target(title, told / sent, 1.0, at_least=True)
         if each.told is not None:
             title = f"{each.name}: until the last one knew, s"
             limit = 1.0 + 2 * _HANG_TIMEOUT * each.stopped
-            report.targets.append(Target(title, each.told, limit, at_least=False))
+            report.target(title, each.told, limit, at_least=False)
         title = f"{each.name}: ended with an error or serves again, and left nothing"
-        report.targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
+        report.target(title, float(each.noticed and not each.left), 1.0, at_least=True)
     return report

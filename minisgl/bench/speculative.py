@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minisgl.batch import Batch, StepPhase
-from minisgl.bench.report import Report, Table, Target
+from minisgl.bench.report import Report, Table
 from minisgl.bench.workloads import free_memory, make_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
 from minisgl.llm import LLM
@@ -97,7 +97,7 @@ def run_speculative(
                 if chance == 1.0:
                     ratio = _add_step(steps, count, drafts, periods[True], plain[count])
                     if ratio is not None and (count, drafts) == (1, 4):
-                        report.targets.append(Target("step of 1 request with 4 drafts × plain", ratio, 1.12, False))
+                        report.target("step of 1 request with 4 drafts × plain", ratio, 1.12, False)
                     continue
                 accepted = (stats.accepted - before.accepted) / max(stats.verifications - before.verifications, 1)
                 verified = (stats.drafted - before.drafted) / ((repeat + 1) * count * _OUTPUT_LEN)
@@ -123,7 +123,7 @@ def _add_target(report: Report, chance: float, count: int, ratio: float) -> None
     limits = {(0.0, 1): 0.96, (0.8, 1): 2.6, (0.8, 64): 1.0}
     if (chance, count) in limits:
         name = f"tokens/s × without drafts, {count} at a time, right with {chance:g}"
-        report.targets.append(Target(name, ratio, limits[chance, count], at_least=True))
+        report.target(name, ratio, limits[chance, count], at_least=True)
 
 
 class _StepPeriods:
@@ -227,5 +227,5 @@ def _run_edit(report: Report, model: str, options: Mapping[str, Any], draft_toke
         rates = report.samples[f"{drafter}, tokens/s"] = [count / each for each in seconds]
         speeds[drafter] = statistics.median(rates)
         table.add(drafter, speeds[drafter], min(rates), max(rates), speeds[drafter] / speeds[_NONE])
-    report.targets.append(Target("ngram, tokens/s × without", speeds["ngram"] / speeds[_NONE], 1.8, at_least=True))
+    report.target("ngram, tokens/s × without", speeds["ngram"] / speeds[_NONE], 1.8, at_least=True)
     return report

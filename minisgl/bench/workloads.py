@@ -1,8 +1,7 @@
-"""Whole workloads on one device: how fast they run, what each optimisation buys, and where the time goes."""
+"""Whole workloads on one device: how fast, beside other engines and simpler loops, and where the time goes."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minisgl.bench.report import Report, Table, Target
+from minisgl.bench.report import Report, Table, spread
 from minisgl.llm import LLM
 from minisgl.models.hub import resolve_model
 from minisgl.sampling_params import SamplingParams
@@ -29,30 +28,21 @@ from minisgl.trace import DEVICE, HOST, Trace
 
 _HIGHEST_TOKEN = 10_000
 _QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "num_key_value_heads": 8,
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960, "rope_theta": 1_000_000,
+    "torch_dtype": "bfloat16", "vocab_size": 151936, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+_TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "head_dim": 8, "num_key_value_heads": 2, "max_position_embeddings": 131072, "rope_theta": 10000.0,
+    "torch_dtype": "float32", "vocab_size": 512, "bos_token_id": None, "eos_token_id": 0,
+}  # fmt: skip
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "tie_word_embeddings")
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {**_QWEN3, **dict(zip(_SIZES, (1024, 3072, 16, 28, True), strict=True))},
     "Qwen3-14B": {**_QWEN3, **dict(zip(_SIZES, (5120, 17408, 40, 40, False), strict=True))},
     "Qwen3-32B": {**_QWEN3, **dict(zip(_SIZES, (5120, 25600, 64, 64, False), strict=True))},
-    "tiny": {
-        **{**_QWEN3, **dict(zip(_SIZES, (32, 48, 4, 2, False), strict=True))},
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "head_dim": 8},
-        **{"max_position_embeddings": 131072, "num_key_value_heads": 2, "rope_theta": 10000.0, "vocab_size": 512},
-        **{"bos_token_id": None, "eos_token_id": 0},
-    },
+    "tiny": {**_TINY, **dict(zip(_SIZES, (32, 48, 4, 2, False), strict=True))},
 }
 """``config.json`` of models with random weights, by the name of the checkpoint whose sizes they have."""
 FOR_ONE_GPU = ["Qwen3-0.6B", "Qwen3-14B"]
@@ -86,6 +76,31 @@ LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("+ shared prefixes read once", {"prefill_attention": "cascade", "decode_attention": "cascade"}),
 )
 """Each line adds its options to `ALL_OFF` and those of the lines above."""
+STAGES: tuple[tuple[int, str, dict[str, Any]], ...] = (
+    (1, "a loop that computes the whole text anew for each token", {}),
+    (1, "the loop with a KV cache", {}),
+    (5, "the engine, one request at a time", {"max_running_requests": 1, "prefix_cache": "none"}),
+    (6, "+ prefix cache", {"prefix_cache": "radix"}),
+    (8, "+ continuous batching", {"max_running_requests": 16}),
+    (10, "+ attention backend for the device", {"prefill_attention": "auto", "decode_attention": "auto"}),
+    (11, "+ CUDA graphs", {"enforce_eager": False}),
+    (12, "+ fused kernels", {"fusions": None, "sampler": "auto"}),
+    (13, "+ overlap", {"overlap": True}),
+    (19, "+ weights in 8 bits: int8 on a CPU, fp8 on a GPU", {"quantization": "int8"}),
+)
+"""Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops, on a CPU."""
+_ON_CUDA_ALONE = (10, 11, 12)
+_SYSTEM = (
+    "You are the assistant of a small library. Answer in one short paragraph, in plain words, and name a book that the "
+    "reader could borrow next. If you do not know an answer, say so and name the desk that does. Be kind, be brief, "
+    "and do not repeat the question. The library is open from nine to six, and closed on Mondays."
+)
+_TOPICS = "rivers bread stars bees maps glass trains salt music ice paper whales clocks tea bridges volcanoes"
+CHATS = [
+    [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": f"What should I read about {topic}?"}]
+    for topic in _TOPICS.split(" ")
+]
+_COUNT = 32
 _REFERENCE = Path("benchmarks", "reference", "h200.json")
 _KERNEL_ROWS = 25
 _NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
@@ -207,17 +222,13 @@ def measure_workloads(
     for needed in (dict(items) for items in {tuple(WORKLOADS[name].options.items()): None for name in names}):
         with make_engine(model, {**needed, **options}) as llm:
             for name in (name for name in names if WORKLOADS[name].options == needed):
-                runs = (run_workload(llm, WORKLOADS[name], seed) for seed in range(repeat))
-                values[name] = [run.value(WORKLOADS[name]) for run in runs]
-        del llm
-        free_memory()
+                values[name] = workload_values(llm, WORKLOADS[name], repeat)
     return {name: values[name] for name in names}
 
 
-def free_memory() -> None:
-    """Collect engines in reference cycles, and give their GPU memory back."""
-    gc.collect()
-    torch.cuda.empty_cache()
+def workload_values(llm: LLM, workload: Workload, repeat: int) -> list[float]:
+    """What counts of each of ``repeat`` runs, with other seeds."""
+    return [run_workload(llm, workload, seed).value(workload) for seed in range(repeat)]
 
 
 def run_offline(
@@ -234,12 +245,12 @@ def run_offline(
         _measure_start(models[0], options, report)
     for model in models:
         for name, values in measure_workloads(model, options, workloads, repeat).items():
-            workload, median = WORKLOADS[name], statistics.median(values)
+            workload = WORKLOADS[name]
             title = f"{model} {name}, {workload.unit}"
             report.samples[title] = values
-            table.add(model, name, median, min(values), max(values), workload.unit)
+            table.add(model, name, *spread(values), workload.unit)
             if (model, name) in TARGETS and torch.cuda.is_available():
-                report.targets.append(Target(title, median, TARGETS[model, name], workload.more_is_better))
+                report.target(title, statistics.median(values), TARGETS[model, name], workload.more_is_better)
     return report
 
 
@@ -256,7 +267,7 @@ def _measure_start(model: str, options: Mapping[str, Any], report: Report) -> No
             table.add(model, kernels, seconds)
             if torch.cuda.is_available():
                 title = f"{model} first token, kernels {kernels}, s"
-                report.targets.append(Target(title, seconds, _START_TARGETS[kernels], at_least=False))
+                report.target(title, seconds, _START_TARGETS[kernels], at_least=False)
 
 
 def run_compare(model: str = "Qwen3-0.6B", workloads: Sequence[str] = NAMES, repeat: int = 3) -> Report:
@@ -279,6 +290,46 @@ def run_compare(model: str = "Qwen3-0.6B", workloads: Sequence[str] = NAMES, rep
     return report
 
 
+def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Report:
+    """Output tokens a second of 16 chats with one system prompt, 32 tokens each, with one chapter after another."""
+    from minisgl.book import toy
+
+    on_cuda, (loop_model, tokenizer) = torch.cuda.is_available(), toy.load_default()
+    prompts = [tokenizer.encode_chat(chat) for chat in CHATS]
+    settings = {"chats": len(CHATS), "output_len": _COUNT, "input_len": sum(map(len, prompts)) / len(prompts)}
+    report = Report("scoreboard", settings)
+    for model in models:
+        table = report.table(f"{model}, output tokens/s", "chapter", "", "median", "least", "most")
+        options = {**ALL_OFF, "prefill_attention": "torch", "decode_attention": "torch", "max_seq_len": 2048}
+        for place, (chapter, label, added) in enumerate(STAGES):
+            options |= {"quantization": "fp8"} if on_cuda and chapter == 19 else added
+            if (not added and (on_cuda or model != "default")) or (chapter in _ON_CUDA_ALONE and not on_cuda):
+                continue
+            if added:
+                with make_engine(model, options) as llm:
+                    speeds = _speeds(partial(_chat, llm), prompts, repeat)
+            else:  # a loop takes one chat after the other, so of one it makes as many tokens a second as of all
+                loop = partial((toy.generate_naively, toy.generate)[place], loop_model, count=_COUNT)
+                speeds = _speeds(lambda some, loop=loop: [loop(each) for each in some], prompts[:1], repeat)
+            report.samples[f"{model}: {label}"] = speeds
+            table.add(chapter, label, *spread(speeds))
+    return report
+
+
+def _chat(llm: LLM, prompts: Prompts) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, _params(0.0, _COUNT))]
+
+
+def _speeds(generate: Callable[[Prompts], list[list[int]]], prompts: Prompts, repeat: int) -> list[float]:
+    """Tokens a second of each run. A prefix cache keeps nothing from one to the next: the prompts begin differently."""
+    speeds = []
+    for run in range(repeat):
+        some = [[prompt[0], 1000 + run, *prompt[1:]] for prompt in prompts]
+        start = time.perf_counter()
+        speeds.append(sum(map(len, generate(some))) / (time.perf_counter() - start))
+    return speeds
+
+
 def run_profile(
     model: str = "Qwen3-0.6B", work: str = "mixed", options: Mapping[str, Any] = {}, trace: Path | None = None
 ) -> Report:
@@ -290,10 +341,10 @@ def run_profile(
         recording.export(trace)
     report, title = Report("profile", {"workload": work}), f"{model} {work}"
     summary = recording.summary()
-    report.targets.append(Target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False))
+    report.target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False)
     if summary.gpu_idle is not None:
         idle = summary.gpu_idle * 100
-        report.targets.append(Target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False))
+        report.target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False)
     columns = ("step", "number", "device, ms in all", "device, median ms", "host, median ms")
     _add_steps(report.table(f"{title}: steps", *columns), recording)
     columns = ("kernel", "launches", "ms in all", "µs each", "% of the time")
@@ -365,14 +416,14 @@ def run_cpu(
         speeds = [count * output_len / statistics.median(each) for each in seconds]
         table.add(count, *speeds, speeds[0] / speeds[1], f"{agreeing} of {count * repeat}")
         title = f"{count} request{'s' * (name == 'batch')}, × transformers"
-        report.targets.append(Target(title, speeds[0] / speeds[1], goal, at_least=True))
+        report.target(title, speeds[0] / speeds[1], goal, at_least=True)
     cold, warm = _time_to_first_token(llm, prompts, prefix_len, repeat)
     report.samples.update({"first_token_seconds_uncached": cold, "first_token_seconds_cached": warm})
     uncached, cached = statistics.median(cold), statistics.median(warm)
     title = f"time to first token, {prefix_len} tokens of prefix and {_SUFFIX_LEN} more"
     table = report.table(title, "", "prefix uncached, ms", "prefix cached, ms", "cached / uncached")
     table.add("minisgl", uncached * 1e3, cached * 1e3, cached / uncached)
-    report.targets.append(Target("first token, cached / uncached", cached / uncached, 0.2, at_least=False))
+    report.target("first token, cached / uncached", cached / uncached, 0.2, at_least=False)
     return report
 
 

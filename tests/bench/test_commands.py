@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from minisgl import demo
-from minisgl.bench import preemption, scoreboard, workloads
+from minisgl.bench import preemption, workloads
 from minisgl.bench.__main__ import COMMANDS, benchmark_function, build_parser, main
 from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
 from minisgl.llm import LLM
@@ -50,13 +50,13 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_scoreboard_measures_every_stage_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoreboard, "CHATS", scoreboard.CHATS[:2])
-    monkeypatch.setattr(scoreboard, "_COUNT", 2)
+    monkeypatch.setattr(workloads, "CHATS", workloads.CHATS[:2])
+    monkeypatch.setattr(workloads, "_COUNT", 2)
     record = bench(tmp_path, "scoreboard", "--repeat", "1")
     (speeds,) = record["tables"]
     assert speeds["title"] == "default, output tokens/s"
     assert [row[:2] for row in speeds["rows"]] == [
-        [chapter, label] for chapter, label, _ in scoreboard.STAGES if chapter not in (10, 11, 12)
+        [chapter, label] for chapter, label, _ in workloads.STAGES if chapter not in (10, 11, 12)
     ]
     assert all(least <= median <= most for *_, median, least, most in speeds["rows"])
     assert record["settings"]["chats"] == 2
