@@ -32,7 +32,7 @@ COMMANDS = {
     "offline": ("workloads:run_offline", "whole workloads on one device, by default with random weights"),
     "compare": ("workloads:run_compare", "the same workloads with one optimisation switched on after another"),
     "scoreboard": ("workloads:run_scoreboard", "tokens a second after each chapter of the book, from a naive loop on"),
-    "profile": ("workloads:run_profile", "where the time of a workload goes, step by step and kernel by kernel"),
+    "profile": ("batch_one:run_profile", "where the time of a workload goes, step by step and kernel by kernel"),
     "overlap": ("host:run_overlap", "decode steps with and without overlap, and with a host that is made slower"),
     "preemption": ("preemption:run_preemption", "memory pressure: reserving or not, recomputing or copying"),
     "page-store": ("preemption:run_page_store", "a conversation that returns: computed again, or from host memory"),

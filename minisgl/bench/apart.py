@@ -197,7 +197,7 @@ def run_apart(
         for seed in range(1 + repeat):  # the first compiles what is left to compile
             jobs = _jobs(engines[0], seed, streams, requests, rate, input_len, output_len)
             if label == "apart":
-                serve_apart(*engines, jobs, num_pages)
+                serve_apart(engines[0], engines[1], jobs, num_pages)
             else:
                 serve_alike(engines, jobs)
             runs.append(_summary(jobs, streams))

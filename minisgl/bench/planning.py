@@ -277,39 +277,27 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     unit = float(Fleet([alone], RoundRobin(1)).run(at_once, 1.0).finished.max() / len(at_once) / _BUSY)
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
-        measured, simulated = [], []
+        outcomes: dict[str, list[Outcome]] = {"measured": [], "simulated": []}
         for seed in range(_CHECKS if engines else 1):
-            outcome, steps = _measure(spec, engines, name, traffic)
-            measured.append(outcome)
-            if engines:
+            for llm in engines:  # their caches are empty, too
+                llm.scheduler.memory.forget_unlocked()
+            real = [RealReplica(llm) for llm in engines]
+            router = make_router(name, 2, _SMALL_POOL)
+            fleet = Fleet(real, router) if real else RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], router)
+            outcomes["measured"].append(fleet.run(traffic.arrivals(), traffic.seconds))
+            if steps := [step for replica in real for step in replica.steps]:
                 spec = replace(spec, step_time=StepTime.fitted(*zip(*steps, strict=True)))
-            replicas = [SimulatedReplica(spec, 2 * seed + number) for number in range(2)]
-            fleet = Fleet(replicas, make_router(name, 2, _SMALL_POOL))
-            simulated.append(fleet.run(traffic.arrivals(), traffic.seconds))
+            fleet = Fleet([SimulatedReplica(spec, 2 * seed + n) for n in range(2)], make_router(name, 2, _SMALL_POOL))
+            outcomes["simulated"].append(fleet.run(traffic.arrivals(), traffic.seconds))
         step_time = asdict(replace(spec.step_time, spread=()))
         report.settings[f"check {kind}, {name}"] = {"step_time": step_time, "pool_tokens": _SMALL_POOL}
-        found = {}
-        for way, outcomes in (("measured", measured), ("simulated", simulated)):
-            found[way] = np.mean([_check_numbers(outcome) for outcome in outcomes], axis=0).tolist()
-            table.add(name, way, sum(len(outcome.first) for outcome in outcomes), *found[way])
-        for column, real, expected in zip(table.columns[3:], *found.values(), strict=True):
+        found: dict[str, list[float]] = {}
+        for way, some in outcomes.items():
+            found[way] = np.mean([_check_numbers(each) for each in some], axis=0).tolist()
+            table.add(name, way, sum(len(each.first) for each in some), *found[way])
+        for column, taken, expected in zip(table.columns[3:], *found.values(), strict=True):
             title = f"{kind}, {name}, {column.rpartition(',')[0]}: simulated and measured differ by, %"
-            report.target(title, 100 * abs(expected / real - 1), 100 * _AGREE, at_least=False)
-
-
-def _measure(
-    spec: ReplicaSpec, engines: Sequence[LLM], router: str, traffic: Conversations
-) -> tuple[Outcome, list[tuple[Batch, float]]]:
-    """Two replicas with empty caches, of the engines or else in real time, and the engines' steps."""
-    policy = make_router(router, 2, _SMALL_POOL)
-    if not engines:
-        fleet = RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], policy)
-        return fleet.run(traffic.arrivals(), traffic.seconds), []
-    for llm in engines:
-        llm.scheduler.memory.forget_unlocked()
-    replicas = [RealReplica(llm) for llm in engines]
-    outcome = Fleet(replicas, policy).run(traffic.arrivals(), traffic.seconds)
-    return outcome, [step for replica in replicas for step in replica.steps]
+            report.target(title, 100 * abs(expected / taken - 1), 100 * _AGREE, at_least=False)
 
 
 def _check_numbers(outcome: Outcome) -> list[float]:

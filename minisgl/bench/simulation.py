@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -275,8 +275,8 @@ class Outcome:
     def since(self, time: float) -> Outcome:
         """Only the requests that arrived from then on."""
         late = self.arrived >= time
-        requests = (getattr(self, each.name)[late] for each in fields(self)[:7])
-        return Outcome(*requests, self.num_replicas, self.seconds - time)
+        arrays = {each.name: getattr(self, each.name)[late] for each in fields(self)[:7]}
+        return replace(self, seconds=self.seconds - time, **arrays)
 
     @property
     def ttft(self) -> Floats:

@@ -1,4 +1,4 @@
-"""Whole workloads on one device: how fast, beside other engines and simpler loops, and where the time goes."""
+"""Whole workloads on one device: how fast, beside other engines and simpler loops, and what each optimisation buys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from minisgl.bench.report import Report, Table, spread
+from minisgl.bench.report import Report, spread
 from minisgl.llm import LLM
 from minisgl.models.hub import resolve_model
 from minisgl.sampling_params import SamplingParams
-from minisgl.trace import DEVICE, HOST, Trace
 
 _HIGHEST_TOKEN = 10_000
 _QWEN3: dict[str, Any] = {
@@ -102,8 +99,6 @@ CHATS = [
 ]
 _COUNT = 32
 _REFERENCE = Path("benchmarks", "reference", "h200.json")
-_KERNEL_ROWS = 25
-_NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
 _SUFFIX_LEN = 24  # tokens of a question that follows the cached prefix
 
 Prompts = list[list[int]]
@@ -309,8 +304,8 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
                 with make_engine(model, options) as llm:
                     speeds = _speeds(partial(_chat, llm), prompts, repeat)
             else:  # a loop takes one chat after the other, so of one it makes as many tokens a second as of all
-                loop = partial((toy.generate_naively, toy.generate)[place], loop_model, count=_COUNT)
-                speeds = _speeds(lambda some, loop=loop: [loop(each) for each in some], prompts[:1], repeat)
+                loop = (toy.generate_naively, toy.generate)[place]
+                speeds = _speeds(lambda some: [loop(loop_model, some[0], _COUNT)], prompts[:1], repeat)  # noqa: B023
             report.samples[f"{model}: {label}"] = speeds
             table.add(chapter, label, *spread(speeds))
     return report
@@ -328,61 +323,6 @@ def _speeds(generate: Callable[[Prompts], list[list[int]]], prompts: Prompts, re
         start = time.perf_counter()
         speeds.append(sum(map(len, generate(some))) / (time.perf_counter() - start))
     return speeds
-
-
-def run_profile(
-    model: str = "Qwen3-0.6B", work: str = "mixed", options: Mapping[str, Any] = {}, trace: Path | None = None
-) -> Report:
-    """Run a workload under `minisgl.trace`, and again under PyTorch's profiler."""
-    llm = make_engine(model, options)
-    with llm.trace() as recording:
-        run_workload(llm, WORKLOADS[work], seed=1)
-    if trace is not None:
-        recording.export(trace)
-    report, title = Report("profile", {"workload": work}), f"{model} {work}"
-    summary = recording.summary()
-    report.target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False)
-    if summary.gpu_idle is not None:
-        idle = summary.gpu_idle * 100
-        report.target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False)
-    columns = ("step", "number", "device, ms in all", "device, median ms", "host, median ms")
-    _add_steps(report.table(f"{title}: steps", *columns), recording)
-    columns = ("kernel", "launches", "ms in all", "µs each", "% of the time")
-    _add_kernels(report.table(f"{title}: kernels", *columns), llm, work)
-    return report
-
-
-def _add_steps(table: Table, trace: Trace) -> None:
-    """Kinds of steps: how many there were, and how long the device and the host took for one."""
-    spans = [event for event in trace.events if "step" in event.args]
-    device = {event.args["step"]: event for event in spans if event.track == DEVICE}
-    host: defaultdict[int, float] = defaultdict(float)
-    for event in spans:
-        if event.track == HOST and event.name != "wait":
-            host[event.args["step"]] += event.end - event.start
-    for kind in sorted({event.name for event in device.values()}):
-        steps = [step for step, event in device.items() if event.name == kind]
-        on_device = [1e3 * (device[step].end - device[step].start) for step in steps]
-        on_host = [1e3 * host[step] for step in steps]
-        table.add(kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host))
-
-
-def _add_kernels(table: Table, llm: LLM, workload: str) -> None:
-    """Kernels of the device (PyTorch's operators on a CPU), the most expensive first."""
-    on_cuda = llm.engine.device.type == "cuda"
-    activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
-    with profile(activities=[activity], acc_events=True) as profiler:
-        run_workload(llm, WORKLOADS[workload], seed=2)
-        if on_cuda:
-            torch.cuda.synchronize()
-    times = [
-        (entry.self_device_time_total if on_cuda else entry.self_cpu_time_total, entry.count, entry.key)
-        for entry in profiler.key_averages()
-    ]
-    total = sum(micros for micros, _, _ in times)
-    for micros, count, name in sorted(times, reverse=True)[:_KERNEL_ROWS]:
-        if micros > 0:
-            table.add(name[:_NAME_LENGTH], count, micros / 1e3, micros / count, 100 * micros / total)
 
 
 def run_cpu(
@@ -409,9 +349,9 @@ def run_cpu(
     report = Report("cpu", {"dtype": "float32"})
     title = f"generated tokens/s, {input_len} tokens in, {output_len} out"
     table = report.table(title, "requests", "minisgl", "transformers", "ratio", "same output")
-    theirs = _transformers(model)
+    engines = (ours, _transformers(model))
     for name, count, goal in (("batch", requests, 1.5), ("single", 1, 1.0)):
-        seconds, agreeing = _race(ours, theirs, partial(prompts, count, input_len), output_len, repeat)
+        seconds, agreeing = _race(engines, [prompts(count, input_len) for _ in range(repeat + 1)], output_len)
         report.samples.update({f"{name}_seconds": seconds[0], f"{name}_seconds_transformers": seconds[1]})
         speeds = [count * output_len / statistics.median(each) for each in seconds]
         table.add(count, *speeds, speeds[0] / speeds[1], f"{agreeing} of {count * repeat}")
@@ -428,24 +368,21 @@ def run_cpu(
 
 
 def _race(
-    ours: Generate, theirs: Generate, make_prompts: Callable[[], Prompts], output_len: int, repeat: int
+    engines: tuple[Generate, Generate], batches: Sequence[Prompts], output_len: int
 ) -> tuple[tuple[list[float], list[float]], int]:
-    """Seconds of each engine's runs, of which the first alternates, and how many requests got the same tokens."""
-    warm_up = make_prompts()
-    for generate in (ours, theirs):
-        generate(warm_up, min(4, output_len))
+    """Seconds of both engines for all but the first of the ``batches``, and how many requests got the same tokens."""
     seconds: tuple[list[float], list[float]] = ([], [])
     agreeing = 0
-    for run in range(repeat):
-        prompts = make_prompts()
-        outputs = {}
-        for generate, times in ((ours, seconds[0]), (theirs, seconds[1]))[:: 1 if run % 2 == 0 else -1]:
+    for run, prompts in enumerate(batches):
+        outputs, length = {}, output_len if run else min(4, output_len)  # the first warms up
+        for number in (0, 1) if run % 2 else (1, 0):
             start = time.perf_counter()
-            outputs[generate] = generate(prompts, output_len)
-            times.append(time.perf_counter() - start)
-            if any(len(tokens) != output_len for tokens in outputs[generate]):
+            outputs[number] = engines[number](prompts, length)
+            if run:
+                seconds[number].append(time.perf_counter() - start)
+            if any(len(tokens) != length for tokens in outputs[number]):
                 raise AssertionError("an engine did not generate as many tokens as it was asked for")
-        agreeing += sum(a == b for a, b in zip(outputs[ours], outputs[theirs], strict=True))
+        agreeing += sum(a == b for a, b in zip(outputs[0], outputs[1], strict=True)) if run else 0
     return seconds, agreeing
 
 
