@@ -58,9 +58,6 @@ _SLOW = StepTime(weights=0.05, token=1e-3, key=1e-5, pair=1e-7)
 _BUSY = 0.7  # share of what one engine can serve that each of two is sent
 
 
-# -- step times ----------------------------------------------------------------------------------------------------
-
-
 def calibrated(model: str = "Qwen3-14B") -> StepTime:
     """Step times of a model on an H200, from what ``benchmarks/results`` keeps; `ConfigError` if it keeps too little.
 
@@ -100,20 +97,21 @@ class RealReplica(Replica):
         assert isinstance(cache, ReportingCache)
         super().__init__(EngineLoop(llm.scheduler, self), cache)
         self.steps: list[tuple[Batch, float]] = []
-        self._engine, self._clock = llm.engine, time.thread_time
-        if llm.engine.device.type == "cuda":
-            self._clock = time.perf_counter
+        self._clock = time.perf_counter if llm.engine.device.type == "cuda" else time.thread_time
+        self._engine = llm.engine
+        self._batch: Batch | None = None
 
     def launch(self, batch: Batch) -> PendingStep:
-        """As an `Executor`, note the step, and let the engine compute it."""
-        self.steps.append((batch, 0.0))
+        """As an `Executor`, note what the step computes, and let the engine compute it."""
+        self._batch = batch
         return self._engine.launch(batch)
 
     def timed_step(self) -> tuple[float, StepOutput]:
-        count, begin = len(self.steps), self._clock()
+        self._batch, begin = None, self._clock()
         output = self.loop.step()
         seconds = self._clock() - begin
-        self.steps[count:] = [(batch, seconds) for batch, _ in self.steps[count:]]
+        if self._batch is not None:
+            self.steps.append((self._batch, seconds))
         return seconds, output
 
 
@@ -122,9 +120,6 @@ def real_engine(model: str, pool_tokens: int, options: Mapping[str, Any]) -> LLM
     cache = {"prefix_cache": "minisgl.bench.simulation:ReportingCache", "page_size": PAGE_SIZE}
     sizes = {"num_pages": pool_tokens // PAGE_SIZE, "max_running_requests": 64}
     return make_engine(model, {**sizes, **cache, **options})
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
 
 
 def run_simulation(
@@ -205,9 +200,6 @@ def _smallest(spec: ReplicaSpec, traffic: Conversations, router: str, objective:
         if outcome.good(*objective).mean() >= _IN_TIME:
             break
     return outcome
-
-
-# -- two real engines ----------------------------------------------------------------------------------------------
 
 
 class RealTimeFleet(Fleet):

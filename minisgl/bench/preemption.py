@@ -149,12 +149,6 @@ def _copying(llm: LLM, length: int) -> list[float]:
     return [milliseconds([copy] * (_REPEATS + 1), device) for copy in (pieces, copy_in, copy_out)]
 
 
-_COLUMNS = (
-    "model", "tokens", "GB", "computed, ms", "copied out, ms", "copied back, ms", "and another out, ms",
-    "computed / copied back", "computed / with another out", "least", "most",
-)  # fmt: skip
-
-
 def run_page_store(
     models: Sequence[str] = ("Qwen3-0.6B", "Qwen3-14B"),
     lengths: Sequence[int] = (512, 2000, 8000),
@@ -167,7 +161,10 @@ def run_page_store(
     a server sees less of them than this.
     """
     report = Report("page-store")
-    table = report.table("a conversation that returns to an idle engine, medians", *_COLUMNS)
+    names = ("computed, ms", "copied out, ms", "copied back, ms", "and another out, ms")
+    ratio_names = ("computed / copied back", "computed / with another out", "least", "most")
+    title = "a conversation that returns to an idle engine, medians"
+    table = report.table(title, "model", "tokens", "GB", *names, *ratio_names)
     for model in models:
         for length in lengths:
             page_size = options.get("page_size", 16)
@@ -177,12 +174,12 @@ def run_page_store(
                 runs = [_come_back(llm, rng, length) for _ in range(repeat + 1)][1:]  # the first compiles what is left
                 size = length // page_size * llm.engine.page_bytes / 1e9
             columns = list(zip(*runs, strict=True))
-            for name, column in zip(_COLUMNS[3:7], columns, strict=True):
+            for name, column in zip(names, columns, strict=True):
                 report.samples[f"{model}, {length} tokens, {name}"] = list(column)
             computed, out, back, both = map(statistics.median, columns)
             ratios = [run[0] / run[3] for run in runs]  # the last column but two is of the medians
-            times = (computed, out, back, both, computed / back, computed / both)
-            table.add(model, length, size, *times, min(ratios), max(ratios))
+            quotients = (computed / back, computed / both, min(ratios), max(ratios))
+            table.add(model, length, size, computed, out, back, both, *quotients)
         name = f"{model}, {length} tokens: times as fast as computed, and another out"
         report.target(name, computed / both, _FASTER, at_least=True)
     return report

@@ -34,9 +34,6 @@ ANSWER = 1  # the token that a model which computes nothing always answers
 Floats = NDArray[np.float64]
 
 
-# -- the load ------------------------------------------------------------------------------------------------------
-
-
 class Arrival(NamedTuple):
     """A request of a trace: its prompt is made of runs of one token each."""
 
@@ -110,9 +107,6 @@ def _length(rng: np.random.Generator, median: int) -> int:
     return int(np.clip(rng.lognormal(np.log(median), 0.6), median / 8, 4 * median))
 
 
-# -- time ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step: the weights are read while its tokens are computed, then come attention's keys and pairs."""
@@ -171,9 +165,6 @@ def _keys_and_pairs(batch: Batch) -> tuple[int, float]:
     """Keys that the step's rows read, and pairs of a query and a key that it may see."""
     fed, seen = batch.q_lens.astype(np.int64), batch.seq_lens.astype(np.int64)
     return int(seen.sum()), float((fed * seen - fed * (fed - 1) / 2).sum())
-
-
-# -- a replica -----------------------------------------------------------------------------------------------------
 
 
 class ReportingCache(BlockHashCache):
@@ -253,9 +244,6 @@ class SimulatedReplica(Replica):
         self.device.now = 0.0
         output = self.loop.step()
         return self.device.now, output
-
-
-# -- a fleet -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,8 +304,8 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
                 with make_engine(model, options) as llm:
                     speeds = _speeds(partial(_chat, llm), prompts, repeat)
             else:  # a loop takes one chat after the other, so of one it makes as many tokens a second as of all
-                loop = (toy.generate_naively, toy.generate)[place]
-                speeds = _speeds(lambda some: [loop(loop_model, some[0], _COUNT)], prompts[:1], repeat)  # noqa: B023
+                loop = partial((toy.generate_naively, toy.generate)[place], loop_model, count=_COUNT)
+                speeds = _speeds(partial(map, loop), prompts[:1], repeat)
             report.samples[f"{model}: {label}"] = speeds
             table.add(chapter, label, *spread(speeds))
     return report
@@ -315,7 +315,7 @@ def _chat(llm: LLM, prompts: Prompts) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, _params(0.0, _COUNT))]
 
 
-def _speeds(generate: Callable[[Prompts], list[list[int]]], prompts: Prompts, repeat: int) -> list[float]:
+def _speeds(generate: Callable[[Prompts], Iterable[list[int]]], prompts: Prompts, repeat: int) -> list[float]:
     """Tokens a second of each run. A prefix cache keeps nothing from one to the next: the prompts begin differently."""
     speeds = []
     for run in range(repeat):
