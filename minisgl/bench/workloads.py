@@ -103,24 +103,43 @@ _SUFFIX_LEN = 24  # tokens of a question that follows the cached prefix
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]  # from prompts of one length and the number of tokens to generate
-Requests = tuple[Prompts, list[SamplingParams]]
-Tokens = Callable[[int], list[int]]
-Make = Callable[[Tokens, random.Random], Requests]  # from a source of random tokens and one of random lengths
 
 
 class Workload(NamedTuple):
-    """A set of requests that arrive at once."""
+    """A set of requests that arrive at once. Lengths are in tokens, the least and the most."""
 
     summary: str  # what it is, in a line
     unit: str  # of `Run.value`
-    more_is_better: bool  # about that value
-    make: Make
+    count: int  # of requests
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    temperature: float = 0.0
+    shared: int = 0  # tokens that all prompts begin with, before their own
     options: Mapping[str, Any] = {}  # of the engine that it needs
 
-    def requests(self, seed: int, vocab_size: int) -> Requests:
+    @property
+    def more_is_better(self) -> bool:
+        """About `Run.value`."""
+        return self.unit == _SPEED
+
+    def requests(self, seed: int, vocab_size: int) -> tuple[Prompts, list[SamplingParams]]:
         """Prompts and parameters; another seed gives other tokens and other lengths."""
         rng = random.Random(seed)
-        return self.make(_tokens(vocab_size, rng), rng)
+        head = _tokens(rng, self.shared, vocab_size)
+        prompts = [head + _tokens(rng, _length(rng, *self.input_len), vocab_size) for _ in range(self.count)]
+        return prompts, [_params(self.temperature, _length(rng, *self.output_len)) for _ in prompts]
+
+
+def _length(rng: random.Random, least: int, most: int) -> int:
+    return least if least == most else rng.randint(least, most)
+
+
+def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    return [rng.randint(0, min(_HIGHEST_TOKEN, vocab_size - 1)) for _ in range(count)]
+
+
+def _params(temperature: float, max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=max_tokens)
 
 
 class Run(NamedTuple):
@@ -137,43 +156,21 @@ class Run(NamedTuple):
         return by_unit.get(workload.unit, self.seconds)
 
 
-def _params(temperature: float, max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=max_tokens)
-
-
-def _mixed(requests: int) -> Make:
-    def make(tokens: Tokens, rng: random.Random) -> Requests:
-        prompts = [tokens(rng.randint(100, 1024)) for _ in range(requests)]
-        return prompts, [_params(0.6, rng.randint(100, 1024)) for _ in range(requests)]
-
-    return make
-
-
-def _alone(input_len: int, output_len: int) -> Make:
-    return lambda tokens, rng: ([tokens(input_len)], [_params(0.0, output_len)])
-
-
-def _prefix(tokens: Tokens, rng: random.Random) -> Requests:
-    head = tokens(2048)
-    return [head + tokens(32) for _ in range(256)], [_params(0.0, 64)] * 256
-
-
 _SPEED = "output tokens/s"
-_FEW = {"max_running_requests": 32}
+_MIXED = ((100, 1024), (100, 1024), 0.6)
 WORKLOADS = {
-    "mixed": Workload("256 requests, 100 to 1,024 tokens in and out, temperature 0.6", _SPEED, True, _mixed(256)),
-    "bs1": Workload("one request, 128 tokens in and 512 out, greedy", "ms/token", False, _alone(128, 512)),
-    "prefix": Workload("256 requests, 2,048 shared tokens and 32 own in, 64 out, greedy", "s", False, _prefix),
-    "refill": Workload("512 requests as in mixed, at most 256 running", _SPEED, True, _mixed(512)),
-    "refill-32": Workload("96 requests as in mixed, at most 32 running", _SPEED, True, _mixed(96), _FEW),
-    "ttft": Workload("one request, 512 tokens in and 1 out, greedy", "ms", False, _alone(512, 1)),
+    "mixed": Workload("256 requests, 100 to 1,024 tokens in and out, temperature 0.6", _SPEED, 256, *_MIXED),
+    "bs1": Workload("one request, 128 tokens in and 512 out, greedy", "ms/token", 1, (128, 128), (512, 512)),
+    "prefix": Workload(
+        "256 requests, 2,048 shared tokens and 32 own in, 64 out, greedy", "s", 256, (32, 32), (64, 64), shared=2048
+    ),
+    "refill": Workload("512 requests as in mixed, at most 256 running", _SPEED, 512, *_MIXED),
+    "refill-32": Workload(
+        "96 requests as in mixed, at most 32 running", _SPEED, 96, *_MIXED, options={"max_running_requests": 32}
+    ),
+    "ttft": Workload("one request, 512 tokens in and 1 out, greedy", "ms", 1, (512, 512), (1, 1)),
 }
 NAMES = ("mixed", "bs1", "prefix")  # of those that start all at once and need no option
-
-
-def _tokens(vocab_size: int, rng: random.Random) -> Tokens:
-    highest = min(_HIGHEST_TOKEN, vocab_size - 1)
-    return lambda count: [rng.randint(0, highest) for _ in range(count)]
 
 
 def model_dir(name: str, root: Path) -> str:
@@ -191,9 +188,9 @@ def make_engine(model: str, options: Mapping[str, Any]) -> LLM:
     dummy = {"load_format": "dummy"} if model in SHAPES else {}
     with tempfile.TemporaryDirectory() as root:
         llm = LLM(model_dir(model, Path(root)), **{"max_seq_len": 4096, **dummy, **options})
-    tokens = _tokens(llm.model_config.vocab_size, random.Random(9))
+    rng, vocab_size = random.Random(9), llm.model_config.vocab_size
     for temperature in (0.6, 0.0):
-        llm.generate([tokens(64)], [_params(temperature, 8)])
+        llm.generate([_tokens(rng, 64, vocab_size)], [_params(temperature, 8)])
     return llm
 
 
