@@ -110,7 +110,7 @@ class Workload(NamedTuple):
 
     summary: str  # what it is, in a line
     unit: str  # of `Run.value`
-    count: int  # of requests
+    num_requests: int
     input_len: tuple[int, int]
     output_len: tuple[int, int]
     temperature: float = 0.0
@@ -126,7 +126,7 @@ class Workload(NamedTuple):
         """Prompts and parameters; another seed gives other tokens and other lengths."""
         rng = random.Random(seed)
         head = _tokens(rng, self.shared, vocab_size)
-        prompts = [head + _tokens(rng, _length(rng, *self.input_len), vocab_size) for _ in range(self.count)]
+        prompts = [head + _tokens(rng, _length(rng, *self.input_len), vocab_size) for _ in range(self.num_requests)]
         return prompts, [_params(self.temperature, _length(rng, *self.output_len)) for _ in prompts]
 
 

@@ -32,7 +32,7 @@ def small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, workload in WORKLOADS.items():
         shared = min(20, workload.shared)
         lengths = {"input_len": (40 - shared, 40 - shared), "output_len": (6, 6), "shared": shared}
-        monkeypatch.setitem(WORKLOADS, name, workload._replace(count=min(5, workload.count), **lengths))
+        monkeypatch.setitem(WORKLOADS, name, workload._replace(num_requests=min(5, workload.num_requests), **lengths))
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
