@@ -118,7 +118,7 @@ class RealReplica(Replica):
 def real_engine(model: str, pool_tokens: int, options: Mapping[str, Any]) -> LLM:
     """An engine whose scheduler, memory and cache are those of a `SimulatedReplica`."""
     cache = {"prefix_cache": "minisgl.bench.simulation:ReportingCache", "page_size": PAGE_SIZE}
-    sizes = {"num_pages": pool_tokens // PAGE_SIZE, "max_running_requests": 64}
+    sizes = {"num_pages": pool_tokens // PAGE_SIZE, "max_running_requests": 64, "overlap": False}
     return make_engine(model, {**sizes, **cache, **options})
 
 
