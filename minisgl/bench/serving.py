@@ -117,7 +117,10 @@ class LoadSummary:
 
 def percentiles(values: Sequence[float], *percents: float) -> list[float] | None:
     """Linearly interpolated percentiles, in the order asked for; None if there are no values."""
-    return np.percentile(values, percents).tolist() if values else None
+    if not values:
+        return None
+    found: list[float] = np.percentile(values, percents).tolist()
+    return found
 
 
 class LoadRun(NamedTuple):
