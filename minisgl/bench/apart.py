@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -19,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.bench.page_store import evict_all
+from minisgl.bench.preemption import evict_all
 from minisgl.bench.report import Report
-from minisgl.bench.workloads import free_memory, make_engine
+from minisgl.bench.workloads import make_engine
+from minisgl.errors import ConfigError
 from minisgl.kvcache.host_store import HostPages, HostStore
 from minisgl.llm import LLM
 from minisgl.request import Int32Array
@@ -41,74 +44,42 @@ class Job:
     delay: float = 0.0
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) == self.max_tokens
 
 
-class EngineThread(threading.Thread):
-    """Steps one engine. ``max_tokens`` is the most that it generates for a job; ``on_end`` is called when it has."""
+Inbox = queue.SimpleQueue[Job]
 
-    def __init__(self, llm: LLM, max_tokens: int | None = None, on_end: Callable[[Job], None] | None = None) -> None:
-        super().__init__(daemon=True)
-        self.error: BaseException | None = None
-        self._llm = llm
-        self._max_tokens = max_tokens
-        self._on_end = on_end
-        self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # by uid of the request
-        self._stopped = threading.Event()
 
-    def submit(self, job: Job) -> None:
-        """Continue a job, from any thread."""
-        self._inbox.put(job)
-
-    def close(self) -> None:
-        """End the thread, and raise what has ended it before."""
-        self._stopped.set()
-        self.join()
-        if self.error is not None:
-            raise self.error
-
-    def run(self) -> None:
-        """Run steps until `close`; an error ends all waiting, because nobody would answer."""
-        try:
-            while not self._stopped.is_set():
-                self._take()
-                if self._llm.scheduler.has_work:
-                    self._step()
-        except BaseException as error:
-            self.error = error
-            for job in self._jobs.values():
-                job.done.set()
-
-    def _take(self) -> None:
-        wait = not self._llm.scheduler.has_work
-        try:
+def _work(
+    llm: LLM, inbox: Inbox, stop: threading.Event, most: int | None = None, pass_on: Callable[[Job], None] | None = None
+) -> None:
+    """Step one engine until told to ``stop``. Of each job it generates ``most`` tokens, and then it passes it on."""
+    jobs: dict[int, Job] = {}  # by uid of the request
+    while not stop.is_set():
+        with suppress(queue.Empty):
             while True:
-                self._begin(self._inbox.get(wait, _PATIENCE))
-                wait = False
-        except queue.Empty:
-            pass
-
-    def _begin(self, job: Job) -> None:
-        left = job.max_tokens - len(job.tokens)
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=min(left, self._max_tokens or left))
-        request = self._llm.prepare(job.prompt + job.tokens, params, streaming=True)[0].request
-        self._jobs[request.uid] = job
-        self._llm.scheduler.add(request)
-
-    def _step(self) -> None:
-        output = self._llm.core.step()
+                job = inbox.get(not llm.scheduler.has_work, _PATIENCE)
+                left = job.max_tokens - len(job.tokens)
+                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=min(left, most or left))
+                request = llm.prepare(job.prompt + job.tokens, params, streaming=True)[0].request
+                jobs[request.uid] = job
+                llm.scheduler.add(request)
+        if not llm.scheduler.has_work:
+            continue
+        output = llm.core.step()
         now = time.perf_counter()
         for event in output.events:
-            job = self._jobs[event.request.uid]
-            job.tokens.append(event.token_id)
-            job.times.append(now)
+            jobs[event.request.uid].tokens.append(event.token_id)
+            jobs[event.request.uid].times.append(now)
         for request in output.finished:
-            job = self._jobs.pop(request.uid)
-            if request.error is not None or len(job.tokens) >= job.max_tokens or self._on_end is None:
-                job.done.set()
-            else:
-                self._on_end(job)
+            job = jobs.pop(request.uid)
+            if request.error is not None:
+                raise ConfigError(request.error)
+            if pass_on is not None and not job.done:
+                pass_on(job)
 
 
 class Handover:
@@ -157,36 +128,38 @@ def serve_apart(prefill: LLM, decode: LLM, jobs: Sequence[Job], num_slots: int) 
     for llm in (prefill, decode):
         llm.scheduler.memory.forget_unlocked()  # pages of earlier requests have no names
         llm.scheduler.memory.offload_to(_End(store, lock, llm is prefill))
-    second = EngineThread(decode)
+    first, second = Inbox(), Inbox()
 
     def hand_over(job: Job) -> None:
         evict_all(prefill)
-        second.submit(job)
+        second.put(job)
 
-    _serve([EngineThread(prefill, 1, hand_over), second], jobs, enter=1)
+    _serve(jobs, [first], [partial(_work, prefill, first, most=1, pass_on=hand_over), partial(_work, decode, second)])
 
 
 def serve_alike(engines: Sequence[LLM], jobs: Sequence[Job]) -> None:
     """Give the jobs to the engines in turn, each of which does everything for its own."""
-    _serve([EngineThread(llm) for llm in engines], jobs, enter=len(engines))
+    inboxes = [Inbox() for _ in engines]
+    _serve(jobs, inboxes, [partial(_work, llm, inbox) for llm, inbox in zip(engines, inboxes, strict=True)])
 
 
-def _serve(threads: Sequence[EngineThread], jobs: Sequence[Job], enter: int) -> None:
-    """Submit each job when its time has come, to the first ``enter`` threads in turn."""
-    for thread in threads:
-        thread.start()
-    start = time.perf_counter()
-    try:
-        for number, job in enumerate(sorted(jobs, key=lambda job: job.delay)):
-            time.sleep(max(0.0, start + job.delay - time.perf_counter()))
-            job.delay = time.perf_counter()  # from now on, when it arrived
-            threads[number % enter].submit(job)
-        for job in jobs:
-            while not job.done.wait(_PATIENCE) and all(thread.error is None for thread in threads):
-                pass
-    finally:
-        for thread in threads:
-            thread.close()
+def _serve(jobs: Sequence[Job], inboxes: Sequence[Inbox], workers: Sequence[Callable[..., None]]) -> None:
+    """Put each job into the next inbox when its time has come. An error of a worker ends all, and is raised."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        working = [pool.submit(work, stop=stop) for work in workers]
+        start = time.perf_counter()
+        try:
+            for number, job in enumerate(sorted(jobs, key=lambda job: job.delay)):
+                time.sleep(max(0.0, start + job.delay - time.perf_counter()))
+                job.delay = time.perf_counter()  # from now on, when it arrived
+                inboxes[number % len(inboxes)].put(job)
+            while not all(job.done for job in jobs) and not any(each.done() for each in working):
+                time.sleep(_PATIENCE)
+        finally:
+            stop.set()
+    for each in working:
+        each.result()
 
 
 def run_apart(
@@ -206,39 +179,34 @@ def run_apart(
     All numbers are medians of ``repeat`` runs; the single ones are in the report.
     """
     report = Report("apart", {"stream_len": _STREAM_LEN, "late_output": _LATE_OUTPUT})
-    columns = ["engines", "largest gap, median ms", "worst gap, ms", "first token of a long prompt, median ms"]
-    columns += ["from there to its second, median ms", "tokens/s"]
+    columns = (
+        "engines", "largest gap, median ms", "worst gap, ms", "first token of a long prompt, median ms",
+        "from there to its second, median ms", "tokens/s",
+    )  # fmt: skip
     title = f"{streams} streams and {requests} prompts of {input_len} tokens, on {devices[0]} and {devices[1]}"
     table = report.table(title, *columns)
     page_size = options.get("page_size", 16)
     tokens = streams * (_STREAM_LEN + output_len) + requests * (input_len + _LATE_OUTPUT)
-    sizes: dict[str, Any] = {
-        "num_pages": tokens // page_size + streams + requests,
-        "max_seq_len": max(input_len, _STREAM_LEN) + output_len,
-    }
-    cases: dict[str, tuple[str, Callable[[list[LLM], list[Job]], None]]] = {
-        "alike, prefill first": ("prefill-first", serve_alike),
-        "alike, mixed steps": ("mixed", serve_alike),
-        "apart": ("prefill-first", partial(_apart, num_slots=int(sizes["num_pages"]))),
-    }
-    for label, (policy, serve) in cases.items():
+    num_pages = tokens // page_size + streams + requests
+    sizes = {"num_pages": num_pages, "max_seq_len": max(input_len, _STREAM_LEN) + output_len}
+    cases = {"alike, prefill first": "prefill-first", "alike, mixed steps": "mixed", "apart": "prefill-first"}
+    for label, policy in cases.items():
         # Both are built before either runs: captured graphs and allocations of one would disturb the other.
         engines = [make_engine(model, {**sizes, "batch_policy": policy, "device": name, **options}) for name in devices]
         runs = []
         for seed in range(1 + repeat):  # the first compiles what is left to compile
             jobs = _jobs(engines[0], seed, streams, requests, rate, input_len, output_len)
-            serve(engines, jobs)
+            if label == "apart":
+                serve_apart(engines[0], engines[1], jobs, num_pages)
+            else:
+                serve_alike(engines, jobs)
             runs.append(_summary(jobs, streams))
         measured = list(zip(*runs[1:], strict=True))
         report.samples |= {f"{label}, {name}": list(each) for name, each in zip(columns[1:], measured, strict=True)}
         table.add(label, *map(median, measured))
-        del engines
-        free_memory()
+        for llm in engines:
+            llm.close()
     return report
-
-
-def _apart(engines: Sequence[LLM], jobs: Sequence[Job], num_slots: int) -> None:
-    serve_apart(engines[0], engines[1], jobs, num_slots)
 
 
 def _jobs(llm: LLM, seed: int, streams: int, requests: int, rate: float, input_len: int, output_len: int) -> list[Job]:
@@ -254,13 +222,10 @@ def _jobs(llm: LLM, seed: int, streams: int, requests: int, rate: float, input_l
 
 
 def _summary(jobs: Sequence[Job], streams: int) -> list[float]:
+    """The numbers of a row, in the order of the columns."""
     gaps = [1e3 * float(np.diff(job.times).max()) for job in jobs[:streams]]
     late = jobs[streams:]
     seconds = max(job.times[-1] for job in jobs) - min(job.delay for job in jobs)
-    return [
-        median(gaps),
-        max(gaps),
-        1e3 * median(job.times[0] - job.delay for job in late),
-        1e3 * median(job.times[1] - job.times[0] for job in late),
-        sum(len(job.tokens) for job in jobs) / seconds,
-    ]
+    to_first = 1e3 * median(job.times[0] - job.delay for job in late)
+    to_second = 1e3 * median(job.times[1] - job.times[0] for job in late)
+    return [median(gaps), max(gaps), to_first, to_second, sum(len(job.tokens) for job in jobs) / seconds]

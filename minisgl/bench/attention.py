@@ -6,11 +6,10 @@ A step's keys and values take turns among as many layers as the L2 cache cannot 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +18,11 @@ from minisgl.attention.select import ATTENTION_BACKENDS, AttentionFactory, flash
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.batch import Batch, DeviceBatch, batch_arrays, build_batch, device_batch, to_device
 from minisgl.bench import gpu
-from minisgl.bench.report import Report, Target
-from minisgl.bench.workloads import WORKLOADS, free_memory, make_engine, run_workload
+from minisgl.bench.report import Report
+from minisgl.bench.workloads import WORKLOADS, make_engine, workload_values
 from minisgl.context import AttentionBackend, AttentionSpec
-from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache, PageTable
-from minisgl.llm import LLM
 from minisgl.registry import resolve
 
 _DEVICE = torch.device("cuda")
@@ -38,14 +35,6 @@ _QUERY_HEADS = {"0.6B": 16, "14B": 40}  # of Qwen3
 _MIXED = "256 × 100…2,000"
 _GROUPS = (1, 2, 4, 8, 16)
 _ALONE, _SHARES = "a program for each row and query head", "equal shares of all keys"
-TEXT = Path("chapters", "04-paged-kv.md")
-_ROUNDINGS: Mapping[str, Mapping[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "float32, KV in fp8": {"dtype": "float32", "kv_dtype": "fp8"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "bfloat16, KV in fp8": {"dtype": "bfloat16", "kv_dtype": "fp8"},
-}
-"""Options of engines that differ only in how they round; the first is the reference of the others."""
 
 
 class Step(NamedTuple):
@@ -120,7 +109,7 @@ def run_attention(backends: Sequence[str] = (), repeat: int = 3) -> Report:
                 else:
                     flops = step.flops(heads)
                     prefill.add(step.name, flops / 1e9, *micros, flops / min(micros) / 1e6)
-    report.targets.append(Target("256 rows of mixed lengths, × copy speed", mixed_share, 0.88, at_least=True))
+    report.target("256 rows of mixed lengths, × copy speed", mixed_share, 0.88, at_least=True)
     return report
 
 
@@ -227,70 +216,6 @@ def run_attention_steps(repeat: int = 3) -> Report:
     return report
 
 
-class TextScores(NamedTuple):
-    """What a model predicts along a text."""
-
-    logprobs: torch.Tensor  # float32[tokens] of each next token of the text
-    argmax: torch.Tensor  # [tokens] the token that the model would have chosen in its place
-    largest: torch.Tensor  # float32[1, 2] absolute value among the keys, and among the values
-
-
-def run_fp8_error(model: str = "default", text: Path = TEXT, tokens: int = 2048, window: int = 1024) -> Report:
-    """Compare the predictions of engines that round differently, along the same text.
-
-    All attention reads what is stored, so one pass over a text shows the error that decoding it would have.
-    """
-    scores: dict[str, TextScores] = {}
-    ids: list[int] = []
-    for name, options in _ROUNDINGS.items():
-        sizes: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": -(-window // PAGE_SIZE)}
-        llm = LLM(model, enforce_eager=True, max_running_requests=1, **sizes, **options)
-        ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
-        parts = [score_text(llm.engine, ids[start : start + window]) for start in range(0, len(ids) - 1, window)]
-        scores[name] = TextScores(*map(torch.cat, zip(*parts, strict=True)))
-        del llm
-        free_memory()
-    reference = next(iter(scores.values()))
-    title = f"{model}, {len(reference.logprobs)} tokens of text: logprob of each, against the first line"
-    columns = ("computed in", "perplexity", "mean difference", "largest difference", "same choice")
-    report = Report("fp8-error", {"tokens": len(ids)})
-    table = report.table(title, *columns, "largest k", "and v")
-    for name, each in scores.items():
-        difference = (each.logprobs - reference.logprobs).abs()
-        same = float((each.argmax == reference.argmax).float().mean())
-        errors = (float((-each.logprobs.mean()).exp()), float(difference.mean()), float(difference.max()))
-        table.add(name, *errors, f"{same:.1%}", *each.largest.amax(0).tolist())
-    return report
-
-
-@torch.inference_mode()
-def score_text(engine: Engine, ids: Sequence[int]) -> TextScores:
-    """Feed all of ``ids`` but the last as one prompt, over the first pages of an idle engine."""
-    logits, count, kv_cache = text_logits(engine, ids), len(ids) - 1, engine.kv_cache
-    following = torch.tensor(ids[1:], device=logits.device)
-    logprobs = logits.log_softmax(-1).gather(1, following[:, None]).squeeze(1)
-    pages = -(-count // kv_cache.page_size)
-    written = [memory[:, :pages].flatten(1, 2)[:, :count] for memory in (kv_cache.k, kv_cache.v)]
-    largest = torch.stack([memory.float().abs().max() for memory in written])
-    return TextScores(logprobs, logits.argmax(-1), largest[None])
-
-
-@torch.inference_mode()
-def text_logits(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
-    """What follows each of ``ids`` but the last, fed as one prompt over the first pages of an idle engine: float32."""
-    runner, count = engine.runner, len(ids) - 1
-    page_size = runner.kv_cache.page_size
-    pages = np.arange(-(-count // page_size), dtype=np.int32)[None]
-    zero = np.zeros(1, dtype=np.int32)
-    batch = build_batch(zero, np.array([count], dtype=np.int32), zero, pages, page_size, zero, zero, num_decode=0)
-    tokens = torch.tensor(ids, dtype=torch.int32, device=runner.device)
-    staged = to_device(batch_arrays(batch), runner.device)
-    inputs = device_batch(staged, tokens[:-1], torch.from_numpy(pages).to(runner.device))
-    inputs = replace(inputs, logit_rows=torch.arange(count, dtype=torch.int32, device=runner.device))
-    runner.attention.plan(batch, inputs)
-    return runner.forward(inputs).float()
-
-
 def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> Report:
     """Attention alone and a whole workload, with keys and values of 16 and of 8 bits."""
     gpu.require_cuda("fp8")
@@ -310,14 +235,11 @@ def run_fp8(model: str = "Qwen3-0.6B", work: str = "mixed", repeat: int = 1) -> 
     unit = f"{work}, {workload.unit}"
     table = report.table(f"{model}, whole engine", "kv_dtype", "bytes a token", "tokens that fit", unit)
     for kv_dtype in ("auto", "fp8"):
-        llm = make_engine(model, {"kv_dtype": kv_dtype})
-        runs = (run_workload(llm, workload, seed) for seed in range(repeat))
-        values = report.samples[kv_dtype] = [run.value(workload) for run in runs]
-        engine, page_size = llm.engine, llm.config.page_size
-        token, room = engine.page_bytes // page_size, engine.num_pages * page_size
-        table.add(kv_dtype, token, room, statistics.median(values))
-        del llm, engine
-        free_memory()
+        with make_engine(model, {"kv_dtype": kv_dtype}) as llm:
+            values = report.samples[kv_dtype] = workload_values(llm, workload, repeat)
+            page_size = llm.config.page_size
+            token, room = llm.engine.page_bytes // page_size, llm.engine.num_pages * page_size
+            table.add(kv_dtype, token, room, statistics.median(values))
     return report
 
 

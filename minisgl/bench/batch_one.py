@@ -1,21 +1,25 @@
-"""One request alone: where each millisecond of a token goes, version by version and kernel by kernel."""
+"""Where each millisecond goes: in whole workloads, and in one token of one request, version by version.
+
+Both go down to kernels: of a workload those that cost most, of a token each launch of a layer.
+"""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from minisgl.batch import Batch, DeviceBatch, build_batch
-from minisgl.bench.gpu import Call, copy_bandwidth, launched, milliseconds
+from minisgl.bench.gpu import Launch, copy_bandwidth, launched, milliseconds
 from minisgl.bench.report import Report, Table
-from minisgl.bench.workloads import ALL_OFF, make_engine
+from minisgl.bench.workloads import ALL_OFF, WORKLOADS, make_engine, run_workload
 from minisgl.context import AttentionBackend
 from minisgl.engine.cuda_graph import CpuGraph, CudaGraphCapture, CudaGraphRunner, graph_sizes, measure_graph_memory
 from minisgl.engine.model_runner import ModelRunner
@@ -23,27 +27,23 @@ from minisgl.engine.sampler import FusedSampler
 from minisgl.engine.sampling import HostSampling
 from minisgl.kernels.launch import without_pdl
 from minisgl.kernels.persistent_decoder import OPERATIONS, PersistentKernel
+from minisgl.llm import LLM
 from minisgl.models.decoder import CausalLM
 from minisgl.models.fusions import fuse_layers
 from minisgl.models.persistent_decoder import PersistentDecoder
 from minisgl.models.single_token import SingleTokenDecoder
+from minisgl.trace import DEVICE, HOST, Trace
 
 _OPTIONS: dict[str, Any] = {**ALL_OFF, "num_pages": 512, "max_running_requests": 2}
 _TIMED_STEPS = 20
 _MOST_ROWS = 256
+_KERNEL_ROWS = 25
+_NAME_LENGTH = 80  # names of C++ templates have hundreds of characters
 _FUSIONS = {
     "norm": "residual and norm as one kernel",
     "rope": "QK-norm, rotation and KV store as one kernel",
     "activation": "SiLU·mul as one kernel",
 }
-
-
-class Launch(NamedTuple):
-    """A kernel, a copy or a fill: when it began and ended, in microseconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 class NotCompiled:
@@ -69,8 +69,10 @@ def run_batch_one(
     table = report.table(f"{model}, one token of one request", *columns)
     for name, version, detailed in _versions(runner):
         steps = [partial(version.run, batch, HostSampling()) for batch in batches]
-        times = [_step_milliseconds(step, runner.device, repeat) for step in steps]
-        launches = _launches(steps[1], runner.device)
+        # A step among others that are launched one after another, without waiting for any.
+        rows = [lambda step=step: [step() for _ in range(_TIMED_STEPS)] for step in steps]
+        times = [milliseconds([row] * (repeat + 1), runner.device) / _TIMED_STEPS for row in rows]
+        launches = launched(steps[1], runner.device)
         alone = sum(launch.end - launch.start for launch in launches) / 1e3
         table.add(name, len(launches), *times, alone)
         if detailed:
@@ -132,21 +134,6 @@ def _decode_step(runner: ModelRunner, length: int) -> Batch:
     return build_batch(zero, one, cached, pages[None], page_size, zero, zero, num_decode=1)
 
 
-def _step_milliseconds(step: Call, device: torch.device, repeat: int) -> float:
-    """Median time of a step among others that are launched one after another, without waiting for any."""
-    return milliseconds([lambda: [step() for _ in range(_TIMED_STEPS)]] * (repeat + 1), device) / _TIMED_STEPS
-
-
-def _launches(step: Call, device: torch.device) -> list[Launch]:
-    """What a step launches, in order, by names without types and namespaces; on a CPU, PyTorch's operators."""
-    launches: list[Launch] = []
-    for event in sorted(launched(step, device), key=lambda event: event.time_range.start):
-        plain = re.sub(r"<.*", "", event.name.replace("(anonymous namespace)::", ""), flags=re.DOTALL)
-        name = plain.split("(")[0].strip().rsplit("::", 1)[-1].removeprefix("void ")
-        launches.append(Launch(name, event.time_range.start, event.time_range.end))
-    return launches
-
-
 def _kernels(version: str, launches: Sequence[Launch]) -> Table:
     """Kernels, by the total time of their launches."""
     times: defaultdict[str, list[float]] = defaultdict(list)
@@ -186,13 +173,10 @@ def _instructions(decoder: PersistentDecoder, inputs: DeviceBatch) -> Table:
     columns = ["instruction", "first begins, µs", "ready, µs", "last ready, µs", "done, µs", "last done, µs"]
     table = Table("one layer in time: persistent decoder", columns)
     for operation, (began, ready, done) in zip(OPERATIONS, since.permute(1, 3, 0, 2), strict=True):
-        spread = [began.amin(dim=1), ready.nanmedian(dim=1).values, _nanmax(ready), done.median(dim=1).values]
-        table.add(operation, *(float(each.median()) for each in (*spread, done.amax(dim=1))))
+        last_ready = ready.nan_to_num(-torch.inf).amax(dim=1)
+        medians = (began.amin(dim=1), ready.nanmedian(dim=1).values, last_ready, done.median(dim=1).values)
+        table.add(operation, *(float(each.median()) for each in (*medians, done.amax(dim=1))))
     return table
-
-
-def _nanmax(values: torch.Tensor) -> torch.Tensor:
-    return values.nan_to_num(-torch.inf).amax(dim=1)
 
 
 def repetition(names: Sequence[str]) -> tuple[int, int]:
@@ -224,3 +208,58 @@ def _bytes_read(runner: ModelRunner, length: int) -> int:
         weights -= sum(parameter.nbytes for parameter in model.model.embed_tokens.parameters())
     cache = runner.kv_cache
     return weights + 2 * cache.k[:, 0, 0].nbytes * length
+
+
+def run_profile(
+    model: str = "Qwen3-0.6B", work: str = "mixed", options: Mapping[str, Any] = {}, trace: Path | None = None
+) -> Report:
+    """Run a workload under `minisgl.trace`, and again under PyTorch's profiler."""
+    llm = make_engine(model, options)
+    with llm.trace() as recording:
+        run_workload(llm, WORKLOADS[work], seed=1)
+    if trace is not None:
+        recording.export(trace)
+    report, title = Report("profile", {"workload": work}), f"{model} {work}"
+    summary = recording.summary()
+    report.target(f"{title}, host time a step, ms", summary.host_median * 1e3, 1.0, at_least=False)
+    if summary.gpu_idle is not None:
+        idle = summary.gpu_idle * 100
+        report.target(f"{title}, GPU idle between decode steps, %", idle, 3.0, at_least=False)
+    columns = ("step", "number", "device, ms in all", "device, median ms", "host, median ms")
+    _add_steps(report.table(f"{title}: steps", *columns), recording)
+    columns = ("kernel", "launches", "ms in all", "µs each", "% of the time")
+    _add_kernels(report.table(f"{title}: kernels", *columns), llm, work)
+    return report
+
+
+def _add_steps(table: Table, trace: Trace) -> None:
+    """Kinds of steps: how many there were, and how long the device and the host took for one."""
+    spans = [event for event in trace.events if "step" in event.args]
+    device = {event.args["step"]: event for event in spans if event.track == DEVICE}
+    host: defaultdict[int, float] = defaultdict(float)
+    for event in spans:
+        if event.track == HOST and event.name != "wait":
+            host[event.args["step"]] += event.end - event.start
+    for kind in sorted({event.name for event in device.values()}):
+        steps = [step for step, event in device.items() if event.name == kind]
+        on_device = [1e3 * (device[step].end - device[step].start) for step in steps]
+        on_host = [1e3 * host[step] for step in steps]
+        table.add(kind, len(steps), sum(on_device), statistics.median(on_device), statistics.median(on_host))
+
+
+def _add_kernels(table: Table, llm: LLM, workload: str) -> None:
+    """Kernels of the device (PyTorch's operators on a CPU), the most expensive first."""
+    on_cuda = llm.engine.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
+        run_workload(llm, WORKLOADS[workload], seed=2)
+        if on_cuda:
+            torch.cuda.synchronize()
+    times = [
+        (entry.self_device_time_total if on_cuda else entry.self_cpu_time_total, entry.count, entry.key)
+        for entry in profiler.key_averages()
+    ]
+    total = sum(micros for micros, _, _ in times)
+    for micros, count, name in sorted(times, reverse=True)[:_KERNEL_ROWS]:
+        if micros > 0:
+            table.add(name[:_NAME_LENGTH], count, micros / 1e3, micros / count, 100 * micros / total)

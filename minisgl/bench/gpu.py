@@ -7,6 +7,7 @@ at the arithmetic's, and a fixed cost for each kernel.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from minisgl.batch import Batch
@@ -96,8 +96,16 @@ def milliseconds(calls: Iterable[Call], device: torch.device) -> float:
     return statistics.median(times[1:])
 
 
-def launched(call: Call, device: torch.device) -> list[FunctionEvent]:
-    """Kernels, copies and fills that one call starts; on a CPU, PyTorch's operators."""
+class Launch(NamedTuple):
+    """A kernel, a copy or a fill: when it began and ended, in microseconds."""
+
+    name: str  # without types and namespaces
+    start: float
+    end: float
+
+
+def launched(call: Call, device: torch.device) -> list[Launch]:
+    """Kernels, copies and fills that one call starts, in order; on a CPU, PyTorch's operators."""
     activities, kind = [ProfilerActivity.CPU], DeviceType.CPU
     if device.type == "cuda":
         activities, kind = [*activities, ProfilerActivity.CUDA], DeviceType.CUDA
@@ -105,7 +113,13 @@ def launched(call: Call, device: torch.device) -> list[FunctionEvent]:
     with profile(activities=activities, acc_events=True) as profiler:
         call()
         synchronize(device)
-    return [each for each in profiler.events() or [] if each.device_type == kind and each.cpu_parent is None]
+    launches: list[Launch] = []
+    for event in profiler.events() or []:
+        if event.device_type == kind and event.cpu_parent is None:
+            plain = re.sub(r"<.*", "", event.name.replace("(anonymous namespace)::", ""), flags=re.DOTALL)
+            name = plain.split("(")[0].strip().rsplit("::", 1)[-1].removeprefix("void ")
+            launches.append(Launch(name, event.time_range.start, event.time_range.end))
+    return sorted(launches, key=lambda launch: launch.start)
 
 
 def copy_bandwidth() -> float:

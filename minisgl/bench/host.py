@@ -93,8 +93,7 @@ def run_host(
             loop = _loop(count, _PROMPT_LENS[1] + output_len, page_size)
             rng = np.random.default_rng(0)
             for uid, length in enumerate(rng.integers(*_PROMPT_LENS, size=count).tolist()):
-                prompt = rng.integers(_VOCAB, size=length, dtype=np.int32)
-                loop.scheduler.add(_request(uid, prompt, output_len, kind == "watched"))
+                _add(loop, uid, rng.integers(_VOCAB, size=length, dtype=np.int32), output_len, kind == "watched")
             micros = [1e6 * seconds for seconds in _decode_seconds(loop, count, steps, nullcontext())]
             medians.append(median(micros))
             decode.add(kind, count, medians[-1], float(np.percentile(micros, 95)))
@@ -137,7 +136,7 @@ def _prefill_micros(requests: int, prefix_len: int, page_size: int) -> float:
         prompts = [np.concatenate([prefix, suffix]) for suffix in suffixes]
         start = time.perf_counter()
         for uid, prompt in enumerate(prompts, first_uid):
-            loop.scheduler.add(_request(uid, prompt, 1, watched=False))
+            _add(loop, uid, prompt, 1, watched=False)
         while loop.scheduler.has_work:
             loop.step()
         micros.append((time.perf_counter() - start) / requests * 1e6)
@@ -152,9 +151,9 @@ def _loop(max_running: int, max_seq_len: int, page_size: int) -> EngineLoop:
     return EngineLoop(Scheduler(table, memory, Policies()), NullExecutor())
 
 
-def _request(uid: int, prompt: Int32Array, output_len: int, watched: bool) -> Request:
+def _add(loop: EngineLoop, uid: int, prompt: Int32Array, output_len: int, watched: bool) -> None:
     params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-    return Request(uid, prompt, params, max_len=len(prompt) + output_len, watched=watched)
+    loop.scheduler.add(Request(uid, prompt, params, max_len=len(prompt) + output_len, watched=watched))
 
 
 def run_overlap(
@@ -189,7 +188,7 @@ def run_overlap(
             measured.add(count, _ON_OFF[on], 1e3 * step, count / step, 1e3 * device, idle)
         if llm.engine.device.type == "cuda":
             host = 1e3 * recordings[True].summary().host_median
-            report.targets.append(Target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False))
+            report.target(f"host time a step of {count} rows, ms", host, 1.0, at_least=False)
     report.traces.update({_ON_OFF[on]: trace.excerpt(steps // 2, _EXCERPT_STEPS) for on, trace in recordings.items()})
     title = f"{rows[-1]} rows and a slower host, ms a step"
     slower = report.table(title, "added to the host", "overlap off", "on")

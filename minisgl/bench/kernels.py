@@ -16,7 +16,7 @@ from torch._inductor.exc import InductorError
 from minisgl.attention.torch_backend import PagedAttention
 from minisgl.batch import Batch, DeviceBatch
 from minisgl.bench import gpu
-from minisgl.bench.report import Cell, Report, Table, Target
+from minisgl.bench.report import Cell, Report, Table
 from minisgl.bench.workloads import FOR_ONE_GPU, model_dir
 from minisgl.context import AttentionSpec, ForwardContext, forward_context
 from minisgl.engine.logits_processors import keep_top, softmax_weights
@@ -79,7 +79,7 @@ def run_kernels(tokens: Sequence[int] = (1, 256, 8192), repeat: int = 3) -> Repo
         for name, config in configs.items():
             report.tables += [_layer_table(name, config, count, repeat) for count in tokens if count <= 256]
     reached = min((float(row[3]) / float(row[4]) for row in table.rows if float(row[2]) > 200), default=0.0)
-    report.targets.append(Target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True))
+    report.target("slowest kernel over 200 MB, share of copy speed", reached, _ONE_PASS, at_least=True)
     return report
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import minisgl
-from minisgl.batch import Batch, StepPhase
-from minisgl.bench.report import Cell, Report, Target
+from minisgl.batch import Batch, PendingStep
+from minisgl.bench.report import Report
 from minisgl.bench.routing import PAGE_SIZE, ROUTERS, CacheAware, RoundRobin, Router
 from minisgl.bench.simulation import (
     Arrival,
@@ -35,7 +35,7 @@ from minisgl.bench.workloads import SHAPES, make_engine
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from minisgl.registry import resolve
-from minisgl.request import Request
+from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.scheduler import StepOutput
 
 _RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
@@ -56,9 +56,6 @@ _REAL_TIME = "real-time"
 _SLOW = StepTime(weights=0.05, token=1e-3, key=1e-5, pair=1e-7)
 """Steps so long that they can be slept through on a busy machine."""
 _BUSY = 0.7  # share of what one engine can serve that each of two is sent
-
-
-# -- step times ----------------------------------------------------------------------------------------------------
 
 
 def calibrated(model: str = "Qwen3-14B") -> StepTime:
@@ -98,31 +95,24 @@ class RealReplica(Replica):
     def __init__(self, llm: LLM) -> None:
         cache = llm.scheduler.memory.cache
         assert isinstance(cache, ReportingCache)
-        super().__init__(llm.loop, cache)
+        super().__init__(EngineLoop(llm.scheduler, self), cache)
         self.steps: list[tuple[Batch, float]] = []
         self._clock = time.perf_counter if llm.engine.device.type == "cuda" else time.thread_time
+        self._engine = llm.engine
         self._batch: Batch | None = None
-        llm.loop.observers[:] = [self]
 
-    def _timed(self) -> tuple[float, StepOutput]:
-        begin = self._clock()
+    def launch(self, batch: Batch) -> PendingStep:
+        """As an `Executor`, note what the step computes, and let the engine compute it."""
+        self._batch = batch
+        return self._engine.launch(batch)
+
+    def timed_step(self) -> tuple[float, StepOutput]:
+        self._batch, begin = None, self._clock()
         output = self.loop.step()
         seconds = self._clock() - begin
         if self._batch is not None:
             self.steps.append((self._batch, seconds))
-        self._batch = None
         return seconds, output
-
-    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
-        """As a `StepObserver`, see which batch is launched."""
-        if phase == "launch":
-            self._batch = batch
-
-    def end(self, phase: StepPhase, batch: Batch | None) -> None:
-        pass
-
-    def finish(self, requests: Sequence[Request]) -> None:
-        pass
 
 
 def real_engine(model: str, pool_tokens: int, options: Mapping[str, Any]) -> LLM:
@@ -130,9 +120,6 @@ def real_engine(model: str, pool_tokens: int, options: Mapping[str, Any]) -> LLM
     cache = {"prefix_cache": "minisgl.bench.simulation:ReportingCache", "page_size": PAGE_SIZE}
     sizes = {"num_pages": pool_tokens // PAGE_SIZE, "max_running_requests": 64, "overlap": False}
     return make_engine(model, {**sizes, **cache, **options})
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
 
 
 def run_simulation(
@@ -163,8 +150,8 @@ def run_simulation(
     for number in replicas:
         lasts = max(min(_SHORTEST, seconds), seconds * min(1.0, (_LONG / number) ** 0.5))
         traffic = Conversations(load * number, lasts, max(8, 2 * number))
-        for name in ROUTERS if number <= _FEW else ("round-robin", "kv-aware"):
-            cases.append(_Case(spec, traffic, number, name))
+        names = ROUTERS if number <= _FEW else ("round-robin", "kv-aware")
+        cases += [(spec, traffic, number, name) for name in names]
     plan = report.table(
         f"replicas that {_PLANNED * load:g} requests a second need, {_IN_TIME:.0%} of them in time",
         "router", "replicas", "hit rate, %", "in time, %", "$ a million tokens",
@@ -173,9 +160,16 @@ def run_simulation(
     # The largest first, so that no processor is left with one at the end.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         planned = [pool.submit(_smallest, spec, traffic, name, objective) for name in ROUTERS]
-        running = {case: pool.submit(case.run) for case in sorted(cases, key=lambda case: -case.num_replicas)}
+        running = {case: pool.submit(serve_traffic, *case) for case in sorted(cases, key=lambda case: -case[2])}
         for case in cases:
-            table.add(case.num_replicas, case.router, *_summary(running[case].result(), objective, dollars))
+            outcome = running[case].result()
+            good = outcome.good(*objective)
+            p50, p99 = np.percentile(outcome.ttft, (50, 99)).tolist()
+            table.add(
+                *case[2:], len(good), 100 * outcome.hit_rate, p50, p99, 1e3 * float(np.median(outcome.tpot)),
+                100 * float(good.mean()), float(good.sum()) / outcome.seconds,
+                outcome.dollars_per_million(good, dollars), outcome.imbalance,
+            )  # fmt: skip
         for name, future in zip(ROUTERS, planned, strict=True):
             outcome = future.result()
             good = outcome.good(*objective)
@@ -184,24 +178,12 @@ def run_simulation(
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A fleet, and the traffic that it gets."""
-
-    spec: ReplicaSpec
-    traffic: Conversations
-    num_replicas: int
-    router: str
-
-    def run(self) -> Outcome:
-        """What became of the requests that do not belong to the warm-up."""
-        gc.freeze()
-        fleet = Fleet(
-            [SimulatedReplica(self.spec, seed) for seed in range(self.num_replicas)],
-            make_router(self.router, self.num_replicas, self.spec.pool_tokens),
-        )
-        outcome = fleet.run(self.traffic.arrivals(), self.traffic.seconds)
-        return outcome.since(_WARM_UP * self.traffic.seconds)
+def serve_traffic(spec: ReplicaSpec, traffic: Conversations, num_replicas: int, router: str) -> Outcome:
+    """What a fleet makes of the requests that do not belong to the warm-up."""
+    gc.freeze()
+    replicas = [SimulatedReplica(spec, seed) for seed in range(num_replicas)]
+    fleet = Fleet(replicas, make_router(router, num_replicas, spec.pool_tokens))
+    return fleet.run(traffic.arrivals(), traffic.seconds).since(_WARM_UP * traffic.seconds)
 
 
 def make_router(name: str, num_replicas: int, pool_tokens: int) -> Router:
@@ -214,22 +196,10 @@ def make_router(name: str, num_replicas: int, pool_tokens: int) -> Router:
 def _smallest(spec: ReplicaSpec, traffic: Conversations, router: str, objective: tuple[float, float]) -> Outcome:
     """The smallest fleet that keeps the objective, or one of twice as many replicas as the load was made for."""
     for number in range(2, 2 * _PLANNED + 1):
-        outcome = _Case(spec, traffic, number, router).run()
+        outcome = serve_traffic(spec, traffic, number, router)
         if outcome.good(*objective).mean() >= _IN_TIME:
             break
     return outcome
-
-
-def _summary(outcome: Outcome, objective: tuple[float, float], dollars: float) -> list[Cell]:
-    good = outcome.good(*objective)
-    p50, p99 = np.percentile(outcome.ttft, (50, 99)).tolist()
-    return [
-        len(good), 100 * outcome.hit_rate, p50, p99, 1e3 * float(np.median(outcome.tpot)), 100 * float(good.mean()),
-        float(good.sum()) / outcome.seconds, outcome.dollars_per_million(good, dollars), outcome.imbalance,
-    ]  # fmt: skip
-
-
-# -- two real engines ----------------------------------------------------------------------------------------------
 
 
 class RealTimeFleet(Fleet):
@@ -299,39 +269,27 @@ def _add_check(report: Report, kind: str, options: Mapping[str, Any]) -> None:
     unit = float(Fleet([alone], RoundRobin(1)).run(at_once, 1.0).finished.max() / len(at_once) / _BUSY)
     traffic = replace(_SMALL, rate=2 / unit, seconds=_SMALL.seconds * unit, pause=_SMALL.pause * unit)
     for name in ("round-robin", "kv-aware"):
-        measured, simulated = [], []
+        outcomes: dict[str, list[Outcome]] = {"measured": [], "simulated": []}
         for seed in range(_CHECKS if engines else 1):
-            outcome, steps = _measure(spec, engines, name, traffic)
-            measured.append(outcome)
-            if engines:
+            for llm in engines:  # their caches are empty, too
+                llm.scheduler.memory.forget_unlocked()
+            real = [RealReplica(llm) for llm in engines]
+            router = make_router(name, 2, _SMALL_POOL)
+            fleet = Fleet(real, router) if real else RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], router)
+            outcomes["measured"].append(fleet.run(traffic.arrivals(), traffic.seconds))
+            if steps := [step for replica in real for step in replica.steps]:
                 spec = replace(spec, step_time=StepTime.fitted(*zip(*steps, strict=True)))
-            replicas = [SimulatedReplica(spec, 2 * seed + number) for number in range(2)]
-            fleet = Fleet(replicas, make_router(name, 2, _SMALL_POOL))
-            simulated.append(fleet.run(traffic.arrivals(), traffic.seconds))
+            fleet = Fleet([SimulatedReplica(spec, 2 * seed + n) for n in range(2)], make_router(name, 2, _SMALL_POOL))
+            outcomes["simulated"].append(fleet.run(traffic.arrivals(), traffic.seconds))
         step_time = asdict(replace(spec.step_time, spread=()))
         report.settings[f"check {kind}, {name}"] = {"step_time": step_time, "pool_tokens": _SMALL_POOL}
-        found = {}
-        for way, outcomes in (("measured", measured), ("simulated", simulated)):
-            found[way] = np.mean([_check_numbers(outcome) for outcome in outcomes], axis=0).tolist()
-            table.add(name, way, sum(len(outcome.first) for outcome in outcomes), *found[way])
-        for column, real, expected in zip(table.columns[3:], *found.values(), strict=True):
+        found: dict[str, list[float]] = {}
+        for way, some in outcomes.items():
+            found[way] = np.mean([_check_numbers(each) for each in some], axis=0).tolist()
+            table.add(name, way, sum(len(each.first) for each in some), *found[way])
+        for column, taken, expected in zip(table.columns[3:], *found.values(), strict=True):
             title = f"{kind}, {name}, {column.rpartition(',')[0]}: simulated and measured differ by, %"
-            report.targets.append(Target(title, 100 * abs(expected / real - 1), 100 * _AGREE, at_least=False))
-
-
-def _measure(
-    spec: ReplicaSpec, engines: Sequence[LLM], router: str, traffic: Conversations
-) -> tuple[Outcome, list[tuple[Batch, float]]]:
-    """Two replicas with empty caches, of the engines or else in real time, and the engines' steps."""
-    policy = make_router(router, 2, _SMALL_POOL)
-    if not engines:
-        fleet = RealTimeFleet([SimulatedReplica(spec) for _ in range(2)], policy)
-        return fleet.run(traffic.arrivals(), traffic.seconds), []
-    for llm in engines:
-        llm.scheduler.memory.forget_unlocked()
-    replicas = [RealReplica(llm) for llm in engines]
-    outcome = Fleet(replicas, policy).run(traffic.arrivals(), traffic.seconds)
-    return outcome, [step for replica in replicas for step in replica.steps]
+            report.target(title, 100 * abs(expected / taken - 1), 100 * _AGREE, at_least=False)
 
 
 def _check_numbers(outcome: Outcome) -> list[float]:

@@ -204,15 +204,15 @@ def run_faults(
                     told, kind = max(cost, default=None), kind or found[0]
                     results.append(KillResult(found, kind, restart, records, told, state, seconds, noticed, left, stop))
             left += _left_processes(tree) + sorted(map(str, _left_memory(shared)))
-            left += sorted(f"TMPDIR/{entry}" for entry in _entries(running.directory))
+            left += sorted(f"TMPDIR/{entry.name}" for entry in running.directory.iterdir())
         return results
 
     first = kill([None], restart=False)
     watching, *engine = first[0].kinds
-    others = [result for kind in engine for result in kill([kind], restart=False)]
-    restarted = kill([*engine, watching], restart=True)
-    stopped = [result for kind in engine for result in kill([kind], restart=False, stop=True)]
-    return fault_report([*others, *first, *restarted, *stopped, *kill(engine, restart=True, stop=True)])
+    results = [result for kind in engine for result in kill([kind], restart=False)]
+    results += [*first, *kill([*engine, watching], restart=True)]
+    results += [result for kind in engine for result in kill([kind], restart=False, stop=True)]
+    return fault_report([*results, *kill(engine, restart=True, stop=True)])
 
 
 async def _load_and_kill(
@@ -274,10 +274,6 @@ def _left_memory(before: set[Path]) -> set[Path]:
     return left
 
 
-def _entries(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-
-
 def fault_report(results: Sequence[KillResult]) -> Report:
     """How the requests in flight ended, and how the server ended or went on, for each kill.
 
@@ -294,12 +290,10 @@ def fault_report(results: Sequence[KillResult]) -> Report:
         requests.add(each.name, sent, *(count[outcome] for outcome in seen), "–" if each.told is None else each.told)
         servers.add(each.name, each.server, each.seconds, ", ".join(each.left) or "nothing")
         if each.kind != each.kinds[0]:
-            title = f"{each.name}: requests with an answer, share"
-            report.targets.append(Target(title, told / sent, 1.0, at_least=True))
+            report.target(f"{each.name}: requests with an answer, share", told / sent, 1.0, at_least=True)
         if each.told is not None:
-            title = f"{each.name}: until the last one knew, s"
             limit = 1.0 + 2 * _HANG_TIMEOUT * each.stopped
-            report.targets.append(Target(title, each.told, limit, at_least=False))
-        title = f"{each.name}: ended with an error or serves again, and left nothing"
-        report.targets.append(Target(title, float(each.noticed and not each.left), 1.0, at_least=True))
+            report.target(f"{each.name}: until the last one knew, s", each.told, limit, at_least=False)
+        fine = f"{each.name}: ended with an error or serves again, and left nothing"
+        report.target(fine, float(each.noticed and not each.left), 1.0, at_least=True)
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -75,6 +76,10 @@ class Report:
         self.tables.append(Table(title, columns))
         return self.tables[-1]
 
+    def target(self, name: str, value: float, limit: float, at_least: bool) -> None:
+        """Add a goal, met or missed."""
+        self.targets.append(Target(name, value, limit, at_least))
+
     def show(self, console: Console) -> None:
         """Print the tables, and the targets as the last of them."""
         rows: list[list[Cell]] = [[each.name, each.value, each.aim, each.verdict] for each in self.targets]
@@ -113,6 +118,11 @@ class Report:
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         for name, trace in self.traces.items():
             trace.export(path.with_name(f"trace-{path.stem}-{name}.json"), about)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and most."""
+    return statistics.median(values), min(values), max(values)
 
 
 def _format(cell: Cell) -> str:

@@ -33,18 +33,6 @@ class Router(Protocol):
         ...
 
 
-class EventListener(Protocol):
-    """What a router is that listens to the replicas' caches."""
-
-    def stored(self, replica: int, names: Sequence[int]) -> None:
-        """Replica has cached pages with these names."""
-        ...
-
-    def removed(self, replica: int, names: Sequence[int]) -> None:
-        """Replica has evicted them."""
-        ...
-
-
 def page_names(tokens: Int32Array, page_size: int = PAGE_SIZE) -> list[int]:
     """Names of all full pages of a text: each depends on all tokens from the start."""
     data, width, name = tokens.tobytes(), 4 * page_size, 0
@@ -181,7 +169,7 @@ class CacheAware:
 
 
 class KVAware:
-    """Weighs load against the prefix that each replica has, by what it has told (an `EventListener`)."""
+    """Weighs load against the prefix that each replica has, by which pages it has told to have stored and removed."""
 
     def __init__(self, num_replicas: int, load_weight: float = LOAD_WEIGHT) -> None:
         self.index = PrefixIndex()

@@ -69,7 +69,7 @@ def served_model(name: str, root: Path) -> ServedModel:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
-    options = {"load_format": "dummy", **(_TINY_OPTIONS if name == "tiny" else {})}
+    options = {"load_format": "dummy"} | (_TINY_OPTIONS if name == "tiny" else {})
     return ServedModel(str(path), min(vocab_size, VOCAB_SIZE), options)
 
 
@@ -95,8 +95,9 @@ def server(model: ServedModel, options: Mapping[str, Any], root: Path, timeout: 
     with socket.create_server((HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
     given = {"model": model.path, "host": HOST, "port": port, **model.options, **options}
-    words = {name: ",".join(map(str, value if isinstance(value, list) else [value])) for name, value in given.items()}
-    flags = [word for name, value in words.items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags: list[str] = []
+    for name, value in given.items():
+        flags += [f"--{name.replace('_', '-')}", ",".join(map(str, value if isinstance(value, list) else [value]))]
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor"}  # else below its TMPDIR
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -178,24 +178,22 @@ def run_serve(
         asyncio.run(closed_loop(Client(address, seed, timeout), warm_up, _WARM_UP))
         time.sleep(_PAUSE)
         runs: list[LoadRun] = []
-        for number, (load, users, plan) in enumerate(loads, start=1):
+        for number, load in enumerate(loads, start=1):
             client = Client(address, seed + number, timeout)  # other prompts: those of the run before are cached
-            records, monitor, watched = asyncio.run(_run(client, tree, users, plan))
-            summary = LoadSummary(load, records, SLO(ttft_limit, tpot_limit))
-            runs.append(LoadRun(summary, monitor, client.pieces, watched))
+            runs.append(asyncio.run(_run(client, tree, *load, SLO(ttft_limit, tpot_limit))))
     report = load_report(runs)
-    report.settings = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    report.settings |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     report.settings["model"] = address.model if url else model
     return report
 
 
 async def _run(
-    client: Client, tree: ProcessTree | None, users: int | None, plan: list[PlannedRequest]
-) -> tuple[list[RequestRecord], ClientMonitor, ServerMonitor | None]:
+    client: Client, tree: ProcessTree | None, load: str, users: int | None, plan: list[PlannedRequest], slo: SLO
+) -> LoadRun:
     watching = nullcontext() if tree is None else monitor_server(tree, client.address)
     async with watching as watched, monitor_client(client) as monitor:
         records = await (open_loop(client, plan) if users is None else closed_loop(client, plan, users))
-    return records, monitor, watched
+    return LoadRun(LoadSummary(load, records, slo), monitor, client.pieces, watched)
 
 
 def _targets(run: LoadRun) -> Iterator[Target]:
@@ -254,16 +252,16 @@ def load_report(runs: Sequence[LoadRun]) -> Report:
 
 def _server_table(load: str, server: ServerMonitor) -> Table:
     memory = {kind: [sample.get(kind, 0) for sample in server.resident] for kind in server.tree.kinds.values()}
+    memory["all"] = server.total
     files = [{**each, "all": sum(each.values())} for each in (server.before, server.after)]
     gauges = server.gauges
     left = f"{gauges.running + gauges.waiting} requests, {gauges.used_pages} pages" if gauges else "not told by it"
     columns = ["process", "MiB before", "at half", "at the end", "growth in 2nd half", "files before", "after"]
     table = Table(f"server's processes, {load}; in use at the end: {left}", columns)
-    for kind, values in {**memory, "all": server.total}.items():
+    for kind, values in memory.items():
         sizes = [value / _MIB for value in (values[0], values[len(values) // 2], values[-1])]
         growth = server.growth(values)
-        grown = _NONE if growth is None else growth / _MIB
-        table.add(kind, *sizes, grown, *(each.get(kind, 0) for each in files))
+        table.add(kind, *sizes, _NONE if growth is None else growth / _MIB, *(each.get(kind, 0) for each in files))
     return table
 
 

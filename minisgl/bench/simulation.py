@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -32,9 +32,6 @@ from minisgl.table import RunningTable
 
 ANSWER = 1  # the token that a model which computes nothing always answers
 Floats = NDArray[np.float64]
-
-
-# -- the load ------------------------------------------------------------------------------------------------------
 
 
 class Arrival(NamedTuple):
@@ -110,9 +107,6 @@ def _length(rng: np.random.Generator, median: int) -> int:
     return int(np.clip(rng.lognormal(np.log(median), 0.6), median / 8, 4 * median))
 
 
-# -- time ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step: the weights are read while its tokens are computed, then come attention's keys and pairs."""
@@ -173,9 +167,6 @@ def _keys_and_pairs(batch: Batch) -> tuple[int, float]:
     return int(seen.sum()), float((fed * seen - fed * (fed - 1) / 2).sum())
 
 
-# -- a replica -----------------------------------------------------------------------------------------------------
-
-
 class ReportingCache(BlockHashCache):
     """A prefix cache that tells which pages, by their names, it has stored and removed."""
 
@@ -225,13 +216,13 @@ class Replica:
 
     def step(self, now: float) -> tuple[float, list[int], list[Request]]:
         """Run a step from ``now`` on: when it ends, and whose first token and whose last it brings."""
-        seconds, output = self._timed()
+        seconds, output = self.timed_step()
         first = [event.request.uid for event in output.events if event.request.uid not in self._begun]
         self._begun.update(first)
         self._begun.difference_update(request.uid for request in output.finished)
         return now + seconds, first, output.finished
 
-    def _timed(self) -> tuple[float, StepOutput]:
+    def timed_step(self) -> tuple[float, StepOutput]:
         """Run a step, and return its seconds."""
         raise NotImplementedError
 
@@ -249,13 +240,10 @@ class SimulatedReplica(Replica):
         self.device = SimulatedDevice(lambda batch: step_time(batch) * next(shares))
         super().__init__(EngineLoop(Scheduler(table, memory, policies, spec.max_prefill_tokens), self.device), cache)
 
-    def _timed(self) -> tuple[float, StepOutput]:
+    def timed_step(self) -> tuple[float, StepOutput]:
         self.device.now = 0.0
         output = self.loop.step()
         return self.device.now, output
-
-
-# -- a fleet -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -275,10 +263,8 @@ class Outcome:
     def since(self, time: float) -> Outcome:
         """Only the requests that arrived from then on."""
         late = self.arrived >= time
-        return Outcome(
-            self.arrived[late], self.first[late], self.finished[late], self.prompt_len[late], self.output_len[late],
-            self.cached[late], self.replica[late], self.num_replicas, self.seconds - time,
-        )  # fmt: skip
+        arrays = {each.name: getattr(self, each.name)[late] for each in fields(self)[:7]}
+        return replace(self, seconds=self.seconds - time, **arrays)
 
     @property
     def ttft(self) -> Floats:

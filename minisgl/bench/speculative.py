@@ -5,24 +5,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
 from minisgl.batch import Batch, StepPhase
-from minisgl.bench.report import Report, Table, Target
-from minisgl.bench.workloads import free_memory, make_engine
+from minisgl.bench.report import Report, Table, spread
+from minisgl.bench.workloads import make_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
 from minisgl.llm import LLM
 from minisgl.models.decoder import CausalLM
 from minisgl.request import Int32Array, Request
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.speculation import DraftStats
 from minisgl.trace import observed
 
 _PROMPT_LEN, _OUTPUT_LEN = 128, 256
 _NONE = "none"
+_SPEED_LIMITS = {(0.0, 1): 0.96, (0.8, 1): 2.6, (0.8, 64): 1.0}
+"""Of tokens a second, × without drafts, by the chance of a draft and the number of requests."""
 _KINDS = {False: "plain step", True: "step that verifies"}
 """What a step is, by whether it verifies."""
 
@@ -71,59 +73,45 @@ def run_speculative(
     steps = report.table(title, "requests", "drafts a row", "ms", "least", "most", "× plain")
     engine = {"max_running_requests": max(running), "max_seq_len": 1024, **options}
     drafter = f"{RightWithChance.__module__}:{RightWithChance.__qualname__}"
-    base: dict[int, float] = {}
-    plain: dict[int, float] = {}
-    with make_engine(model, engine) as llm:
-        _always_say_zero(llm)
-        for count in running:
-            speeds, periods = _measure(report, llm, count, _NONE, repeat)
-            base[count], plain[count] = statistics.median(speeds), statistics.median(periods[False])
-            table.add(_NONE, count, base[count], min(speeds), max(speeds), 1.0, 0.0, 0.0)
-            _add_step(steps, count, 0, periods[False], plain[count])
-    del llm
-    free_memory()
-    runs = [(chance, draft_tokens) for chance in chances] + [(1.0, drafts) for drafts in costs]
-    for chance, drafts in runs:
+    base: dict[int, float] = {}  # tokens a second without drafts, by number of requests
+    plain: dict[int, float] = {}  # seconds of a step without drafts
+    for chance, drafts in [(1.0, 0), *((chance, draft_tokens) for chance in chances), *((1.0, each) for each in costs)]:
         RightWithChance.chance = chance
-        with make_engine(model, {**engine, "drafter": drafter, "num_draft_tokens": drafts}) as llm:
+        how = {"drafter": drafter, "num_draft_tokens": drafts} if drafts else {}
+        with make_engine(model, {**engine, **how}) as llm:
             _always_say_zero(llm)
-            speculation = llm.scheduler.speculation
-            assert speculation is not None
             for count in running:
-                before = replace(speculation.stats)
-                name = f"right with {chance:g}" if chance < 1.0 else f"{drafts} right ones"
+                stats = DraftStats()
+                if llm.scheduler.speculation is not None:
+                    llm.scheduler.speculation.stats = stats
+                name = f"right with {chance:g}" if chance < 1.0 else f"{drafts} right ones" if drafts else _NONE
                 speeds, periods = _measure(report, llm, count, name, repeat)
-                stats, speed = speculation.stats, statistics.median(speeds)
+                if drafts == 0:
+                    base[count], plain[count] = statistics.median(speeds), statistics.median(periods[False])
                 if chance == 1.0:
-                    ratio = _add_step(steps, count, drafts, periods[True], plain[count])
-                    if ratio is not None and (count, drafts) == (1, 4):
-                        report.targets.append(Target("step of 1 request with 4 drafts × plain", ratio, 1.12, False))
-                    continue
-                accepted = (stats.accepted - before.accepted) / max(stats.verifications - before.verifications, 1)
-                verified = (stats.drafted - before.drafted) / ((repeat + 1) * count * _OUTPUT_LEN)
-                ratio = speed / base[count]
-                table.add(name, count, speed, min(speeds), max(speeds), ratio, accepted, verified)
-                _add_target(report, chance, count, ratio)
-        del llm
-        free_memory()
+                    _add_step(report, steps, count, drafts, periods[drafts > 0], plain[count])
+                if chance < 1.0 or drafts == 0:
+                    ratio, accepted = (
+                        statistics.median(speeds) / base[count],
+                        stats.accepted / max(stats.verifications, 1),
+                    )
+                    verified = stats.drafted / ((repeat + 1) * count * _OUTPUT_LEN)
+                    table.add(name, count, *spread(speeds), ratio, accepted, verified)
+                    if limit := _SPEED_LIMITS.get((chance, count)):
+                        title = f"tokens/s × without drafts, {count} at a time, right with {chance:g}"
+                        report.target(title, ratio, limit, at_least=True)
     return report
 
 
-def _add_step(steps: Table, count: int, drafts: int, periods: Sequence[float], plain: float) -> float | None:
-    """Add what a step takes, and return how many plain ones; None if no two steps of its kind followed each other."""
+def _add_step(report: Report, steps: Table, count: int, drafts: int, periods: Sequence[float], plain: float) -> None:
+    """Add what a step takes, in milliseconds and in plain steps, if two of its kind have followed each other."""
     if not periods:
         steps.add(count, drafts, *["–"] * 4)
-        return None
-    cost = statistics.median(periods)
-    steps.add(count, drafts, 1e3 * cost, 1e3 * min(periods), 1e3 * max(periods), cost / plain)
-    return cost / plain
-
-
-def _add_target(report: Report, chance: float, count: int, ratio: float) -> None:
-    limits = {(0.0, 1): 0.96, (0.8, 1): 2.6, (0.8, 64): 1.0}
-    if (chance, count) in limits:
-        name = f"tokens/s × without drafts, {count} at a time, right with {chance:g}"
-        report.targets.append(Target(name, ratio, limits[chance, count], at_least=True))
+        return
+    cost = statistics.median(periods) / plain
+    steps.add(count, drafts, *(1e3 * each for each in spread(periods)), cost)
+    if (count, drafts) == (1, 4):
+        report.target("step of 1 request with 4 drafts × plain", cost, 1.12, at_least=False)
 
 
 class _StepPeriods:
@@ -210,22 +198,16 @@ def _run_edit(report: Report, model: str, options: Mapping[str, Any], draft_toke
     for drafter in (_NONE, "ngram", "suffix"):
         engine = {"max_running_requests": 1, "drafter": drafter, "num_draft_tokens": draft_tokens, **options}
         with make_engine(model, {"num_pages": 256, "prefix_cache": "none", **engine}) as llm:
-            seconds: list[float] = []
-            for _ in range(repeat):
-                seconds.append(0.0)
-                answers[drafter] = []
-                for task in _TASKS:
-                    tokens = llm.tokenizer.encode_chat([{"role": "user", "content": f"{task}\n\n{_TEXT}"}])
-                    output = llm.generate(tokens, params)[0]
-                    seconds[-1] += output.metrics.tpot * (len(output.token_ids) - 1)
-                    answers[drafter].append(output.token_ids)
-        del llm
-        free_memory()
+            chats = [[{"role": "user", "content": f"{task}\n\n{_TEXT}"}] for task in _TASKS]
+            prompts = [llm.tokenizer.encode_chat(chat) for chat in chats]
+            runs = [llm.generate(prompts, params) for _ in range(repeat)]
+        answers[drafter] = [output.token_ids for output in runs[-1]]
         if answers[drafter] != answers[_NONE]:
             raise AssertionError(f"{drafter} has changed an answer")
-        count = sum(len(tokens) - 1 for tokens in answers[drafter])
-        rates = report.samples[f"{drafter}, tokens/s"] = [count / each for each in seconds]
+        counts = [len(tokens) - 1 for tokens in answers[drafter]]
+        seconds = [sum(each.metrics.tpot * count for each, count in zip(run, counts, strict=True)) for run in runs]
+        rates = report.samples[f"{drafter}, tokens/s"] = [sum(counts) / each for each in seconds]
         speeds[drafter] = statistics.median(rates)
-        table.add(drafter, speeds[drafter], min(rates), max(rates), speeds[drafter] / speeds[_NONE])
-    report.targets.append(Target("ngram, tokens/s × without", speeds["ngram"] / speeds[_NONE], 1.8, at_least=True))
+        table.add(drafter, *spread(rates), speeds[drafter] / speeds[_NONE])
+    report.target("ngram, tokens/s × without", speeds["ngram"] / speeds[_NONE], 1.8, at_least=True)
     return report

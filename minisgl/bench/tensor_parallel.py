@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from minisgl.bench.gpu import microseconds
 from minisgl.bench.host import STEPS, measure_planes
-from minisgl.bench.report import Cell, Report, Target
+from minisgl.bench.report import Cell, Report
 from minisgl.bench.workloads import NAMES, WORKLOADS, measure_workloads
 from minisgl.errors import ConfigError
 
@@ -66,7 +66,7 @@ def run_tp(
             # Targets are about the engine as it comes, on the machine that they were set for.
             aim = TARGETS.get((model, size, name)) if all_reduce == "auto" else None
             if aim is not None and torch.cuda.is_available():
-                report.targets.append(Target(title, median, aim, workload.more_is_better))
+                report.target(title, median, aim, workload.more_is_better)
     for model, name, size in itertools.product(dict.fromkeys(models), workloads, sizes):
         workload, median, alone = WORKLOADS[name], medians[model, size, name], medians.get((model, 1, name))
         share = "–" if alone is None else scaling_efficiency(alone, median, size, workload.more_is_better)
@@ -100,7 +100,7 @@ def run_all_reduce(ranks: Sequence[int] = (2, 4)) -> Report:
                 if str(count) in micros[ways[0]]:
                     table.add(count, count * WIDTH * 2 / 1e3, *(micros[way].get(str(count), "–") for way in ways))
         title = f"µs, one row, {size} ranks"
-        report.targets.append(Target(title, micros["one shot"]["1"], _ONE_ROW_MICROS, at_least=False))
+        report.target(title, micros["one shot"]["1"], _ONE_ROW_MICROS, at_least=False)
     return report
 
 

@@ -98,7 +98,7 @@ def you_are_here(chapter: int) -> Picture:
 
 def scoreboard(chapter: int) -> Markdown:
     """Tokens a second after each chapter up to this one, on a CPU and on an H200, and where they were measured."""
-    from minisgl.bench.scoreboard import STAGES
+    from minisgl.bench.workloads import STAGES
 
     headings, columns, origins = ["chapter", "what runs"], [], []
     for machine, name in (("CPU", "scoreboard"), ("H200", "scoreboard-h200")):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from minisgl import demo
-from minisgl.bench import preemption, scoreboard, workloads
+from minisgl.bench import preemption, workloads
 from minisgl.bench.__main__ import COMMANDS, benchmark_function, build_parser, main
-from minisgl.bench.workloads import WORKLOADS, Requests, Tokens, run_workload
+from minisgl.bench.workloads import WORKLOADS, run_workload
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
@@ -30,15 +29,10 @@ from tests.tiny_tokenizer import byte_level, save
 def small_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same workloads with a few short requests."""
 
-    def shrunk(make: Callable[..., Requests]) -> Callable[..., Requests]:
-        def few(tokens: Tokens, rng: random.Random) -> Requests:
-            prompts, params = make(tokens, rng)
-            return [prompt[:40] for prompt in prompts[:5]], [replace(each, max_tokens=6) for each in params[:5]]
-
-        return few
-
     for name, workload in WORKLOADS.items():
-        monkeypatch.setitem(WORKLOADS, name, workload._replace(make=shrunk(workload.make)))
+        shared = min(20, workload.shared)
+        lengths = {"input_len": (40 - shared, 40 - shared), "output_len": (6, 6), "shared": shared}
+        monkeypatch.setitem(WORKLOADS, name, workload._replace(num_requests=min(5, workload.num_requests), **lengths))
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -50,13 +44,13 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_scoreboard_measures_every_stage_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoreboard, "CHATS", scoreboard.CHATS[:2])
-    monkeypatch.setattr(scoreboard, "_COUNT", 2)
+    monkeypatch.setattr(workloads, "CHATS", workloads.CHATS[:2])
+    monkeypatch.setattr(workloads, "_COUNT", 2)
     record = bench(tmp_path, "scoreboard", "--repeat", "1")
     (speeds,) = record["tables"]
     assert speeds["title"] == "default, output tokens/s"
     assert [row[:2] for row in speeds["rows"]] == [
-        [chapter, label] for chapter, label, _ in scoreboard.STAGES if chapter not in (10, 11, 12)
+        [chapter, label] for chapter, label, _ in workloads.STAGES if chapter not in (10, 11, 12)
     ]
     assert all(least <= median <= most for *_, median, least, most in speeds["rows"])
     assert record["settings"]["chats"] == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl.attention.select import AttentionFactory
-from minisgl.bench import attention
+from minisgl.bench import attention, quantization, workloads
 from minisgl.bench.__main__ import main
 from minisgl.bench.attention import Step, attend_calls
 from minisgl.engine.engine import Engine
@@ -36,8 +36,8 @@ def engine_of(path: Path, **options: Any) -> Engine:
 def test_a_reading_is_that_of_transformers(tmp_path: Path) -> None:
     path, reference = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
     ids = [int(token) for token in torch.randint(211, (50,), generator=torch.Generator().manual_seed(0))]
-    reading = attention.score_text(engine_of(path), ids)
     logits = hf_logits(reference, ids)[:-1]
+    reading = quantization.score_text(engine_of(path), ids, logits.log_softmax(-1))
     expected = logits.log_softmax(-1)[range(49), ids[1:]]
     torch.testing.assert_close(reading.logprobs, expected, rtol=1e-3, atol=1e-3)
     assert torch.equal(reading.argmax, logits.argmax(-1))
@@ -45,7 +45,9 @@ def test_a_reading_is_that_of_transformers(tmp_path: Path) -> None:
 
 def test_a_reading_is_over_what_is_stored(tmp_path: Path) -> None:
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
-    exact, rounded = (attention.score_text(engine_of(path, kv_dtype=name), [*range(1, 60)]) for name in ("auto", "fp8"))
+    ids, engines = [*range(1, 60)], [engine_of(path, kv_dtype=name) for name in ("auto", "fp8")]
+    reference = quantization.text_logits(engines[0], ids).log_softmax(-1)
+    exact, rounded = (quantization.score_text(engine, ids, reference) for engine in engines)
     assert 1e-3 < (exact.logprobs - rounded.logprobs).abs().mean() < 1.0
     assert torch.equal(rounded.largest.to(torch.float8_e4m3fn).float(), rounded.largest)
     torch.testing.assert_close(rounded.largest, exact.largest, rtol=0.07, atol=0.0)
@@ -58,7 +60,7 @@ def test_the_error_is_against_the_first_line(tmp_path: Path) -> None:
     sizes = ["--model", str(model), "--text", str(text), "--tokens", "70", "--window", "32"]
     record = bench(tmp_path, "fp8-error", *sizes)
     (table,) = record["tables"]
-    assert [row[0] for row in table["rows"]] == list(attention._ROUNDINGS)
+    assert [row[0] for row in table["rows"]] == list(quantization._OF_KEYS)
     (_, perplexity, mean, largest, same, *_), *others = table["rows"]
     assert (mean, largest, same) == (0.0, 0.0, "100.0%")
     assert perplexity > 1.0
@@ -101,7 +103,7 @@ def test_the_gain_is_that_of_the_same_work(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 1e12)
     monkeypatch.setattr(attention, "measure", measured)
     monkeypatch.setattr(attention, "make_engine", on_the_cpu)
-    monkeypatch.setattr(attention, "run_workload", lambda llm, workload, seed: workload_run)
+    monkeypatch.setattr(workloads, "run_workload", lambda llm, workload, seed: workload_run)
     report = attention.run_fp8(str(path), "bs1", 2)
     alone, whole = report.tables
     assert {row[-1] for row in alone.rows} == {2.0}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.bench import quantization
+from minisgl.bench import quantization, workloads
 from minisgl.bench.__main__ import main
-from minisgl.bench.attention import text_logits
+from minisgl.bench.quantization import text_logits
 from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from tests.tiny_text_model import text_checkpoint
@@ -60,7 +60,7 @@ def test_schemes_meet_the_same_workloads_on_a_gpu(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(quantization, "make_engine", on_the_cpu)
-    monkeypatch.setattr(quantization, "run_workload", lambda llm, workload, seed: Took)
+    monkeypatch.setattr(workloads, "run_workload", lambda llm, workload, seed: Took)
     monkeypatch.setitem(quantization._TARGETS, (model, "fp8", "bs1"), 4.0)
     report = quantization.run_quantization(model, ("none", "fp8", "int4"), ("bs1", "mixed"), 1)
     (table,) = report.tables
@@ -106,7 +106,7 @@ def test_only_the_schemes_that_are_named_are_measured_on_a_gpu(tmp_path: Path, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("minisgl.bench.gpu.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(quantization, "make_engine", noted)
-    monkeypatch.setattr(quantization, "run_workload", lambda llm, workload, seed: Took)
+    monkeypatch.setattr(workloads, "run_workload", lambda llm, workload, seed: Took)
     report = quantization.run_quantization(model, ("int4",), ("mixed",), 1)
     assert made == [row[0] for row in report.tables[0].rows] == ["int4"]
     assert report.targets == [], "the aim is what bfloat16 does, which was not asked for"
@@ -122,7 +122,7 @@ def test_the_error_is_against_the_first_line(tmp_path: Path, monkeypatch: pytest
     sizes = ["--model", str(model), "--text", str(text), "--tokens", "70", "--window", "32"]
     record = bench(tmp_path, "quantization-error", *sizes)
     (table,) = record["tables"]
-    assert [row[0] for row in table["rows"]] == list(quantization._ROUNDINGS)
+    assert [row[0] for row in table["rows"]] == list(quantization._OF_WEIGHTS)
     exact, *others = table["rows"]
     assert exact[3:] == [0.0, 0.0, 0.0, "100.0%"]
     assert all(0.0 < row[3] <= row[4] <= row[5] for row in others)
@@ -136,9 +136,9 @@ def test_divergence_is_that_of_its_definition(tmp_path: Path) -> None:
     ids = [*range(5, 30)]
     engines = [LLM(path, device="cpu", num_pages=8, page_size=8, quantization=name).engine for name in ("none", "int4")]
     exact, other = (text_logits(engine, ids).double().softmax(-1) for engine in engines)
-    error = quantization.text_error(engines[1], ids, exact.log().float())
+    error = quantization.score_text(engines[1], ids, exact.log().float())
     for token in (0, 17):
         p, q = exact[token], other[token]
         assert float(error.divergence[token]) == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3)
         assert float(error.logprobs[token]) == pytest.approx(float(q[ids[token + 1]].log()), rel=1e-3)
-        assert bool(error.agrees[token]) == (int(p.argmax()) == int(q.argmax()))
+        assert int(error.argmax[token]) == int(q.argmax())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.bench.scoreboard import STAGES
+from minisgl.bench.workloads import STAGES
 from minisgl.book import architecture, scoreboard, you_are_here
 from minisgl.book.overview import PARTS
 from minisgl.errors import ConfigError
