@@ -278,10 +278,7 @@ def tiny_checkpoint(directory: Path, architecture: str, **overrides: Any) -> tup
         sizes = {"text_config": {"model_type": text_type, **_SIZES, **defaults, **overrides}, **others, **tied}
         from_config = AutoModelForImageTextToText.from_config
     config = AutoConfig.for_model(model_type, **sizes)
-    # SDPA, the default, leaves out Gemma 2's soft cap on scores, up to transformers 5.17 at least.
-    model: PreTrainedModel = from_config(
-        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
+    model: PreTrainedModel = from_config(config, dtype=torch.float32, experts_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
