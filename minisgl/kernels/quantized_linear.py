@@ -1,8 +1,8 @@
 """Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
 
 A product with few tokens could take as long as its weights take to arrive, one of 4 bits a quarter of bfloat16's time.
-On an H200 these kernels are far from that: in int4 many requests are served more slowly than in bfloat16
-(``benchmarks/notes.md``).
+With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. These kernels are as fast as bfloat16 with 64
+tokens, and with 256 half as fast (``benchmarks/notes.md``).
 
 Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs (split-K).
 Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3 (``torch._scaled_mm``),
@@ -24,8 +24,9 @@ from minisgl.kernels import few_tokens
 from minisgl.kernels.experts import sum_parts
 from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, to_kv_dtype
 
-# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel.
-DEQUANTIZE_TOKENS = 1024
+# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. As the tiles
+# below, measured in int4 on an H100.
+DEQUANTIZE_TOKENS = 288
 LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
 _PROGRAMS = 264  # two for each multiprocessor of an H200
@@ -157,20 +158,14 @@ def _linear(
 
 
 def _tile(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Return BLOCK_M, BLOCK_N, warps and stages.
-
-    The numbers follow from the sizes of Hopper, not from measurements: with few tokens many loads should be in flight,
-    with many the tile should be as large as registers allow.
-    """
+    """Return BLOCK_M, BLOCK_N, warps and stages."""
     if dtype.itemsize > 2:  # no fast matrix instruction; the multiplications are unrolled
         return 16, 32, 4, 2
     if tokens <= 16:
-        return 16, 64, 4, 5
+        return 16, 64, 4, 4
     if tokens <= 32:
-        return 32, 64, 4, 4
-    if tokens <= 64:
-        return 64, 64, 4, 4
-    return 128, 128, 8, 3
+        return 32, 128, 4, 4
+    return 64, 128, 4, 3  # each number is unpacked anew for every 64 tokens; larger tiles leave too few programs
 
 
 @triton.jit
