@@ -24,8 +24,8 @@ from minisgl.kernels import few_tokens
 from minisgl.kernels.experts import sum_parts
 from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, to_kv_dtype
 
-# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured in
-# int4 on an H100, as the tiles below.
+# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured
+# in int4 on an H100, as the tiles below.
 DEQUANTIZE_TOKENS = 288
 LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
