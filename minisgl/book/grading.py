@@ -12,16 +12,13 @@ from pathlib import Path
 from minisgl.book.course_table import CourseError, parsed, read_toml
 from minisgl.book.supervise import Ended, Log, fits, run_pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout; suites and assignments are not installed with the package."""
+ROOT = Path(__file__).resolve().parents[2]  # the checkout; suites and assignments are not installed with the package
 
 FOLDER = ROOT / "assignments"
 
-OUTPUT_LIMIT = 1 << 20
-"""Bytes that a submission may print."""
+OUTPUT_LIMIT = 1 << 20  # bytes that a submission may print
 
-_USAGE_ERROR = 4
-"""What pytest ends with if ``--impl`` names a class that fits no suite."""
+_USAGE_ERROR = 4  # what pytest ends with if ``--impl`` names a class that fits no suite
 
 
 @dataclass(frozen=True)
@@ -143,20 +140,9 @@ def grade(assignment: Assignment, submission: str, time_limit: float | None = No
     env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)}
     ended, log = run_pytest(options, env, cwd or Path.cwd(), limit, OUTPUT_LIMIT, submission)
     items = [_result(log, item, assignment.tests(item)) for item in assignment.items]
-    verdict, message = _verdict(assignment, items, log, ended, limit)
-    return Report(
-        assignment=assignment.name,
-        submission=submission,
-        verdict=verdict,
-        message=message,
-        points=sum(item.points for item in items),
-        max_points=assignment.points,
-        items=items,
-        seconds=round(ended.seconds, 1),
-        time_limit=limit,
-        output=ended.output,
-        output_bytes=ended.output_bytes,
-    )
+    points, seconds = sum(item.points for item in items), round(ended.seconds, 1)
+    outcome = *_verdict(assignment, items, log, ended, limit), points, assignment.points, items
+    return Report(assignment.name, submission, *outcome, seconds, limit, ended.output, ended.output_bytes)
 
 
 def _result(log: Log, item: Item, tests: Sequence[str]) -> ItemResult:
@@ -164,16 +150,10 @@ def _result(log: Log, item: Item, tests: Sequence[str]) -> ItemResult:
     names = {event["id"]: f"{event['file']}::{event['name']}" for event in log.all("collected")}
     ids = [each for each, name in names.items() if any(fits(name, test) for test in tests)]
     ended = [log.results[each] for each in ids if each in log.results]
-    failed = [result for result in ended if result.failure is not None]
-    return ItemResult(
-        name=item.name,
-        points=item.points if ids and len(ended) - len(failed) == len(ids) else 0,
-        max_points=item.points,
-        passed=len(ended) - len(failed),
-        failed=len(failed),
-        not_run=len(ids) - len(ended),
-        first_failure=Failure(failed[0].test, failed[0].failure or "") if failed else None,
-    )
+    failures = [Failure(result.test, result.failure) for result in ended if result.failure is not None]
+    passed, failed, not_run = len(ended) - len(failures), len(failures), len(ids) - len(ended)
+    points = item.points if ids and passed == len(ids) else 0
+    return ItemResult(item.name, points, item.points, passed, failed, not_run, failures[0] if failures else None)
 
 
 def _verdict(

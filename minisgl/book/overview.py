@@ -21,8 +21,7 @@ class Part:
 
 
 _HEIGHT = 46.0
-_SERVER, _HOST, _MEMORY, _DEVICE, _INSIDE = 56.0, 146.0, 212.0, 308.0, 366.0
-"""Upper edges of the rows of boxes."""
+_SERVER, _HOST, _MEMORY, _DEVICE, _INSIDE = 56.0, 146.0, 212.0, 308.0, 366.0  # upper edges of the rows of boxes
 PARTS = {
     "request": Part("Request", (1,), 26, _HOST, 78),
     "tokenizer": Part("Tokenizer", (15,), 118, _HOST, 86),

@@ -22,8 +22,7 @@ from typing import Any
 
 import psutil
 
-KEPT_OUTPUT = 4000
-"""Bytes of output that are kept; the others are counted."""
+KEPT_OUTPUT = 4000  # bytes of output that are kept; the others are counted
 
 _MARK = "MINISGL_SUPERVISED"
 """Environment variable by which descendants are recognised, whatever process group they have moved to."""

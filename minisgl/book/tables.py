@@ -16,8 +16,7 @@ from minisgl.bench.report import Cell, Report, Table
 from minisgl.errors import ConfigError
 from minisgl.trace import Trace
 
-RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
-"""Of the checkout that Python runs."""
+RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"  # of the checkout that Python runs
 
 _NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?%)?")
 # An option of a command is shown as code, or a page would make a dash of its two hyphens.
@@ -42,10 +41,7 @@ def table(
 ) -> Markdown:
     """A table; columns of numbers are aligned to the right, also where some are missing or come as text.
 
-    Args:
-        headers: names of the columns.
-        rows: one value a column.
-        shown: writes a floating-point number; by default with two decimals.
+    A row has one value a column. ``shown`` writes a floating-point number; by default with two decimals.
     """
     body = [[_cell(value, shown) for value in row] for row in rows]
     columns = zip(*body, strict=True) if body else [()] * len(headers)
