@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple
@@ -70,15 +71,14 @@ def _short(name: str) -> str:
 
 def _blocks(spans: Sequence[tuple[int, int, str]], group: str) -> list[tuple[int, int, str]]:
     """Neighbours whose names begin alike, up to as many dots as ``group`` has, as one block each."""
-    dots, blocks = group.rstrip(".").count(".") + 1, list[tuple[int, int, str]]()
-    for begin, end, name in spans:
-        parts = name.split(".")
-        block = ".".join(parts[:dots]) + "." if len(parts) > dots + 1 else name
-        if blocks and blocks[-1][2] == block:
-            blocks[-1] = blocks[-1][0], end, block
-        else:
-            blocks.append((begin, end, block))
-    return blocks
+    dots = group.rstrip(".").count(".") + 1
+
+    def block(span: tuple[int, int, str]) -> str:
+        parts = span[2].split(".")
+        return ".".join(parts[:dots]) + "." if len(parts) > dots + 1 else span[2]
+
+    found = ((name, list(members)) for name, members in groupby(spans, key=block))
+    return [(members[0][0], members[-1][1], name) for name, members in found]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture
 from minisgl.book.tables import RESULTS, Markdown, kept, table, three_digits
@@ -45,10 +46,7 @@ PARTS = {
     "measuring": Part("Measuring", (17,), 364, _SERVER, 110),
 }
 """Parts of the engine by name."""
-_ARROWS = (  # from a part to another at its right
-    *(("request", "tokenizer"), ("tokenizer", "scheduler"), ("scheduler", "batch"), ("loop", "detokenizer")),
-    *(("weights", "engine"), ("engine", "model"), ("model", "sampler"), ("prefix", "kvcache")),
-)
+_CHAINS = ("request tokenizer scheduler batch", "loop detokenizer", "weights engine model sampler", "prefix kvcache")
 
 
 def architecture(*here: str) -> Picture:
@@ -64,9 +62,8 @@ def architecture(*here: str) -> Picture:
     for rule, name in ((110, "host: Python and NumPy"), (272, "device: PyTorch and Triton")):
         canvas.path(f"M{MARGIN} {rule}H{WIDTH - MARGIN}", "rule dashed")
         canvas.text(26, rule + 22, name, "muted small", "start")
-    for start, end in _ARROWS:
-        left, right, y = PARTS[start], PARTS[end], PARTS[end].y + _HEIGHT / 2
-        canvas.arrow((left.x + left.width, y), (right.x, y))
+    for left, right in ((PARTS[a], PARTS[b]) for chain in _CHAINS for a, b in pairwise(chain.split())):
+        canvas.arrow((left.x + left.width, left.y + _HEIGHT / 2), (right.x, right.y + _HEIGHT / 2))
     canvas.arrow((258, _HOST + _HEIGHT), (258, _MEMORY))
     canvas.arrow((272, _MEMORY), (272, _HOST + _HEIGHT))
     canvas.arrow((371, _HOST + _HEIGHT), (371, _DEVICE))

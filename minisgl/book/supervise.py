@@ -140,11 +140,10 @@ class Log:
         self.events: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.results: dict[str, Result] = {}
         for event in self.all("tested", "unreadable"):
-            known = self.results.get(event["id"])
+            name, known = event["id"], self.results.get(event["id"])
             if known is None or known.failure is None:  # a test that passed may still fail when it is taken down
-                failure = None if event["passed"] else event["message"]
-                frames = tuple((path, line, text) for path, line, text in event["frames"])
-                self.results[event["id"]] = Result(event["id"], failure, frames, event["printed"])
+                failure, frames = None if event["passed"] else event["message"], tuple(map(tuple, event["frames"]))
+                self.results[name] = Result(name, failure, frames, event["printed"])
         # Its text is not recorded, and the innermost call comes first.
         self.stack = tuple((path, int(line), "") for path, line in reversed(_STACK_LINE.findall(text)))
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 Point = tuple[float, float]
@@ -85,13 +86,11 @@ def counted(count: int, noun: str) -> str:
 
 def runs(numbers: Iterable[int]) -> str:
     """``3 5–8 2``: numbers in their order, each ascending run as its first and last."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return " ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+    words = []
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        first, *others = [number for _, number in run]
+        words.append(f"{first}–{others[-1]}" if others else str(first))
+    return " ".join(words)
 
 
 def byte_size(count: int) -> str:
