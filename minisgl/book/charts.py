@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, Point, circle, counted, digits, request_colors, round_step
@@ -14,6 +14,7 @@ _NUMBER = 20.0  # height of a number on a line of a chart
 _NARROWEST = 16.0  # width of a bar's piece that has room for its number
 _LOWEST = _BOTTOM - 10
 _TOLD = 24  # points of a line that are told one by one; of a longer line the first, the highest and the last are
+_Scale = Callable[[float], float]  # from a value to its place on an axis
 _SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
 # Where the number of a line or mark may stand, from its end: the first free place is taken.
 _AT_LINE = tuple((0.0, _NUMBER * shift) for shift in _SHIFTS)
@@ -48,8 +49,8 @@ def chart(
     """
     limits = limits or {}
     points = [point for line in lines.values() for point in line] + list(marks.values())
-    x, y = _scale([x for x, _ in points], across), _scale([*(y for _, y in points), *limits.values()], up)
-    plot = _Plot(title, across, up, x, y, dots)
+    xs, heights = [x for x, _ in points], [*(y for _, y in points), *limits.values()]
+    plot = _Plot(title, across, up, xs, heights, dots)
     for name, limit in limits.items():
         plot.limit(name, limit)
     for name, line in lines.items():
@@ -58,55 +59,53 @@ def chart(
     return plot.canvas.picture(_BOTTOM + 50 + _LEGEND_LINE * plot.count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """From a value to its share of the axis; ``low`` and ``high`` are logarithms on a logarithmic axis."""
-
-    low: float
-    high: float
-    ticks: Sequence[float]
-    log: bool
-
-    def __call__(self, value: float) -> float:
-        return ((math.log10(value) if self.log else value) - self.low) / (self.high - self.low)
-
-
-def _scale(values: Sequence[float], axis: Axis) -> _Scale:
+def _scale(values: Sequence[float], axis: Axis, start: float, end: float) -> tuple[_Scale, list[float]]:
+    """Where values lie on an axis, and which of them are written beside it."""
+    low, most = 0.0, max(values) or 1.0
     if axis.log:
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        high = max(high, low + 1)
-        return _Scale(low, high, [10.0**power for power in range(low, high + 1)], True)
-    top = max(values) or 1.0
-    step = round_step(top / 6)
-    count = math.ceil(top / step - 1e-9)
-    return _Scale(0.0, count * step, [step * number for number in range(count + 1)], False)
+        low = math.floor(math.log10(min(values)))
+        high: float = max(math.ceil(math.log10(most)), low + 1)
+        ticks = [10.0**power for power in range(low, int(high) + 1)]
+    else:
+        step = round_step(most / 6)
+        ticks = [step * number for number in range(math.ceil(most / step - 1e-9) + 1)]
+        high = ticks[-1]
+
+    def place(value: float) -> float:
+        return start + ((math.log10(value) if axis.log else value) - low) / (high - low) * (end - start)
+
+    return place, ticks
 
 
 class _Plot:
     """One chart, and the places in it that numbers cover."""
 
-    def __init__(self, title: str, across: Axis, up: Axis, x: _Scale, y: _Scale, dots: bool) -> None:
-        self.canvas, self.x, self.y, self.dots = Canvas(title, says=f"{title}: {up.name} by {across.name}."), x, y, dots
+    def __init__(
+        self, title: str, across: Axis, up: Axis, xs: Sequence[float], ys: Sequence[float], dots: bool
+    ) -> None:
+        self.canvas, self.dots = Canvas(title, says=f"{title}: {up.name} by {across.name}."), dots
+        self.x, x_ticks = _scale(xs, across, _LEFT, _RIGHT)
+        self.y, y_ticks = _scale(ys, up, _BOTTOM, _TOP)
         self.count = 0  # of lines and marks so far
         self.covered: list[Point] = []
         self.canvas.text(MARGIN, _TOP - 18, up.name, "muted small", "start")
         self.canvas.text(_RIGHT, _BOTTOM + 36, across.name, "muted small", "end")
-        for tick in y.ticks:
-            height = self._height(tick)
+        for tick in y_ticks:
+            height = self.y(tick)
             self.canvas.path(f"M{_LEFT:g} {height:g}H{_RIGHT:g}", "rule")
             self.canvas.text(_LEFT - 8, height + 4, digits(tick), "muted small", "end")
-        for tick in x.ticks:
-            self.canvas.text(_LEFT + x(tick) * (_RIGHT - _LEFT), _BOTTOM + 18, digits(tick), "muted small")
+        for tick in x_ticks:
+            self.canvas.text(self.x(tick), _BOTTOM + 18, digits(tick), "muted small")
 
     def limit(self, name: str, limit: float) -> None:
-        height = self._height(limit)
+        height = self.y(limit)
         self.canvas.path(f"M{_LEFT:g} {height:.1f}H{_RIGHT:g}", "line dashed")
         self.canvas.text(_LEFT + 6, height - 5, f"{name}: {digits(limit)}", "text small strong", "start")
         self.canvas.says.append(f"{name}: {digits(limit)}.")
 
     def line(self, name: str, points: Sequence[Point]) -> None:
         """A line with its number at its end."""
-        number, places = self.count, [self._place(point) for point in points]
+        number, places = self.count, [(self.x(a), self.y(b)) for a, b in points]
         path = "L".join(f"{left:.1f} {top:.1f}" for left, top in places)
         colour = request_colors(number)[0] if self.dots else ""
         self.canvas.path(f"M{path}", "line dashed" if number % 2 else "line", stroke=colour)
@@ -119,7 +118,7 @@ class _Plot:
 
     def marks(self, marks: Mapping[str, Point]) -> None:
         """Numbers where they stand; among dots, circles there and lines from them to the numbers."""
-        numbers = places = [self._place(point) for point in marks.values()]
+        numbers = places = [(self.x(a), self.y(b)) for a, b in marks.values()]
         if self.dots:
             self.covered += places
             numbers = [self._free_place(place, _BELOW_MARK) for place in places]
@@ -128,12 +127,6 @@ class _Plot:
         for (name, point), place in zip(marks.items(), numbers, strict=True):
             self._number(name, place)
             self.canvas.says.append(f"{self.count}. {name}: {digits(point[0])} → {digits(point[1])}.")
-
-    def _place(self, point: Point) -> Point:
-        return _LEFT + self.x(point[0]) * (_RIGHT - _LEFT), self._height(point[1])
-
-    def _height(self, value: float) -> float:
-        return _BOTTOM - self.y(value) * (_BOTTOM - _TOP)
 
     def _free_place(self, point: Point, asides: Sequence[Point]) -> Point:
         """The first place beside ``point`` where a number covers nothing; the point itself if there is none."""

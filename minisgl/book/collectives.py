@@ -30,7 +30,11 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.source == self.destination or min(self.source, self.destination, self.chunk or 0) < 0:
-            raise ConfigError(f"a transfer goes from one rank to another and numbers count from 0: {self}")
+            raise ConfigError(f"a transfer goes from one rank to another and numbers count from 0: {self!r}")
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk is None else f" chunk {self.chunk}"
+        return f"{self.source} to {self.destination}{chunk} to {self.kind}"
 
 
 def ring_all_reduce(ranks: int, nbytes: int) -> list[Transfer]:
@@ -93,13 +97,6 @@ def _num_ranks(transfers: Sequence[Transfer]) -> int:
     return 1 + max((max(transfer.source, transfer.destination) for transfer in transfers), default=0)
 
 
-def _in_words(turn: Sequence[Transfer]) -> str:
-    """``0 to 1 chunk 3 to add, 1 to 2 …``."""
-    chunks = ("" if each.chunk is None else f" chunk {each.chunk}" for each in turn)
-    said = zip(turn, chunks, strict=True)
-    return ", ".join(f"{each.source} to {each.destination}{chunk} to {each.kind}" for each, chunk in said)
-
-
 _TOP = 64.0
 _CENTRE, _RADIUS = 152.0, 104.0
 _NODE, _CELL = 26.0, 28.0
@@ -129,7 +126,7 @@ def _frame(title: str, turn: Sequence[Transfer], sums: Sums, sent: Counter[int])
     legend = "piece of a cell: the numbers of that rank are in the sum  ·  thick frame: complete"
     canvas = Canvas(title, legend=legend, says=f"{title}.")
     if turn:
-        canvas.says.append(f"Messages: {_in_words(turn)}.")
+        canvas.says.append(f"Messages: {', '.join(map(str, turn))}.")
     _draw_circle(canvas, turn, ranks)
     width = (WIDTH - 88.0 - left) / chunks
     for chunk in range(chunks):
@@ -142,8 +139,7 @@ def _frame(title: str, turn: Sequence[Transfer], sums: Sums, sent: Counter[int])
         for chunk, parts in enumerate(row):
             _draw_sum(canvas, left + chunk * width, y, width - 6, parts, ranks)
         canvas.text(WIDTH - MARGIN, y + 19, byte_size(sent[rank]), "text small", "end")
-        has = ["+".join(map(str, sorted(parts.elements()))) for parts in row]
-        has = ["the sum" if _is_complete(parts, ranks) else words for parts, words in zip(row, has, strict=True)]
+        has = ("the sum" if _is_complete(each, ranks) else "+".join(map(str, sorted(each.elements()))) for each in row)
         canvas.says.append(f"Rank {rank} has {', '.join(has)}.")
     bottom = max(_TOP + 2 * (_RADIUS + _NODE) + 20, _TOP + 26 + ranks * line)
     return canvas.picture(bottom + 8)
@@ -220,7 +216,7 @@ def _draw_schedule(canvas: Canvas, y: float, width: float, in_turns: list[list[T
         _draw_rank(canvas, MARGIN + 28, lane, rank, 56, 20, f"rank {rank}")
         canvas.path(f"M{_LEFT - 8} {lane:g}H{_LEFT + len(in_turns) * width:g}", "rule")
     for number, turn in enumerate(in_turns):
-        canvas.says.append(f"Turn {number + 1}: {_in_words(turn)}.")
+        canvas.says.append(f"Turn {number + 1}: {', '.join(map(str, turn))}.")
         x = _LEFT + number * width
         canvas.path(f"M{x + width:g} {lanes[0] - 12:g}V{lanes[-1] + 12:g}", "rule dashed")
         kinds = "/".join(dict.fromkeys(transfer.kind for transfer in turn))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.book.players import Player, player
-from minisgl.book.svg import JOINER, MARGIN, WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
+from minisgl.book.svg import JOINER, MARGIN, WIDTH, Canvas, Picture, counted, shorten, visible
 from minisgl.errors import ConfigError
 
 _ROOM, _ROOM_OF_TOKENS = WIDTH - 2 * MARGIN, WIDTH - 2 * MARGIN - 180  # right of the tokens is their last offset
@@ -92,13 +92,11 @@ def _row(canvas: Canvas, y: float, heading: str, cells: Sequence[Cell], room: fl
         fitting.append((text, look))
     borders = [float(MARGIN)] * (len(cells) - len(fitting) + 1)
     for text, look in reversed(fitting):
-        width = _width(text)
+        x, width, color = borders[-1], _width(text), look if look >= 0 else None
+        kind, words = ("empty", "muted mono") if look == _GONE else ("shared", "text mono")
         if text:
-            fill, ink = request_colors(look) if look >= 0 else ("", "")
-            kind, words = ("empty", "muted mono") if look == _GONE else ("shared", "text mono")
-            canvas.box(borders[-1] + 1, y, width - 2, _BOX, kind, fill)
-            canvas.text(borders[-1] + width / 2, y + 19, text, words, fill=ink)
-        borders.append(borders[-1] + width)
+            canvas.cell(x + 1, y, width - 2, _BOX, (text, words), color=color, kind=kind)
+        borders.append(x + width)
     return borders
 
 

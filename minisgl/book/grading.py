@@ -126,12 +126,14 @@ class Report:
 def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
     """Grade ``module:Class``, whose module is looked for in ``cwd`` first, in a process of its own on the CPU.
 
-    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if the assignment names tests that
-    do not exist, or this system has no process groups.
+    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if it isn't positive, if tests of the
+    assignment do not exist, or this system has no process groups.
     """
     if os.name != "posix":
         raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")
-    limit = time_limit or assignment.time_limit
+    limit = assignment.time_limit if time_limit is None else time_limit
+    if not 0 < limit < float("inf"):
+        raise CourseError(f"the time limit is a number of seconds above 0, not {limit}")
     tests = [test for item in assignment.items for test in assignment.tests(item)]
     options = ["-c", f"{ROOT}/pyproject.toml", f"--rootdir={ROOT}", f"--impl={submission}"]
     # Without capture, because pytest would keep all that is printed.
@@ -197,7 +199,7 @@ def add_grade(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("assignment", help=f"one of {known}; or a folder with assignment.toml")
     command.add_argument("submission", metavar="module:Class", help="looked for in the current folder first")
     command.add_argument("--json", metavar="FILE", type=Path, help="write the report there as well")
-    command.add_argument("--time-limit", metavar="S", type=_seconds, help="seconds; the assignment has a default")
+    command.add_argument("--time-limit", metavar="S", type=float, help="seconds; the assignment has a default")
     command.set_defaults(run=run_grade)
 
 
@@ -213,10 +215,3 @@ def run_grade(arguments: argparse.Namespace) -> int:
             print(f"             {item.first_failure.test}: {item.first_failure.message.partition(chr(10))[0]}")
     print(f"{report.points:4} of {report.max_points:3}  {report.verdict} in {report.seconds} s: {report.message}")
     return 0 if report.verdict == "passed" else 1
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a positive number of seconds")
-    return value

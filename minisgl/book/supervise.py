@@ -170,11 +170,9 @@ def run_pytest(
     """Run pytest as `minisgl.book.recorder` does, without a trace in ``cwd``.
 
     Args:
-        options: of pytest.
         env: changes to the environment.
         submission: ``module:Class`` to be imported first.
         seconds: that one test may take; 0 for any number.
-        launch: runs the command.
         report: hears of new events while tests run.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-course-") as scratch:
