@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from minisgl.batch import Batch
-from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, round_step, shorten, visible
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
 from minisgl.table import RunningTable
 
 _LABEL = 112
@@ -146,8 +146,7 @@ def _draw_mask(canvas: Canvas, y: float, row: int, seq_len: int, positions: list
     line = 20.0 if count <= 24 else 260.0 / count
     parts = [f"{cached} cached"] * (cached > 0) + [f"{count} fed"]
     canvas.text(MARGIN, y + 18, f"row {row}: {counted(seq_len, 'position')}, {', '.join(parts)}", "text", "start")
-    for position in range(0, seq_len, max(1, int(round_step(25 / cell)))):
-        canvas.text(left + (position + 0.5) * cell, top - 5, position, "muted small")
+    canvas.columns(left, top - 5, cell, seq_len, room=25)
     height, border = line * count, left + cached * cell
     canvas.path(f"M{left:g} {top:g}H{border:g}v{height:g}H{left:g}z", "shade")
     stairs = "".join(f"h{cell:g}v{line:g}" for _ in positions)

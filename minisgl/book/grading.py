@@ -126,8 +126,8 @@ class Report:
 def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
     """Grade ``module:Class``, whose module is looked for in ``cwd`` first, in a process of its own on the CPU.
 
-    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if it isn't positive, if tests of the
-    assignment do not exist, or this system has no process groups.
+    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if it isn't positive, if tests of
+    the assignment do not exist, or this system has no process groups.
     """
     if os.name != "posix":
         raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")
