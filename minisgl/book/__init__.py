@@ -24,7 +24,7 @@ _NAMES = {
     "overview": "architecture scoreboard you_are_here",
     "players": "Snapshots live player",
     "prefix": "hash_chain prefix_groups radix_tree",
-    "processes": "Message ProcessState message_player message_sequence process_tree",
+    "processes": "Message ProcessState message_sequence process_tree",
     "ranks": "FreeMemory compare_free_memory",
     "slices": "SlicedMatrix decoder_slices weight_slices",
     "speculation": "DraftLog DraftStep accept_or_resample draft_player draft_steps suffix_automaton",

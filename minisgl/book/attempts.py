@@ -19,8 +19,7 @@ from minisgl.book.starters import Sources, functions_of, is_untouched, outline, 
 from minisgl.book.tables import Markdown
 
 TOY = "minisgl.book.toy"
-OWN_TOY = Path("toy.py")
-"""The reader's toy engine, in the folder of the notebook."""
+OWN_TOY = Path("toy.py")  # the reader's toy engine, in the folder of the notebook
 
 Functions = dict[Stub, FunctionType]
 
@@ -35,22 +34,19 @@ def your_turn(identifier: str) -> Markdown:
         place = f"a method of {owner} in {stub.path}" if owner else f"in {stub.path}"
         outlines.append(f"# {place}\n{outline(sources.read(stub.path), stub.name)}")
     tests = "; ".join(dict.fromkeys(in_words(test.partition("[")[0]) for test in task.tests))
-    parts = [
-        f"**Your turn, {task.id}: {task.title}**",
-        task.spec,
-        "```python\n" + "\n\n".join(outlines) + "\n```",
-        f"Its tests: *{tests}*.",
+    code = "```python\n" + "\n\n".join(outlines) + "\n```"
+    more = (
         f"A hint: `python -m minisgl course hint {task.id}`. The whole package without this chapter's functions: "
-        f"`python -m minisgl course start {task.chapter} FOLDER`.",
-    ]
-    return Markdown("\n\n".join(part for part in parts if part))
+        f"`python -m minisgl course start {task.chapter} FOLDER`."
+    )
+    parts = (f"**Your turn, {task.id}: {task.title}**", task.spec, code, f"Its tests: *{tests}*.", more)
+    return Markdown("\n\n".join(filter(None, parts)))
 
 
 def check(identifier: str, *functions: Callable[..., Any] | type) -> None:
     """Run a task's tests with the reader's functions in place of ours, and print what became of them.
 
-    Args:
-        functions: under the names that they have in the package, methods as plain functions or in classes.
+    The functions have the names that they have in the package; methods are plain functions, or in classes.
     """
     try:
         task = load_table().task(identifier)

@@ -9,23 +9,19 @@ from itertools import groupby
 import numpy as np
 
 from minisgl.batch import Batch
-from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, round_step, shorten, visible
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
 from minisgl.table import RunningTable
 
 _LABEL = 112
 _ROOM = WIDTH - 2 * MARGIN - _LABEL
 _ARRAY = 20
 _MOST_ROWS = 24
+Column = tuple[int, int | None]  # a row, and a flat token of it; None stands for those that are left out
 _PER_ROW = {"row": 60, "slots": 160, "q_lens": 265, "seq_lens": 365, "cached before": 500, "in sample_rows": 650}
 
 
 def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:
-    """Draw each fed token with its position and its place in the KV cache, the tokens of one page in one frame.
-
-    Args:
-        texts: [T] text of each token.
-        page_size: tokens a page.
-    """
+    """Draw each fed token, by its [T] ``texts``, with its position and place in the KV cache; a frame is a page."""
     columns, line = 8, 86
     cell = (WIDTH - 2 * MARGIN) / columns
     canvas = Canvas(f"One step feeds {batch.num_tokens} tokens: text, position in the sequence, place in the KV cache")
@@ -47,10 +43,6 @@ def token_strip(texts: Sequence[str], batch: Batch, page_size: int) -> Picture:
     return canvas.picture(46 + -(-batch.num_tokens // columns) * line)
 
 
-Column = tuple[int, int | None]
-"""(row, flat token), or None for tokens of the row that are left out."""
-
-
 def batch_arrays(batch: Batch) -> Picture:
     """Draw the arrays with an entry a token above, those with an entry a row below.
 
@@ -61,8 +53,8 @@ def batch_arrays(batch: Batch) -> Picture:
     digits = max(len(str(int(array.max()))) for array in (batch.positions, batch.token_slots, batch.out_locs))
     a_line = min(16, int(_ROOM / (digits * 7.7 + 6)))
     title = f"One step: {counted(batch.num_tokens, 'token')} in {counted(batch.num_rows, 'row')}"
-    canvas, y = Canvas(title, f"decode rows: {batch.num_decode}"), 44.0
-    canvas.says.append(f"{title}, decode rows: {batch.num_decode}.")
+    decode = f"decode rows: {batch.num_decode}"
+    canvas, y = Canvas(title, decode, says=f"{title}, {decode}."), 44.0
     for start in range(0, len(columns), a_line):
         _draw_tokens(canvas, y, columns[start : start + a_line], _ROOM / a_line, batch)
         y += 132
@@ -154,8 +146,7 @@ def _draw_mask(canvas: Canvas, y: float, row: int, seq_len: int, positions: list
     line = 20.0 if count <= 24 else 260.0 / count
     parts = [f"{cached} cached"] * (cached > 0) + [f"{count} fed"]
     canvas.text(MARGIN, y + 18, f"row {row}: {counted(seq_len, 'position')}, {', '.join(parts)}", "text", "start")
-    for position in range(0, seq_len, max(1, int(round_step(25 / cell)))):
-        canvas.text(left + (position + 0.5) * cell, top - 5, position, "muted small")
+    canvas.columns(left, top - 5, cell, seq_len, room=25)
     height, border = line * count, left + cached * cell
     canvas.path(f"M{left:g} {top:g}H{border:g}v{height:g}H{left:g}z", "shade")
     stairs = "".join(f"h{cell:g}v{line:g}" for _ in positions)

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from minisgl.book.svg import (
-    MARGIN,
-    WIDTH,
-    Canvas,
-    Picture,
-    Point,
-    circle,
-    counted,
-    digits,
-    request_colors,
-    round_step,
-)
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, Point, circle, counted, digits, request_colors, round_step
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 722.0, 70.0, 300.0
 _LEGEND_LINE = 26
-_NUMBER = 20.0
-"""Height of a number on a line of a chart."""
-_NARROWEST = 16.0
-"""Width of a bar's piece that has room for its number."""
+_NUMBER = 20.0  # height of a number on a line of a chart
+_NARROWEST = 16.0  # width of a bar's piece that has room for its number
 _LOWEST = _BOTTOM - 10
-_TOLD = 24
-"""Points of a line that are told one by one; of a longer line the first, the highest and the last are."""
+_TOLD = 24  # points of a line that are told one by one; of a longer line the first, the highest and the last are
+_Scale = Callable[[float], float]  # from a value to its place on an axis
 _SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
 # Where the number of a line or mark may stand, from its end: the first free place is taken.
 _AT_LINE = tuple((0.0, _NUMBER * shift) for shift in _SHIFTS)
@@ -60,67 +47,65 @@ def chart(
         limits: name → height of a line across that should not be exceeded.
         dots: give each point a dot and each line its colour.
     """
+    limits = limits or {}
     points = [point for line in lines.values() for point in line] + list(marks.values())
-    heights = [*(point[1] for point in points), *(limits or {}).values()]
-    plot = _Plot(title, across, up, _scale([point[0] for point in points], across), _scale(heights, up), dots)
-    for name, limit in (limits or {}).items():
+    xs, heights = [x for x, _ in points], [*(y for _, y in points), *limits.values()]
+    plot = _Plot(title, across, up, xs, heights, dots)
+    for name, limit in limits.items():
         plot.limit(name, limit)
     for name, line in lines.items():
         plot.line(name, line)
     plot.marks(marks)
-    return plot.canvas.picture(_BOTTOM + 50 + _LEGEND_LINE * len(plot.names), "\n".join(plot.says))
+    return plot.canvas.picture(_BOTTOM + 50 + _LEGEND_LINE * plot.count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """From a value to its share of the axis; ``low`` and ``high`` are logarithms on a logarithmic axis."""
-
-    low: float
-    high: float
-    ticks: Sequence[float]
-    log: bool
-
-    def __call__(self, value: float) -> float:
-        return ((math.log10(value) if self.log else value) - self.low) / (self.high - self.low)
-
-
-def _scale(values: Sequence[float], axis: Axis) -> _Scale:
+def _scale(values: Sequence[float], axis: Axis, start: float, end: float) -> tuple[_Scale, list[float]]:
+    """Where values lie on an axis, and which of them are written beside it."""
+    low, most = 0.0, max(values) or 1.0
     if axis.log:
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        high = max(high, low + 1)
-        return _Scale(low, high, [10.0**power for power in range(low, high + 1)], True)
-    top = max(values) or 1.0
-    step = round_step(top / 6)
-    count = math.ceil(top / step - 1e-9)
-    return _Scale(0.0, count * step, [step * number for number in range(count + 1)], False)
+        low = math.floor(math.log10(min(values)))
+        high: float = max(math.ceil(math.log10(most)), low + 1)
+        ticks = [10.0**power for power in range(low, int(high) + 1)]
+    else:
+        step = round_step(most / 6)
+        ticks = [step * number for number in range(math.ceil(most / step - 1e-9) + 1)]
+        high = ticks[-1]
+
+    def place(value: float) -> float:
+        return start + ((math.log10(value) if axis.log else value) - low) / (high - low) * (end - start)
+
+    return place, ticks
 
 
 class _Plot:
     """One chart, and the places in it that numbers cover."""
 
-    def __init__(self, title: str, across: Axis, up: Axis, x: _Scale, y: _Scale, dots: bool) -> None:
-        self.canvas, self.x, self.y, self.dots = Canvas(title), x, y, dots
-        self.names: list[str] = []
+    def __init__(
+        self, title: str, across: Axis, up: Axis, xs: Sequence[float], ys: Sequence[float], dots: bool
+    ) -> None:
+        self.canvas, self.dots = Canvas(title, says=f"{title}: {up.name} by {across.name}."), dots
+        self.x, x_ticks = _scale(xs, across, _LEFT, _RIGHT)
+        self.y, y_ticks = _scale(ys, up, _BOTTOM, _TOP)
+        self.count = 0  # of lines and marks so far
         self.covered: list[Point] = []
-        self.says = [f"{title}: {up.name} by {across.name}."]
         self.canvas.text(MARGIN, _TOP - 18, up.name, "muted small", "start")
         self.canvas.text(_RIGHT, _BOTTOM + 36, across.name, "muted small", "end")
-        for tick in y.ticks:
-            height = self._height(tick)
+        for tick in y_ticks:
+            height = self.y(tick)
             self.canvas.path(f"M{_LEFT:g} {height:g}H{_RIGHT:g}", "rule")
             self.canvas.text(_LEFT - 8, height + 4, digits(tick), "muted small", "end")
-        for tick in x.ticks:
-            self.canvas.text(_LEFT + x(tick) * (_RIGHT - _LEFT), _BOTTOM + 18, digits(tick), "muted small")
+        for tick in x_ticks:
+            self.canvas.text(self.x(tick), _BOTTOM + 18, digits(tick), "muted small")
 
     def limit(self, name: str, limit: float) -> None:
-        height = self._height(limit)
+        height = self.y(limit)
         self.canvas.path(f"M{_LEFT:g} {height:.1f}H{_RIGHT:g}", "line dashed")
         self.canvas.text(_LEFT + 6, height - 5, f"{name}: {digits(limit)}", "text small strong", "start")
-        self.says.append(f"{name}: {digits(limit)}.")
+        self.canvas.says.append(f"{name}: {digits(limit)}.")
 
     def line(self, name: str, points: Sequence[Point]) -> None:
         """A line with its number at its end."""
-        number, places = len(self.names), [self._place(point) for point in points]
+        number, places = self.count, [(self.x(a), self.y(b)) for a, b in points]
         path = "L".join(f"{left:.1f} {top:.1f}" for left, top in places)
         colour = request_colors(number)[0] if self.dots else ""
         self.canvas.path(f"M{path}", "line dashed" if number % 2 else "line", stroke=colour)
@@ -128,11 +113,12 @@ class _Plot:
             self.canvas.path(circle(left, top, 3.5), fill=colour)
         self._number(name, self._free_place(places[-1], _BESIDE_DOT if self.dots else _AT_LINE))
         told = points if len(points) <= _TOLD else [points[0], max(points, key=lambda point: point[1]), points[-1]]
-        self.says.append(f"{number + 1}. {name}: " + ", ".join(f"{digits(a)} → {digits(b)}" for a, b in told) + ".")
+        words = ", ".join(f"{digits(a)} → {digits(b)}" for a, b in told)
+        self.canvas.says.append(f"{self.count}. {name}: {words}.")
 
     def marks(self, marks: Mapping[str, Point]) -> None:
         """Numbers where they stand; among dots, circles there and lines from them to the numbers."""
-        numbers = places = [self._place(point) for point in marks.values()]
+        numbers = places = [(self.x(a), self.y(b)) for a, b in marks.values()]
         if self.dots:
             self.covered += places
             numbers = [self._free_place(place, _BELOW_MARK) for place in places]
@@ -140,41 +126,31 @@ class _Plot:
                 self.canvas.path(f"{circle(x, y, 7)}M{x:g} {y:g}L{to_x:g} {to_y:g}")
         for (name, point), place in zip(marks.items(), numbers, strict=True):
             self._number(name, place)
-            self.says.append(f"{len(self.names)}. {name}: {digits(point[0])} → {digits(point[1])}.")
-
-    def _place(self, point: Point) -> Point:
-        return _LEFT + self.x(point[0]) * (_RIGHT - _LEFT), self._height(point[1])
-
-    def _height(self, value: float) -> float:
-        return _BOTTOM - self.y(value) * (_BOTTOM - _TOP)
+            self.canvas.says.append(f"{self.count}. {name}: {digits(point[0])} → {digits(point[1])}.")
 
     def _free_place(self, point: Point, asides: Sequence[Point]) -> Point:
         """The first place beside ``point`` where a number covers nothing; the point itself if there is none."""
-        x, middle = point[0], min(max(point[1], _TOP), _LOWEST)
+        middle = min(max(point[1], _TOP), _LOWEST)
         for across, down in asides:
-            place = x + across, middle + down
-            if _LEFT <= place[0] <= _RIGHT + 16 and _TOP <= place[1] <= _LOWEST and not self._is_covered(place):
-                self.covered.append(place)
-                return place
-        return x, middle
-
-    def _is_covered(self, place: Point) -> bool:
-        return any(abs(x - place[0]) < 22 and abs(y - place[1]) < _NUMBER for x, y in self.covered)
+            x, y = point[0] + across, middle + down
+            is_free = all(abs(x - other) >= 22 or abs(y - its) >= _NUMBER for other, its in self.covered)
+            if is_free and _LEFT <= x <= _RIGHT + 16 and _TOP <= y <= _LOWEST:
+                self.covered.append((x, y))
+                return x, y
+        return point[0], middle
 
     def _number(self, name: str, place: Point) -> None:
         """A number at its place, and in the legend."""
-        number, x, y = len(self.names), place[0], min(max(place[1], _TOP), _LOWEST)
-        self.canvas.badge(x - 11, y - 10, number)
-        row = _BOTTOM + 46 + _LEGEND_LINE * number
-        self.canvas.badge(MARGIN, row, number)
+        self.canvas.badge(place[0] - 11, min(max(place[1], _TOP), _LOWEST) - 10, self.count)
+        row = _BOTTOM + 46 + _LEGEND_LINE * self.count
+        self.canvas.badge(MARGIN, row, self.count)
         self.canvas.text(46, row + 14, name, "text", "start")
-        self.names.append(name)
+        self.count += 1
 
 
 def memory_curve(curves: Mapping[str, Sequence[Point]], title: str) -> Picture:
     """Memory over time, a line for each process: name → (seconds, megabytes) in order of time, at least two each."""
-    highest = {name: max(megabytes for _, megabytes in points) for name, points in curves.items()}
-    lines = {f"{name}: at most {highest[name]:,.0f} MB": points for name, points in curves.items()}
+    lines = {f"{name}: at most {max(high for _, high in points):,.0f} MB": points for name, points in curves.items()}
     return chart(lines, {}, title, Axis("seconds"), Axis("MB"))
 
 
@@ -184,30 +160,27 @@ def memory_curve(curves: Mapping[str, Sequence[Point]], title: str) -> Picture:
 def bars(things: Mapping[str, Mapping[str, float]], title: str, unit: str) -> Picture:
     """Draw a bar for each thing, as long as its parts together; a part has one number in all bars.
 
-    Args:
-        things: name → part → size, none negative.
-        unit: of the sizes, which are written with three digits.
+    ``things`` maps name → part → size, none negative; sizes are written with three digits and their ``unit``.
     """
     parts = list(dict.fromkeys(part for sizes in things.values() for part in sizes))
     longest = max(sum(sizes.values()) for sizes in things.values()) or 1.0
     totals = {name: f"{digits(sum(sizes.values()))} {unit}" for name, sizes in things.items()}
     left, beside = MARGIN + 190.0, max(80.0, 8 * max(map(len, totals.values())))
     room = WIDTH - MARGIN - left - beside
-    canvas, says, top = Canvas(title), [f"{title}, {unit}."], 44
-    for line, (name, sizes) in enumerate(things.items()):
-        y = top + line * 34
+    canvas, y = Canvas(title, says=f"{title}, {unit}."), 44
+    for name, sizes in things.items():
         canvas.text(MARGIN, y + 17, name, "text", "start")
         numbered = [(parts.index(part), parts.index(part) + 1, size / longest * room) for part, size in sizes.items()]
         end = _draw_pieces(canvas, left, y, 24, numbered)
         canvas.text(end + 6, y + 17, totals[name], "text small strong", "start")
         words = ", ".join(f"{part} {digits(size)}" for part, size in sizes.items())
-        says.append(f"{name}: {digits(sum(sizes.values()))}, of which {words}.")
-    bottom = top + len(things) * 34 + 8
+        canvas.says.append(f"{name}: {digits(sum(sizes.values()))}, of which {words}.")
+        y += 34
     for number, part in enumerate(parts):
-        x, y = MARGIN + (number % 2) * 370, bottom + number // 2 * _LEGEND_LINE
-        canvas.badge(x, y, number)
-        canvas.text(x + 32, y + 14, part, "text small", "start")
-    return canvas.picture(bottom + (len(parts) + 1) // 2 * _LEGEND_LINE + 6, "\n".join(says))
+        x, middle = MARGIN + (number % 2) * 370, y + 8 + number // 2 * _LEGEND_LINE
+        canvas.badge(x, middle, number)
+        canvas.text(x + 32, middle + 14, part, "text small", "start")
+    return canvas.picture(y + 14 + (len(parts) + 1) // 2 * _LEGEND_LINE)
 
 
 def _draw_pieces(canvas: Canvas, x: float, y: float, height: float, pieces: Sequence[tuple[int, int, float]]) -> float:
@@ -222,33 +195,30 @@ def _draw_pieces(canvas: Canvas, x: float, y: float, height: float, pieces: Sequ
     return x
 
 
-Load = Mapping[int, int]
-"""Row → units of its work, in the order in which they are done."""
+Load = Mapping[int, int]  # row → units of its work, in the order in which they are done
 
 
 def loads(schedules: Mapping[str, Sequence[Load]], title: str, unit: str) -> Picture:
-    """Draw several ways to share the same work among processors, on one scale.
+    """Draw several ways to share the same work among processors, on one scale: name → what each of them does in turn.
 
-    Args:
-        schedules: name → what each processor does, one after the other.
-        unit: of the work, in the singular; each takes equally long.
+    The ``unit`` of work is in the singular; each takes equally long.
     """
     left, line = MARGIN + 96.0, 20
     scale = (WIDTH - MARGIN - left) / max(sum(load.values()) for each in schedules.values() for load in each)
-    canvas, says = Canvas(title, legend=f"the number is the row's; width is time, in {unit}s"), [f"{title}."]
+    canvas = Canvas(title, legend=f"the number is the row's; width is time, in {unit}s", says=f"{title}.")
     y = 58.0
     for name, processors in schedules.items():
         done = max(sum(load.values()) for load in processors)
         heading = f"{name}: done after {counted(done, unit)}"
         canvas.text(MARGIN, y + 16, heading, "text", "start")
-        says.append(f"{heading}.")
+        canvas.says.append(f"{heading}.")
         y += 24
         for number, load in enumerate(processors):
             canvas.text(MARGIN, y + 13, f"processor {number}", "muted small", "start")
             _draw_pieces(canvas, left, y, 17, [(row, row, count * scale) for row, count in load.items()])
             words = ", ".join(f"{counted(count, unit)} of row {row}" for row, count in load.items())
-            says.append(f"Processor {number}: {words or 'nothing'}.")
+            canvas.says.append(f"Processor {number}: {words or 'nothing'}.")
             y += line
         canvas.path(f"M{left + done * scale - 0.75:g} {y - len(processors) * line - 4:g}V{y:g}", "line dashed")
         y += 10
-    return canvas.picture(y, "\n".join(says))
+    return canvas.picture(y)

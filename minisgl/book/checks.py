@@ -22,10 +22,7 @@ SECONDS_PER_RUN = 900
 OUTPUT_LIMIT = 1 << 24
 
 _LINES = 12  # of a failure's message that are shown
-_ENVIRONMENT = {
-    # A stub in a kernel raises what it says, not an error of the interpreter's own.
-    "TRITON_FRONT_END_DEBUGGING": "1",
-}
+_STUBS_IN_KERNELS = {"TRITON_FRONT_END_DEBUGGING": "1"}  # raise what they say, not an error of the interpreter's own
 
 
 def check(sources: Sources, number: int, directory: Path, timeout: int) -> bool:
@@ -158,8 +155,8 @@ def explain(result: Result, tasks: Sequence[Task], folder: Path) -> str:
 
 def in_words(test: str) -> str:
     """The name of a test as a sentence without its end."""
-    name = test.rpartition("::")[2]
-    return name.removeprefix("test_").replace("_", " ") if "::" in test else test
+    _, is_function, name = test.rpartition("::")
+    return name.removeprefix("test_").replace("_", " ") if is_function else test
 
 
 def _function(test: str) -> str:
@@ -224,8 +221,7 @@ def run_tests(
 
     options = ["--timeout=0", "--continue-on-collection-errors", *options]
     options += dict.fromkeys(_function(test) for test in tests)
-    env = {**_ENVIRONMENT, "PYTHONPATH": str(folder)}
-    limits = SECONDS_PER_RUN, OUTPUT_LIMIT
+    env, limits = {**_STUBS_IN_KERNELS, "PYTHONPATH": str(folder)}, (SECONDS_PER_RUN, OUTPUT_LIMIT)
     ended, log = run_pytest(options, env, folder, *limits, "", timeout, launch, lambda log: report(wanted(log), False))
     results, started = wanted(log), log.last("started")
     if ended.stopped == "time":

@@ -30,7 +30,11 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.source == self.destination or min(self.source, self.destination, self.chunk or 0) < 0:
-            raise ConfigError(f"a transfer goes from one rank to another and numbers count from 0: {self}")
+            raise ConfigError(f"a transfer goes from one rank to another and numbers count from 0: {self!r}")
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk is None else f" chunk {self.chunk}"
+        return f"{self.source} to {self.destination}{chunk} to {self.kind}"
 
 
 def ring_all_reduce(ranks: int, nbytes: int) -> list[Transfer]:
@@ -81,30 +85,16 @@ def partial_sums(transfers: Sequence[Transfer]) -> Iterator[Sums]:
     sums: Sums = [[Counter([rank]) for _ in range(chunks)] for rank in range(_num_ranks(transfers))]
     yield sums
     for turn in turns(transfers):
-        sums = _after(sums, turn)
+        before, sums = sums, [list(row) for row in sums]
+        for transfer in turn:
+            for chunk in range(chunks) if transfer.chunk is None else [transfer.chunk]:
+                sent, row = before[transfer.source][chunk], sums[transfer.destination]
+                row[chunk] = sent if transfer.kind == "take" else row[chunk] + sent
         yield sums
-
-
-def _after(before: Sums, turn: Sequence[Transfer]) -> Sums:
-    sums = [list(row) for row in before]
-    for transfer in turn:
-        for chunk in range(len(before[0])) if transfer.chunk is None else [transfer.chunk]:
-            sent, row = before[transfer.source][chunk], sums[transfer.destination]
-            row[chunk] = sent if transfer.kind == "take" else row[chunk] + sent
-    return sums
 
 
 def _num_ranks(transfers: Sequence[Transfer]) -> int:
     return 1 + max((max(transfer.source, transfer.destination) for transfer in transfers), default=0)
-
-
-def _in_words(turn: Sequence[Transfer]) -> str:
-    """``0 to 1 chunk 3 to add, 1 to 2 …``."""
-    return ", ".join(
-        f"{transfer.source} to {transfer.destination}"
-        f"{'' if transfer.chunk is None else f' chunk {transfer.chunk}'} to {transfer.kind}"
-        for transfer in turn
-    )
 
 
 _TOP = 64.0
@@ -113,11 +103,7 @@ _NODE, _CELL = 26.0, 28.0
 
 
 def reduce_player(transfers: Sequence[Transfer], name: str = "all-reduce") -> Player:
-    """Step through a schedule: the ranks in a circle with their messages, and beside it what each has in memory.
-
-    Args:
-        transfers: such as `ring_all_reduce` makes.
-    """
+    """Step through a schedule: the ranks in a circle with their messages, and beside it what each has in memory."""
     in_turns, sums = turns(transfers), list(partial_sums(transfers))
     frames, captions, sent = [], [], Counter[int]()
     for number, (turn, after) in enumerate(zip([[], *in_turns], sums, strict=True)):
@@ -138,26 +124,25 @@ def _caption(turn: Sequence[Transfer]) -> str:
 def _frame(title: str, turn: Sequence[Transfer], sums: Sums, sent: Counter[int]) -> Picture:
     ranks, chunks, left, line = len(sums), len(sums[0]), 342.0, 38.0
     legend = "piece of a cell: the numbers of that rank are in the sum  ·  thick frame: complete"
-    canvas = Canvas(title, legend=legend)
+    canvas = Canvas(title, legend=legend, says=f"{title}.")
+    if turn:
+        canvas.says.append(f"Messages: {', '.join(map(str, turn))}.")
     _draw_circle(canvas, turn, ranks)
     width = (WIDTH - 88.0 - left) / chunks
     for chunk in range(chunks):
         label = chunk if width < 60 else "the whole" if chunks == 1 else f"chunk {chunk}"
         canvas.text(left + (chunk + 0.5) * width, _TOP + 16, label, "muted small")
     canvas.text(WIDTH - MARGIN, _TOP + 16, "sent so far", "muted small", "end")
-    says = [f"{title}.", *([f"Messages: {_in_words(turn)}."] if turn else [])]
     for rank, row in enumerate(sums):
         y = _TOP + 26 + rank * line
         _draw_rank(canvas, left - 22, y + _CELL / 2, rank, 28, _CELL, rank)
         for chunk, parts in enumerate(row):
             _draw_sum(canvas, left + chunk * width, y, width - 6, parts, ranks)
         canvas.text(WIDTH - MARGIN, y + 19, byte_size(sent[rank]), "text small", "end")
-        has = [
-            "the sum" if _is_complete(parts, ranks) else "+".join(map(str, sorted(parts.elements()))) for parts in row
-        ]
-        says.append(f"Rank {rank} has {', '.join(has)}.")
+        has = ("the sum" if _is_complete(each, ranks) else "+".join(map(str, sorted(each.elements()))) for each in row)
+        canvas.says.append(f"Rank {rank} has {', '.join(has)}.")
     bottom = max(_TOP + 2 * (_RADIUS + _NODE) + 20, _TOP + 26 + ranks * line)
-    return canvas.picture(bottom + 8, "\n".join(says))
+    return canvas.picture(bottom + 8)
 
 
 def _is_complete(parts: Counter[int], ranks: int) -> bool:
@@ -196,14 +181,10 @@ def _place(rank: int, ranks: int) -> Point:
 
 def _between(start: Point, end: Point) -> tuple[Point, Point]:
     """From node to node beside the straight line, so that messages in the other direction have room."""
-    length = math.dist(start, end)
-    along = (end[0] - start[0]) / length, (end[1] - start[1]) / length
-    aside = 6 * along[1], -6 * along[0]
-    gap = _NODE * 0.72
-    return (
-        (start[0] + gap * along[0] + aside[0], start[1] + gap * along[1] + aside[1]),
-        (end[0] - gap * along[0] + aside[0], end[1] - gap * along[1] + aside[1]),
-    )
+    length, gap = math.dist(start, end), _NODE * 0.72
+    x, y = (end[0] - start[0]) / length, (end[1] - start[1]) / length
+    first = start[0] + gap * x + 6 * y, start[1] + gap * y - 6 * x
+    return first, (end[0] - gap * x + 6 * y, end[1] - gap * y - 6 * x)
 
 
 _LEFT, _LANE = MARGIN + 64, 34
@@ -211,33 +192,31 @@ _LEFT, _LANE = MARGIN + 64, 34
 
 def reduce_schedule(schedules: Mapping[str, Sequence[Transfer]]) -> Picture:
     """Draw every message of some schedules (name → transfers): ranks as lines, turns to the right, arrows between."""
-    most_turns = max(len(turns(transfers)) for transfers in schedules.values())
-    width = min((WIDTH - MARGIN - _LEFT) / max(most_turns, 1), 150.0)
+    in_turns = {name: turns(transfers) for name, transfers in schedules.items()}
+    width = min((WIDTH - MARGIN - _LEFT) / max(1, *map(len, in_turns.values())), 150.0)
     legend = "colour: sender  ·  number: chunk  ·  add, take: what the receiver does  ·  turns are drawn equally wide"
-    canvas, y = Canvas("Who sends what to whom", legend=legend), 60.0
-    says = ["Who sends what to whom."]
+    canvas, y = Canvas("Who sends what to whom", legend=legend, says="Who sends what to whom."), 60.0
     for name, transfers in schedules.items():
         sent: Counter[int] = Counter()
         for transfer in transfers:
             sent[transfer.source] += transfer.nbytes
         most = byte_size(max(sent.values(), default=0))
-        heading = f"{name}: {counted(len(turns(transfers)), 'turn')}, a rank sends {most}"
+        heading = f"{name}: {counted(len(in_turns[name]), 'turn')}, a rank sends {most}"
         canvas.path(f"M{MARGIN} {y:g}H{WIDTH - MARGIN}", "rule")
         canvas.text(MARGIN, y + 20, heading, "text strong", "start")
-        says.append(f"{heading}.")
-        y = _draw_schedule(canvas, y + 30, width, transfers)
-        says += [f"Turn {number}: {_in_words(turn)}." for number, turn in enumerate(turns(transfers), start=1)]
-    return canvas.picture(y, "\n".join(says))
+        canvas.says.append(f"{heading}.")
+        y = _draw_schedule(canvas, y + 30, width, in_turns[name], _num_ranks(transfers))
+    return canvas.picture(y)
 
 
-def _draw_schedule(canvas: Canvas, y: float, width: float, transfers: Sequence[Transfer]) -> float:
+def _draw_schedule(canvas: Canvas, y: float, width: float, in_turns: list[list[Transfer]], ranks: int) -> float:
     """One schedule below ``y``; returns where it ends."""
-    in_turns = turns(transfers)
-    lanes = [y + 30 + rank * _LANE for rank in range(_num_ranks(transfers))]
+    lanes = [y + 30 + rank * _LANE for rank in range(ranks)]
     for rank, lane in enumerate(lanes):
         _draw_rank(canvas, MARGIN + 28, lane, rank, 56, 20, f"rank {rank}")
         canvas.path(f"M{_LEFT - 8} {lane:g}H{_LEFT + len(in_turns) * width:g}", "rule")
     for number, turn in enumerate(in_turns):
+        canvas.says.append(f"Turn {number + 1}: {', '.join(map(str, turn))}.")
         x = _LEFT + number * width
         canvas.path(f"M{x + width:g} {lanes[0] - 12:g}V{lanes[-1] + 12:g}", "rule dashed")
         kinds = "/".join(dict.fromkeys(transfer.kind for transfer in turn))

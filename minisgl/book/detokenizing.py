@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.book.players import Player, player
-from minisgl.book.svg import JOINER, MARGIN, WIDTH, Canvas, Picture, counted, request_colors, shorten, visible
+from minisgl.book.svg import JOINER, MARGIN, WIDTH, Canvas, Picture, counted, shorten, visible
 from minisgl.errors import ConfigError
 
 _ROOM, _ROOM_OF_TOKENS = WIDTH - 2 * MARGIN, WIDTH - 2 * MARGIN - 180  # right of the tokens is their last offset
 _SIGN, _PAD, _BOX = 8.4, 12.0, 28
 _TOKENS, _BYTES, _WINDOW, _CLIENT = 86.0, 204.0, 266.0, 328.0
 _LONGEST = 24
-_GONE, _SEEN, _HELD, _NEW = -2, -1, 1, 4
-"""Looks of a box; those that are not negative are colours."""
+_GONE, _SEEN, _HELD, _NEW = -2, -1, 1, 4  # looks of a box; those that are not negative are colours
 
 Cell = tuple[str, int]
 
@@ -36,22 +35,20 @@ class DetokenizerStep:
 def detokenizer_steps(steps: Sequence[DetokenizerStep]) -> Player:
     """Step through a text: its tokens with the offsets, the bytes not yet read, the text decoded, and the text sent.
 
-    Args:
-        steps: one a token, at least one.
-
-    Raises `ConfigError` if offsets lie outside of the tokens so far, or of the window; names the step.
+    There is one step a token, and at least one. Raises `ConfigError` if offsets lie outside of the tokens so far, or of
+    the window; names the step.
     """
-    for number, step in enumerate(steps):
-        if not 0 <= step.surrogate <= step.read <= number + 1 or not 0 <= step.sent <= len(step.window):
+    frames, captions = [], []
+    for number, step in enumerate(steps, start=1):
+        if not 0 <= step.surrogate <= step.read <= number or not 0 <= step.sent <= len(step.window):
             raise ConfigError(
-                f"steps[{number}]: offsets must be 0 <= surrogate {step.surrogate} <= read {step.read} <= {number + 1} "
+                f"steps[{number - 1}]: offsets must be 0 <= surrogate {step.surrogate} <= read {step.read} <= {number} "
                 f"tokens, and sent {step.sent} at most the {len(step.window)} signs of the window"
             )
-    captions = [
-        f"token {_label(step.token)} comes, {shorten(_shown(step.piece), _LONGEST) or 'nothing'} is sent"
-        for step in steps
-    ]
-    return player([_frame(steps[: number + 1]) for number in range(len(steps))], captions)
+        frames.append(_frame(steps[:number]))
+        sent = shorten(_shown(step.piece), _LONGEST) or "nothing"
+        captions.append(f"token {_label(step.token)} comes, {sent} is sent")
+    return player(frames, captions)
 
 
 def _frame(steps: Sequence[DetokenizerStep]) -> Picture:
@@ -61,7 +58,7 @@ def _frame(steps: Sequence[DetokenizerStep]) -> Picture:
     pending, unread = decoder.getstate()[0], b"".join(tokens[step.read :])
     title = f"After {counted(len(tokens), 'token')}: surrogate {step.surrogate}, read {step.read}, sent {step.sent}"
     legend = "outline: never looked at again  ·  grey: seen before  ·  blue: new  ·  orange: no complete character yet"
-    canvas = Canvas(title, legend=legend)
+    canvas = Canvas(title, legend=legend, says=f"{title}.")
     looks = [_GONE] * step.surrogate + [_SEEN] * (step.read - step.surrogate) + [_NEW] * (len(tokens) - step.read)
     cells = list(zip(map(_label, tokens), looks, strict=True))
     _draw_offsets(canvas, step, _row(canvas, _TOKENS, "tokens", cells, _ROOM_OF_TOKENS))
@@ -74,13 +71,12 @@ def _frame(steps: Sequence[DetokenizerStep]) -> Picture:
     _row(canvas, _WINDOW, "decoded again: the text from surrogate on, grey up to sent", cells)
     client = "".join(each.piece for each in steps[:-1])
     _row(canvas, _CLIENT, "what the client has", [(_shown(client), _SEEN), (_shown(step.piece), _NEW)])
-    says = [
-        f"{title}.",
+    canvas.says += [
         f"Not read: {unread.hex(' ') or 'nothing'}; incomplete: {pending.hex(' ') or 'nothing'}.",
         f"Decoded again: {step.window!r}; sent before: {before!r}; held back: {held!r}.",
         f"Sent now: {step.piece!r}. The client has {client + step.piece!r}.",
     ]
-    return canvas.picture(370.0, "\n".join(says))
+    return canvas.picture(370.0)
 
 
 def _row(canvas: Canvas, y: float, heading: str, cells: Sequence[Cell], room: float = _ROOM) -> list[float]:
@@ -96,13 +92,11 @@ def _row(canvas: Canvas, y: float, heading: str, cells: Sequence[Cell], room: fl
         fitting.append((text, look))
     borders = [float(MARGIN)] * (len(cells) - len(fitting) + 1)
     for text, look in reversed(fitting):
-        width = _width(text)
+        x, width, color = borders[-1], _width(text), look if look >= 0 else None
+        kind, words = ("empty", "muted mono") if look == _GONE else ("shared", "text mono")
         if text:
-            fill, ink = request_colors(look) if look >= 0 else ("", "")
-            kind, words = ("empty", "muted mono") if look == _GONE else ("shared", "text mono")
-            canvas.box(borders[-1] + 1, y, width - 2, _BOX, kind, fill)
-            canvas.text(borders[-1] + width / 2, y + 19, text, words, fill=ink)
-        borders.append(borders[-1] + width)
+            canvas.cell(x + 1, y, width - 2, _BOX, (text, words), color=color, kind=kind)
+        borders.append(x + width)
     return borders
 
 

@@ -12,16 +12,13 @@ from pathlib import Path
 from minisgl.book.course_table import CourseError, parsed, read_toml
 from minisgl.book.supervise import Ended, Log, fits, run_pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout; suites and assignments are not installed with the package."""
+ROOT = Path(__file__).resolve().parents[2]  # the checkout; suites and assignments are not installed with the package
 
 FOLDER = ROOT / "assignments"
 
-OUTPUT_LIMIT = 1 << 20
-"""Bytes that a submission may print."""
+OUTPUT_LIMIT = 1 << 20  # bytes that a submission may print
 
-_USAGE_ERROR = 4
-"""What pytest ends with if ``--impl`` names a class that fits no suite."""
+_USAGE_ERROR = 4  # what pytest ends with if ``--impl`` names a class that fits no suite
 
 
 @dataclass(frozen=True)
@@ -129,12 +126,14 @@ class Report:
 def grade(assignment: Assignment, submission: str, time_limit: float | None = None, cwd: Path | None = None) -> Report:
     """Grade ``module:Class``, whose module is looked for in ``cwd`` first, in a process of its own on the CPU.
 
-    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if the assignment names tests that
-    do not exist, or this system has no process groups.
+    The time limit is in seconds; None is the assignment's own. Raises `CourseError` if it isn't positive, if tests of
+    the assignment do not exist, or this system has no process groups.
     """
     if os.name != "posix":
         raise CourseError("grade needs the process groups of Linux or macOS; on Windows, run it inside WSL")
-    limit = time_limit or assignment.time_limit
+    limit = assignment.time_limit if time_limit is None else time_limit
+    if not 0 < limit < float("inf"):
+        raise CourseError(f"the time limit is a number of seconds above 0, not {limit}")
     tests = [test for item in assignment.items for test in assignment.tests(item)]
     options = ["-c", f"{ROOT}/pyproject.toml", f"--rootdir={ROOT}", f"--impl={submission}"]
     # Without capture, because pytest would keep all that is printed.
@@ -143,20 +142,9 @@ def grade(assignment: Assignment, submission: str, time_limit: float | None = No
     env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)}
     ended, log = run_pytest(options, env, cwd or Path.cwd(), limit, OUTPUT_LIMIT, submission)
     items = [_result(log, item, assignment.tests(item)) for item in assignment.items]
-    verdict, message = _verdict(assignment, items, log, ended, limit)
-    return Report(
-        assignment=assignment.name,
-        submission=submission,
-        verdict=verdict,
-        message=message,
-        points=sum(item.points for item in items),
-        max_points=assignment.points,
-        items=items,
-        seconds=round(ended.seconds, 1),
-        time_limit=limit,
-        output=ended.output,
-        output_bytes=ended.output_bytes,
-    )
+    points, seconds = sum(item.points for item in items), round(ended.seconds, 1)
+    outcome = *_verdict(assignment, items, log, ended, limit), points, assignment.points, items
+    return Report(assignment.name, submission, *outcome, seconds, limit, ended.output, ended.output_bytes)
 
 
 def _result(log: Log, item: Item, tests: Sequence[str]) -> ItemResult:
@@ -164,16 +152,10 @@ def _result(log: Log, item: Item, tests: Sequence[str]) -> ItemResult:
     names = {event["id"]: f"{event['file']}::{event['name']}" for event in log.all("collected")}
     ids = [each for each, name in names.items() if any(fits(name, test) for test in tests)]
     ended = [log.results[each] for each in ids if each in log.results]
-    failed = [result for result in ended if result.failure is not None]
-    return ItemResult(
-        name=item.name,
-        points=item.points if ids and len(ended) - len(failed) == len(ids) else 0,
-        max_points=item.points,
-        passed=len(ended) - len(failed),
-        failed=len(failed),
-        not_run=len(ids) - len(ended),
-        first_failure=Failure(failed[0].test, failed[0].failure or "") if failed else None,
-    )
+    failures = [Failure(result.test, result.failure) for result in ended if result.failure is not None]
+    passed, failed, not_run = len(ended) - len(failures), len(failures), len(ids) - len(ended)
+    points = item.points if ids and passed == len(ids) else 0
+    return ItemResult(item.name, points, item.points, passed, failed, not_run, failures[0] if failures else None)
 
 
 def _verdict(
@@ -217,7 +199,7 @@ def add_grade(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("assignment", help=f"one of {known}; or a folder with assignment.toml")
     command.add_argument("submission", metavar="module:Class", help="looked for in the current folder first")
     command.add_argument("--json", metavar="FILE", type=Path, help="write the report there as well")
-    command.add_argument("--time-limit", metavar="S", type=_seconds, help="seconds; the assignment has a default")
+    command.add_argument("--time-limit", metavar="S", type=float, help="seconds; the assignment has a default")
     command.set_defaults(run=run_grade)
 
 
@@ -233,10 +215,3 @@ def run_grade(arguments: argparse.Namespace) -> int:
             print(f"             {item.first_failure.test}: {item.first_failure.message.partition(chr(10))[0]}")
     print(f"{report.points:4} of {report.max_points:3}  {report.verdict} in {report.seconds} s: {report.message}")
     return 0 if report.verdict == "passed" else 1
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a positive number of seconds")
-    return value

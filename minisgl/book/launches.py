@@ -109,7 +109,8 @@ def needs(calls: Sequence[Call]) -> list[set[int]]:
     behind: list[set[int]] = []  # everything that has to be done before
     for number, call in enumerate(calls):
         read, written = storages((call.args, call.kwargs)), storages(call.result)
-        if not written or _is_in_place(call):
+        schema = getattr(call.function, "_schema", None)
+        if not written or (schema is not None and schema.is_mutable):  # it works in place
             written = read | written
         before = {writer[each] for each in read | written if each in writer}
         indirect = set().union(*(behind[each] for each in before))
@@ -119,19 +120,14 @@ def needs(calls: Sequence[Call]) -> list[set[int]]:
     return direct
 
 
-def _is_in_place(call: Call) -> bool:
-    schema = getattr(call.function, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
 def launch_graph(calls: Sequence[Call], title: str) -> Picture:
     """Draw calls in the order in which they were launched; an arc goes from each to those that need its result."""
     step = min((WIDTH - 2 * MARGIN) / max(len(calls), 1), 120.0)
     needed = needs(calls)
     farthest = max((number - min(before) for number, before in enumerate(needed) if before), default=1)
     line = 60.0 + 22.0 * min(farthest, 5)
-    canvas = Canvas(title, legend="arcs: needs the result of  ·  dashed: merely launched one after the other")
-    canvas.says.append(f"{title}.")
+    legend = "arcs: needs the result of  ·  dashed: merely launched one after the other"
+    canvas = Canvas(title, legend=legend, says=f"{title}.")
     for number, (call, before) in enumerate(zip(calls, needed, strict=True)):
         x, middle = MARGIN + number * step, (step - 16) / 2
         if number and number - 1 not in before:

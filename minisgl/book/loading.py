@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, request_colors, round_step
 from minisgl.errors import MiniSGLError
 
 _STRIP = 44.0
-_SMALLEST_NAME = 7.5
-"""Pixels that one character of a name takes."""
+_SMALLEST_NAME = 7.5  # pixels that one character of a name takes
 
 
 def file_map(path: Path, group: str) -> Picture:
@@ -69,15 +71,14 @@ def _short(name: str) -> str:
 
 def _blocks(spans: Sequence[tuple[int, int, str]], group: str) -> list[tuple[int, int, str]]:
     """Neighbours whose names begin alike, up to as many dots as ``group`` has, as one block each."""
-    dots, blocks = group.rstrip(".").count(".") + 1, list[tuple[int, int, str]]()
-    for begin, end, name in spans:
-        parts = name.split(".")
-        block = ".".join(parts[:dots]) + "." if len(parts) > dots + 1 else name
-        if blocks and blocks[-1][2] == block:
-            blocks[-1] = blocks[-1][0], end, block
-        else:
-            blocks.append((begin, end, block))
-    return blocks
+    dots = group.rstrip(".").count(".") + 1
+
+    def block(span: tuple[int, int, str]) -> str:
+        parts = span[2].split(".")
+        return ".".join(parts[:dots]) + "." if len(parts) > dots + 1 else span[2]
+
+    found = ((name, list(members)) for name, members in groupby(spans, key=block))
+    return [(members[0][0], members[-1][1], name) for name, members in found]
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,7 @@ class _Strip:
         self.canvas.cell(left, self.y, max(width, 0.5), _STRIP, *words, color=color, kind="shared")
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """Seconds since the first stage, and megabytes since then: the process's own, and pages of files."""
 
     seconds: float
@@ -116,7 +116,7 @@ class Sample:
 class LoadRun:
     """What `watch_memory` saw of a process."""
 
-    samples: tuple[Sample, ...]
+    samples: list[Sample]
     stages: dict[str, Sample]  # name → when it was over
     error: str  # that ended it, or nothing
 
@@ -147,32 +147,30 @@ def watch_memory(load: Callable[..., Iterator[str]], *arguments: object) -> Load
     done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
     if done.returncode:
         raise MiniSGLError(f"{load.__name__} failed in a process of its own:\n{done.stderr[-2000:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    stages = {name: Sample(*values) for name, values in answer["stages"].items()}
-    return LoadRun(tuple(Sample(*values) for values in answer["samples"]), stages, answer["error"])
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=LoadRun)
 
 
-def _watch(source: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """In the fresh process: run the function, and return what `watch_memory` needs."""
+def _watch(source: str, name: str, arguments: Sequence[str]) -> LoadRun:
+    """Run the function in this process, which is a fresh one."""
     import psutil
 
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<{name}>", "exec"), namespace)
     process, over = psutil.Process(), threading.Event()
-    samples: list[tuple[float, float, float]] = []
+    samples: list[Sample] = []
 
-    def sample() -> tuple[float, float, float]:
+    def sample() -> Sample:
         info = process.memory_info()
         pages = getattr(info, "shared", 0)
-        samples.append((time.perf_counter(), (info.rss - pages) / 1e6, pages / 1e6))
+        samples.append(Sample(time.perf_counter(), (info.rss - pages) / 1e6, pages / 1e6))
         return samples[-1]
 
     def keep_looking() -> None:
         while not over.wait(0.003):
             sample()
 
-    def since_then(each: tuple[float, float, float]) -> list[float]:
-        return [value - first for value, first in zip(each, start, strict=True)]
+    def since_then(each: Sample) -> Sample:
+        return Sample(*(value - first for value, first in zip(each, start, strict=True)))
 
     running, watcher, error = namespace[name](*arguments), threading.Thread(target=keep_looking), ""
     next(running)
@@ -188,14 +186,13 @@ def _watch(source: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
         watcher.join()
     last = sample() if error or not stages else max(stages.values())
     seen = [since_then(each) for each in sorted(samples) if each <= last]
-    return {"samples": seen, "stages": {stage: since_then(each) for stage, each in stages.items()}, "error": error}
+    return LoadRun(seen, {stage: since_then(each) for stage, each in stages.items()}, error)
 
 
 def memory_stages(run: LoadRun, title: str) -> Picture:
     """Draw a process's memory over time as two areas, its own and pages of files, with a line where each stage ends."""
     left, right, top, bottom, column = 76.0, 746.0, 74.0, 270.0, 366
-    canvas, most = Canvas(title), 1.12 * run.peak
-    canvas.says.append(f"{title}.")
+    canvas, most = Canvas(title, says=f"{title}."), 1.12 * run.peak
 
     def x(seconds: float) -> float:
         return left + (right - left) * seconds / run.seconds
@@ -230,4 +227,4 @@ def memory_stages(run: LoadRun, title: str) -> Picture:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_watch(*json.load(sys.stdin))))
+    print(msgspec.json.encode(_watch(*json.load(sys.stdin))).decode())

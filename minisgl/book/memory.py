@@ -26,24 +26,20 @@ def page_map(memory: KVMemory) -> Picture:
     A private page has the colour and the name of its request (``r3`` has ``uid`` 3); a cached page is grey and says
     how many running requests read it. In the page table, a page says how many of its positions are taken.
     """
-    running = [(slot, memory.table.request(slot).uid) for slot in memory.table.slots.tolist()]
-    rows = {uid: (memory.row(slot).tolist(), _kv_len_of_pages(memory, slot)) for slot, uid in running}
+    table, rows = memory.table, dict[int, tuple[list[int], int]]()
+    for slot in table.slots.tolist():
+        pages = memory.row(slot).tolist()
+        given_back = int(table.num_pages[slot]) - len(pages)
+        rows[table.request(slot).uid] = pages, int(table.kv_len[slot]) - given_back * memory.page_size
     cached, free = (set(np.flatnonzero(which).tolist()) for which in (memory.is_cached, memory.pool.is_free))
     return _draw_pages(memory.num_pages, memory.page_size, free, cached, rows, "Page table, request")
-
-
-def _kv_len_of_pages(memory: KVMemory, slot: int) -> int:
-    """Positions of a row that have KV, without those whose pages it has given back."""
-    given_back = int(memory.table.num_pages[slot]) - len(memory.row(slot))
-    return int(memory.table.kv_len[slot]) - given_back * memory.page_size
 
 
 def toy_page_map(pool: PagePool, caches: Mapping[int, PagedCache], page_lists: bool = True) -> Picture:
     """Draw the toy engine's pages as `page_map` does. A page with several readers, or with none in a row, is cached.
 
-    Args:
-        caches: of the rows that run, by their numbers, which give them their names and colours.
-        page_lists: draw the rows' lists of pages below the pool.
+    ``caches`` are those of the rows that run, by numbers that give them names and colours. ``page_lists`` draws each
+    row's list of pages below the pool.
     """
     rows = {number: (cache.pages, cache.length) for number, cache in caches.items()}
     private = {page for pages, _ in rows.values() for page in pages if pool.readers[page] == 1}
@@ -62,18 +58,16 @@ def _draw_pages(
     states |= dict.fromkeys(free, "free") | {page: " ".join(f"r{uid}" for uid in owners[page]) for page in owners}
     whole = f"{num_pages} pages of {size} tokens"
     counts = f"{len(free)} free, {len(owners)} private, {len(cached)} cached"
-    canvas = Canvas(f"Page pool: {whole}", counts)
-    canvas.says.append(f"{whole}: {counts}.")
+    canvas = Canvas(f"Page pool: {whole}", counts, says=f"{whole}: {counts}.")
 
     def draw(y: float, labels: Sequence[tuple[int, str]]) -> float:
         for index, (page, label) in enumerate(labels):
             x, top = MARGIN + index % _COLUMNS * _CELL, y + index // _COLUMNS * _LINE
             uids = owners.get(page, [])  # several own a page only if the books are wrong
-            kind, looks = "shared", ("text strong", "text small")
-            if page in free and not uids:
-                kind, looks = "empty", ("text", "muted small")
             color = uids[0] if len(uids) == 1 else None
-            lines = zip((page, label), looks, strict=True)
+            lines, kind = ((page, "text strong"), (label, "text small")), "shared"
+            if page in free and not uids:
+                lines, kind = ((page, "text"), (label, "muted small")), "empty"
             canvas.cell(x + 2, top, _CELL - 4, _LINE - 4, *lines, color=color, kind=kind)
         return y + -(-len(labels) // _COLUMNS) * _LINE
 
@@ -103,9 +97,8 @@ class Array:
 def array_map(moments: Mapping[str, Sequence[Array]], capacity: int, title: str) -> Picture:
     """Draw which row has been given which part of a memory of ``capacity`` tokens, one bar for each moment."""
     legend = "colour: holds tokens  ·  grey: given to a row, empty  ·  outline: free"
-    canvas, y, height = Canvas(title, counted(capacity, "token"), legend), 84.0, _LINE - 4
-    canvas.says.append(f"{title}: {capacity} tokens.")
-    scale = (WIDTH - 2 * MARGIN) / capacity
+    canvas = Canvas(title, counted(capacity, "token"), legend, f"{title}: {capacity} tokens.")
+    y, height, scale = 84.0, _LINE - 4, (WIDTH - 2 * MARGIN) / capacity
     for name, arrays in moments.items():
         canvas.text(MARGIN, y - 8, name, "text", "start")
         canvas.box(MARGIN, y, capacity * scale, height)
@@ -166,16 +159,13 @@ def pool_use(moments: Sequence[PoolUse], num_pages: int, title: str, span: int =
         points = [f"V{y:.1f}H{_LEFT + (step + 1) * width:.1f}" for step, y in enumerate(heights)]
         return f"M{_LEFT:g} {heights[0]:.1f}{''.join(points)}"
 
-    def down(bottom: float = _BOTTOM) -> str:
-        """What closes such a path to an area."""
-        return f"V{bottom:g}H{_LEFT:g}Z"
-
-    canvas.path(f"M{_LEFT:g} {_TOP:g}H{_LEFT + len(moments) * width:g}{down()}", "empty")
-    canvas.path(steps((moment.read + moment.idle for moment in moments), num_pages) + down(), "shade")
-    canvas.path(steps((moment.read for moment in moments), num_pages) + down(), fill=request_colors(0)[0])
+    close = f"V{_BOTTOM:g}H{_LEFT:g}Z"  # such a path to an area
+    canvas.path(f"M{_LEFT:g} {_TOP:g}H{_LEFT + len(moments) * width:g}{close}", "empty")
+    canvas.path(steps((moment.read + moment.idle for moment in moments), num_pages) + close, "shade")
+    canvas.path(steps((moment.read for moment in moments), num_pages) + close, fill=request_colors(0)[0])
     canvas.path(steps((moment.read + moment.promised for moment in moments), num_pages), "line dashed")
     running = steps((moment.running for moment in moments), most, _ROWS_TOP, _ROWS_BOTTOM)
-    canvas.path(running + down(_ROWS_BOTTOM), "shade")
+    canvas.path(f"{running}V{_ROWS_BOTTOM:g}H{_LEFT:g}Z", "shade")
     for step, moment in enumerate(moments):
         if moment.preempted:
             canvas.text(_LEFT + (step + 0.5) * width, _TOP - 6, "×", "text strong")
@@ -185,9 +175,8 @@ def pool_use(moments: Sequence[PoolUse], num_pages: int, title: str, span: int =
     for step in range(0, span, max(1, int(round_step(span / 16)))):
         canvas.text(_LEFT + (step + 0.5) * width, _ROWS_BOTTOM + 18, step, "muted small")
     read = " ".join(str(moment.read) for moment in moments)
-    return canvas.picture(
-        _ROWS_BOTTOM + 28, f"{title}, at most {counted(most, 'request')} running.\nPages read: {read}."
-    )
+    canvas.says += [f"{title}, at most {counted(most, 'request')} running.", f"Pages read: {read}."]
+    return canvas.picture(_ROWS_BOTTOM + 28)
 
 
 _BAR_TOP, _BAR = 64, 40
@@ -203,9 +192,8 @@ def memory_budget(parts: Mapping[str, int], total: int, title: str = "Device mem
     if min(parts.values(), default=0) < 0 or used > total or total <= 0:
         sizes = ", ".join(f"{name} {size}" for name, size in parts.items())
         raise ConfigError(f"memory_budget: {sizes} must be at least 0 and fit into {total} bytes together")
-    canvas, scale = Canvas(title, byte_size(total)), (WIDTH - 2 * MARGIN) / total
-    canvas.says.append(f"{title}: {byte_size(total)}.")
-    x, next_number = float(MARGIN), float(MARGIN + _NUMBER_WIDTH / 2)
+    canvas, scale = Canvas(title, byte_size(total), says=f"{title}: {byte_size(total)}."), (WIDTH - 2 * MARGIN) / total
+    x, next_number = float(MARGIN), MARGIN + _NUMBER_WIDTH / 2
     for number, (name, size) in enumerate([*parts.items(), ("free", total - used)], start=1):
         color = number - 1 if number <= len(parts) else None
         y, width = _BAR_TOP + _BAR + 14 + (number - 1) * 26, size * scale

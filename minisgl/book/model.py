@@ -15,16 +15,13 @@ from minisgl.layers.rotary import Rotary, rotate
 from minisgl.models.decoder import DecoderLayer
 
 LARGEST_CELL = 30.0
-_LONGEST = 8
-"""Characters of a token's text."""
+_LONGEST = 8  # characters of a token's text
 
 
 def attention_map(maps: Mapping[str, torch.Tensor], texts: Sequence[str]) -> Picture:
     """Draw a panel for each head: the area of a square is the weight with which its row's token reads its column's.
 
-    Args:
-        maps: title → [T, T] weights; each row sums to 1 and is 0 right of the diagonal.
-        texts: [T] text of each token.
+    ``maps``: title → [T, T] weights, each row sums to 1 and is 0 right of the diagonal. ``texts``: [T], of the tokens.
     """
     panel, label, top = (WIDTH - 2 * MARGIN) / len(maps), 84, 62
     cell = min((panel - label - 10) / len(texts), LARGEST_CELL)
@@ -53,9 +50,7 @@ def attention_map(maps: Mapping[str, torch.Tensor], texts: Sequence[str]) -> Pic
 def softmax_panels(scores: torch.Tensor, texts: Sequence[str]) -> Picture:
     """Draw attention of one head in three steps: scores, scores with the future hidden, weights.
 
-    Args:
-        scores: [T, T] q·k / √d of a query (row) and a key (column); T is at most 6.
-        texts: [T] text of each token.
+    ``scores`` are [T, T], q·k / √d of a query (row) and a key (column), and ``texts`` [T] the tokens'; T is at most 6.
     """
     count = len(texts)
     hidden = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -torch.inf)
@@ -213,8 +208,7 @@ def _draw_block(canvas: Canvas, y: float, title: str, steps: Sequence[tuple[str,
 def packed_rows(modules: Mapping[str, MergedColumnParallelLinear]) -> Picture:
     """Draw checkpoint tensors on the left, and on the right the one parameter whose rows they fill.
 
-    Args:
-        modules: one to three live layers by name; they may be on the meta device.
+    ``modules`` are one to three live layers by name; they may be on the meta device.
     """
     canvas, apart, lowest = Canvas(), 10.0, 0.0
     column = (WIDTH - 2 * MARGIN) / len(modules)
@@ -281,9 +275,8 @@ def distribution(stages: Mapping[str, torch.Tensor], text: Callable[[int], str],
         words = [f"{token!r} {_percent(chance)}" for token, chance in zip(names, now, strict=False)]
         canvas.says.append(f"{name}: {still}; in %: {', '.join(words)}, all others {_percent(now[-1])}.")
         base, then = base + line, now
-    canvas.note(
-        base - 52, "numbers: probability in %  ·  filled: may be drawn  ·  dashed outline: cut by this stage  ·  –: cut"
-    )
+    legend = "numbers: probability in %  ·  filled: may be drawn  ·  dashed outline: cut by this stage  ·  –: cut"
+    canvas.note(base - 52, legend)
     return canvas.picture(base - 38)
 
 

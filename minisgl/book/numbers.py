@@ -75,11 +75,7 @@ def number_bits(weight: float, formats: Mapping[str, Stored]) -> Picture:
 
 
 def number_line(values: torch.Tensor, grids: Mapping[str, Sequence[float]], title: str) -> Picture:
-    """Draw a histogram of ``values``, and below it what each format can represent, on the same axis.
-
-    Args:
-        grids: name → the numbers of the format, times its scale.
-    """
+    """Draw a histogram of ``values``, and on the same axis what each format represents: its numbers times its scale."""
     least, most = (float(f([float(g) for grid in grids.values() for g in grid])) for f in (min, max))
     left, right, base, bins = MARGIN + 84.0, WIDTH - MARGIN - 8.0, 150.0, 90
     canvas = Canvas(title, legend="above: how often; below: a stroke for each number that can be stored")
@@ -107,8 +103,7 @@ def number_line(values: torch.Tensor, grids: Mapping[str, Sequence[float]], titl
 def nibbles(words: Mapping[str, tuple[int, Sequence[int]]]) -> Picture:
     """Draw the eight numbers of 4 bits in words of 32 bits, the highest bits at the left.
 
-    Args:
-        words: name → the word, and for each four of its bits, from the lowest, which column's number they hold.
+    ``words`` are by name; to each belongs which column's number its bits hold, four by four, from the lowest.
     """
     canvas = Canvas("Eight numbers of four bits in a word", legend="the highest bits at the left")
     top = 58.0

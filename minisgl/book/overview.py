@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture
 from minisgl.book.tables import RESULTS, Markdown, kept, table, three_digits
@@ -21,8 +22,7 @@ class Part:
 
 
 _HEIGHT = 46.0
-_SERVER, _HOST, _MEMORY, _DEVICE, _INSIDE = 56.0, 146.0, 212.0, 308.0, 366.0
-"""Upper edges of the rows of boxes."""
+_SERVER, _HOST, _MEMORY, _DEVICE, _INSIDE = 56.0, 146.0, 212.0, 308.0, 366.0  # upper edges of the rows of boxes
 PARTS = {
     "request": Part("Request", (1,), 26, _HOST, 78),
     "tokenizer": Part("Tokenizer", (15,), 118, _HOST, 86),
@@ -46,10 +46,7 @@ PARTS = {
     "measuring": Part("Measuring", (17,), 364, _SERVER, 110),
 }
 """Parts of the engine by name."""
-_ARROWS = (  # from a part to another at its right
-    *(("request", "tokenizer"), ("tokenizer", "scheduler"), ("scheduler", "batch"), ("loop", "detokenizer")),
-    *(("weights", "engine"), ("engine", "model"), ("model", "sampler"), ("prefix", "kvcache")),
-)
+_CHAINS = ("request tokenizer scheduler batch", "loop detokenizer", "weights engine model sampler", "prefix kvcache")
 
 
 def architecture(*here: str) -> Picture:
@@ -65,9 +62,8 @@ def architecture(*here: str) -> Picture:
     for rule, name in ((110, "host: Python and NumPy"), (272, "device: PyTorch and Triton")):
         canvas.path(f"M{MARGIN} {rule}H{WIDTH - MARGIN}", "rule dashed")
         canvas.text(26, rule + 22, name, "muted small", "start")
-    for start, end in _ARROWS:
-        left, right, y = PARTS[start], PARTS[end], PARTS[end].y + _HEIGHT / 2
-        canvas.arrow((left.x + left.width, y), (right.x, y))
+    for left, right in ((PARTS[a], PARTS[b]) for chain in _CHAINS for a, b in pairwise(chain.split())):
+        canvas.arrow((left.x + left.width, left.y + _HEIGHT / 2), (right.x, right.y + _HEIGHT / 2))
     canvas.arrow((258, _HOST + _HEIGHT), (258, _MEMORY))
     canvas.arrow((272, _MEMORY), (272, _HOST + _HEIGHT))
     canvas.arrow((371, _HOST + _HEIGHT), (371, _DEVICE))

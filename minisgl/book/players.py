@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from minisgl.book.svg import Picture, counted
+from minisgl.book.svg import Picture, attribute, counted
 
 _SCRIPT = Path(__file__).with_name("stepper.js")
 _UNFOLDED = 2400.0
@@ -22,9 +22,7 @@ class Snapshots:
     """Pictures of a live object at moments of its life; ``draw`` makes one of the object as it is now."""
 
     def __init__(self, draw: Callable[[], Picture]) -> None:
-        self._draw = draw
-        self._frames: list[Picture] = []
-        self._captions: list[str] = []
+        self._draw, self._frames, self._captions = draw, list[Picture](), list[str]()
 
     def take(self, caption: str) -> Picture:
         """Draw the object once more; ``caption`` says what has happened to it."""
@@ -41,11 +39,8 @@ class Player:
     """Step through pictures of one thing at several times.
 
     The HTML with all of them and a script needs no kernel and no other file, so it still steps in a saved notebook and
-    on the site. Where no script may run, the frames are below each other, folded if they are many.
-
-    Args:
-        frames: pictures, at least one.
-        captions: what has happened before each; None numbers them only.
+    on the site. Where no script may run, the frames are below each other, folded if they are many. Of the ``frames``
+    there is at least one; ``captions`` say what has happened before each, and None numbers them only.
     """
 
     def __init__(self, frames: Sequence[Picture], captions: Sequence[str] | None = None) -> None:
@@ -53,29 +48,22 @@ class Player:
         if not frames or len(captions) != len(frames):
             raise ValueError(f"player: {len(captions)} captions for {counted(len(frames), 'frame')}; give one each")
         self.frames = list(frames)
-        numbers = (f"{number} of {len(frames)}" for number in range(1, len(frames) + 1))
-        self.headings = [
-            f"{number}: {said}" if said else number for number, said in zip(numbers, captions, strict=True)
-        ]
+        numbered = enumerate(captions, start=1)
+        self.headings = [f"{number} of {len(frames)}" + (f": {said}" if said else "") for number, said in numbered]
 
     def __repr__(self) -> str:
         return "\n".join(f"{heading}\n{frame.text}" for heading, frame in zip(self.headings, self.frames, strict=True))
 
     def _repr_html_(self) -> str:
         all_open = sum(frame.height for frame in self.frames) <= _UNFOLDED
-        folded = [
-            f"<details{' open' * (all_open or not place)}><summary>{escape(heading)}</summary>{_image(frame)}</details>"
-            for place, (heading, frame) in enumerate(zip(self.headings, self.frames, strict=True))
-        ]
-        script = f"<script>\n{_SCRIPT.read_text(encoding='utf-8')}</script>"
-        return "\n".join(['<div class="minisgl-stepper">', *folded, "</div>", script])
-
-
-def _image(picture: Picture) -> str:
-    """As an image, which outlives the cleaning of a notebook's HTML, where drawings do not."""
-    data = base64.b64encode(picture.svg.encode()).decode()
-    label = escape(picture.text, quote=True).replace("\n", " ")
-    return f'<img alt="{label}" src="data:image/svg+xml;base64,{data}">'
+        parts = ['<div class="minisgl-stepper">']
+        for place, (heading, frame) in enumerate(zip(self.headings, self.frames, strict=True)):
+            # An image outlives the cleaning of a notebook's HTML, a drawing does not.
+            data = base64.b64encode(frame.svg.encode()).decode()
+            image = f'<img alt="{attribute(frame.text)}" src="data:image/svg+xml;base64,{data}">'
+            is_open = " open" if all_open or place == 0 else ""
+            parts.append(f"<details{is_open}><summary>{escape(heading)}</summary>{image}</details>")
+        return "\n".join([*parts, "</div>", f"<script>\n{_SCRIPT.read_text(encoding='utf-8')}</script>"])
 
 
 class Live:
@@ -90,8 +78,7 @@ class Live:
     """
 
     def __init__(self, draw: Callable[[], Picture], actions: Mapping[str, Action]) -> None:
-        self._draw = draw
-        self._actions = actions
+        self._draw, self._actions = draw, actions
 
     @cached_property
     def widget(self) -> Any:

@@ -16,8 +16,7 @@ from minisgl.request import Int32Array
 if TYPE_CHECKING:
     from minisgl.attention.cascade import PrefixGroups
 
-Decode = Callable[[list[int]], str]
-"""From token ids to text, such as ``llm.tokenizer.decode``."""
+Decode = Callable[[list[int]], str]  # from token ids to text, such as ``llm.tokenizer.decode``
 
 
 def _as_text(tokens: list[int], decode: Decode | None) -> str:
@@ -31,17 +30,15 @@ _RIGHT = 560
 def radix_tree(cache: RadixCache, decode: Decode | None = None) -> Picture:
     """Draw every node below its parent, with its tokens, pages, locks, last use, and its place in the eviction order.
 
-    Args:
-        cache: the tree; drawing it counts as no use of it. Of more than 80 nodes, the others are left out.
-        decode: shows text instead of token ids.
+    Drawing the tree counts as no use of it. Of more than 80 nodes, the others are left out. ``decode`` shows text
+    instead of token ids.
     """
     drawn, most = list(_lines(cache)), 80
     order = {node: number for number, node in enumerate(_eviction_order(cache), start=1)}
     indent = min(26, 280 / max([1, *(depth for depth, _ in drawn)]))
     counts = f"{counted(len(drawn), 'node')}, {counted(cache.num_pages, 'page')}, {cache.num_evictable} evictable"
     title = f"Radix tree, pages of {counted(cache.page_size, 'token')}"
-    canvas = Canvas(title, counts)
-    canvas.says.append(f"{title}: {counts}.")
+    canvas = Canvas(title, counts, says=f"{title}: {counts}.")
     canvas.text(MARGIN, _TOP + 14, "root" if drawn else "root: nothing is cached", "text", "start")
     top = {cache.root: _TOP - 18.0}
     for line, (depth, node) in enumerate(drawn):
@@ -50,7 +47,7 @@ def radix_tree(cache: RadixCache, decode: Decode | None = None) -> Picture:
         text, tokens = _as_text(node.tokens.tolist(), decode), counted(len(node.tokens), "token")
         state = f"locked {node.lock_count}×" if node.lock_count else f"evictable, no. {order[node]}"
         below = f"node {parent.uid}" if parent.uid else "the root"
-        pages = f"{'page' if len(node.pages) == 1 else 'pages'} {runs(node.pages.tolist())}"
+        pages = f"page{'s' * (len(node.pages) != 1)} {runs(node.pages.tolist())}"
         says = f"Node {node.uid} below {below}: {shorten(text, 60)} ({tokens}), {pages}, {state}"
         canvas.says.append(f"{says}, last used at {node.last_access}.")
         if line < most:
@@ -102,20 +99,16 @@ _WIDTH, _BLOCK, _BLOCK_LINE = _STEP - _GAP, 86, 102
 def hash_chain(cache: BlockHashCache, tokens: Sequence[int] | Int32Array, decode: Decode | None = None) -> Picture:
     """Draw every full block of a prompt: its tokens, its hash, and whether the cache has it, where and for how many.
 
-    Args:
-        cache: is not changed, and drawing it counts as no use of it.
-        tokens: the prompt. Of more than 48 blocks, the others are left out.
-        decode: shows text instead of token ids.
+    The cache is not changed, and drawing it counts as no use of it. Of more than 48 blocks, the others are left out.
+    ``decode`` shows text instead of token ids.
     """
     prompt, most = np.asarray(tokens, dtype=np.int32), 48
     links = list(_chain(cache, prompt))
     cached = sum(block is not None for *_, block in links)
     title = f"{counted(len(prompt), 'token')}: {counted(len(links), 'full block')}, {cached} cached"
-    legend = (
-        "blue: cached, referenced  ·  grey: cached, evictable  ·  outline: not cached  ·  arrow: seeds the next hash"
-    )
-    canvas, top = Canvas(title, f"blocks of {counted(cache.page_size, 'token')}", legend), 60
-    canvas.says.append(f"{title}.")
+    looks = "blue: cached, referenced  ·  grey: cached, evictable  ·  outline: not cached"
+    legend = f"{looks}  ·  arrow: seeds the next hash"
+    canvas, top = Canvas(title, f"blocks of {counted(cache.page_size, 'token')}", legend, f"{title}."), 60
     for index, (own, key, block) in enumerate(links):
         text, state, color = _as_text(own.tolist(), decode), "not cached", None
         if block is not None:
@@ -179,9 +172,8 @@ def prefix_groups(
     scale = (WIDTH - MARGIN - left) / max(int(seq_lens.max()), most_keys)
     needed = int(seq_lens.sum())
     title = f"{counted(len(uids), 'row')} with {needed} keys, of which {needed - groups.saved_tokens} are read"
-    canvas = Canvas(title, legend="grey: a prefix, read once for all rows beside it; coloured: a row's own keys")
-    canvas.says.append(f"{title}.")
-    y = top
+    legend, y = "grey: a prefix, read once for all rows beside it; coloured: a row's own keys", top
+    canvas = Canvas(title, legend=legend, says=f"{title}.")
     for rows, shared in _in_groups(groups, len(uids)):
         width = shared * scale
         if shared:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minisgl.book.players import Player, player
 from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, duration, request_colors, shorten
 from minisgl.errors import ConfigError
 
@@ -31,7 +30,7 @@ def process_tree(processes: Sequence[ProcessState]) -> Picture:
     """
     dead = sum(bool(process.ended) for process in processes)
     title = f"Processes: {len(processes) - dead} alive, {dead} dead"
-    canvas, says, places = Canvas(title), [f"{title}."], dict[str, tuple[float, float]]()
+    canvas, places = Canvas(title, says=f"{title}."), dict[str, tuple[float, float]]()
     for number, process in enumerate(processes):
         if process.name in places or process.parent not in ("", *places):
             raise ConfigError(f"{process}: give each name once, and a parent before its children")
@@ -48,8 +47,8 @@ def process_tree(processes: Sequence[ProcessState]) -> Picture:
         canvas.text(_PID, y + 20, f"pid {process.pid}", "text small", "start", ink)
         canvas.text(_STATE, y + 20, shorten(state, 44), "text small", "start", ink)
         started = f", started by {process.parent}" if process.parent else ""
-        says.append(f"{process.name}, pid {process.pid}{started}: {state}.")
-    return canvas.picture(52 + len(processes) * _ROW, "\n".join(says))
+        canvas.says.append(f"{process.name}, pid {process.pid}{started}: {state}.")
+    return canvas.picture(52 + len(processes) * _ROW)
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -57,8 +56,6 @@ def process_tree(processes: Sequence[ProcessState]) -> Picture:
 _LEFT, _RIGHT = MARGIN + 66, WIDTH - MARGIN - 262
 _HEADS, _HEAD, _LINE, _SIGN = 40.0, 24, 40, 6.7
 _MOST = 60
-_WINDOW = 10
-"""Messages that a frame of the player shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,57 +75,36 @@ def message_sequence(messages: Sequence[Message]) -> Picture:
     Lines are equally far from each other; the times are written.
     """
     in_order = sorted(messages, key=lambda message: message.time)
-    return _draw_messages(in_order, in_order[:_MOST])
-
-
-def message_player(messages: Sequence[Message]) -> Player:
-    """`message_sequence` message by message: the newest in colour, and the nine before it."""
-    in_order = sorted(messages, key=lambda message: message.time)
-    ends = range(1, len(in_order) + 1)
-    frames = [_draw_messages(in_order, in_order[max(0, end - _WINDOW) : end], in_order[end - 1]) for end in ends]
-    return player(frames, [_sentence(message) for message in in_order])
-
-
-def _draw_messages(in_order: Sequence[Message], shown: Sequence[Message], newest: Message | None = None) -> Picture:
-    """Without a ``newest`` all are equally important, and the picture is as high as they need."""
-    first = in_order[0].time if in_order else 0.0
-    title = counted(len(in_order), "message")
-    if in_order:
-        title += f" in {duration(in_order[-1].time - first)}"
-    canvas, says = Canvas(title), [f"{title}."]
+    shown, first = in_order[:_MOST], in_order[0].time if in_order else 0.0
+    title = counted(len(in_order), "message") + (f" in {duration(in_order[-1].time - first)}" if in_order else "")
+    canvas = Canvas(title, says=f"{title}.")
     lanes = list(dict.fromkeys(name for message in in_order for name in (message.source, message.destination)))
-    lines = min(len(in_order), _WINDOW) if newest else len(shown)
     width = (_RIGHT - _LEFT) / max(len(lanes), 1)
     middles = {name: _LEFT + (number + 0.5) * width for number, name in enumerate(lanes)}
     rows = 1 if max(map(len, lanes), default=0) * _SIGN + 6 <= width else 2  # of heads
     top = _HEADS + rows * (_HEAD + 2)
+    bottom = top + len(shown) * _LINE
     for number, (name, middle) in enumerate(middles.items()):
-        grey = newest and name not in (newest.source, newest.destination)
-        fill, ink = ("", "") if grey else request_colors(number)
+        fill, ink = request_colors(number)
         y = _HEADS + number % rows * (_HEAD + 2)
-        canvas.path(f"M{middle:g} {y + _HEAD:g}V{top + lines * _LINE:g}", "rule")
-        canvas.box(middle - rows * width / 2 + 2, y, rows * width - 4, _HEAD, "shared", fill)
+        canvas.path(f"M{middle:g} {y + _HEAD:g}V{bottom:g}", "rule")
+        canvas.box(middle - rows * width / 2 + 2, y, rows * width - 4, _HEAD, fill=fill)
         canvas.text(middle, y + 16, shorten(name, int((rows * width - 6) / _SIGN)), "text small", fill=ink)
     for line, message in enumerate(shown):
         y, when = top + line * _LINE, duration(message.time - first)
         start, end = middles[message.source], middles[message.destination]
-        fill = "" if newest and message is not newest else request_colors(lanes.index(message.source))[0]
+        fill, _ = request_colors(lanes.index(message.source))
         if start == end:
             canvas.path(f"M{start:g} {y + 12:g}h18v12h-10", "line")
             canvas.arrow((start + 10, y + 24), (start, y + 24), fill=fill)
         else:
-            canvas.arrow((start, y + 18), (end, y + 18), "muted", fill, 4.0 if message is newest else 2.0)
+            canvas.arrow((start, y + 18), (end, y + 18), fill=fill, thickness=2.0)
         canvas.text(_RIGHT + 10, y + 15, shorten(message.kind, 28), "text small strong", "start")
         canvas.text(_RIGHT + 10, y + 31, shorten(message.summary, 38), "muted small", "start")
         canvas.text(_LEFT - 10, y + 22, when, "muted small", "end")
-        says.append(f"At {when}: {_sentence(message)}.")
-    bottom = top + lines * _LINE
-    if not newest and len(in_order) > len(shown):
-        says.append(canvas.rest(bottom + 12, len(in_order) - len(shown), "message"))
+        summary = f" ({shorten(message.summary, 120)})" if message.summary else ""
+        canvas.says.append(f"At {when}: {message.source} to {message.destination}: {message.kind}{summary}.")
+    if len(in_order) > len(shown):
+        canvas.says.append(canvas.rest(bottom + 12, len(in_order) - len(shown), "message"))
         bottom += 20
-    return canvas.picture(bottom + 6, "\n".join(says))
-
-
-def _sentence(message: Message) -> str:
-    summary = f" ({shorten(message.summary, 120)})" if message.summary else ""
-    return f"{message.source} to {message.destination}: {message.kind}{summary}"
+    return canvas.picture(bottom + 6)

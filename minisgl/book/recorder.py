@@ -28,16 +28,10 @@ Frame = tuple[str, int, str]
 
 
 class Recorder:
-    """Pytest plugin that appends events to a file.
-
-    Args:
-        seconds: that one test may take; 0 for any number.
-    """
+    """Pytest plugin that appends events to a file. One test may take ``seconds``, or any time if that is 0."""
 
     def __init__(self, file: Path, seconds: float) -> None:
-        self._file = file
-        self._pid = os.getpid()
-        self._seconds = seconds
+        self._file, self._seconds, self._pid = file, seconds, os.getpid()
         self._stack = file.open("a", encoding="utf-8")
         self._end_in(SECONDS_TO_IMPORT)
 

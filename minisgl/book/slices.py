@@ -52,10 +52,8 @@ class SlicedMatrix:
 def weight_slices(matrices: Sequence[SlicedMatrix]) -> Picture:
     """Draw a lane for each rank with its slice of every matrix; a bar across the lanes is a collective.
 
-    Args:
-        matrices: at least one, in the order in which a token meets them, such as `decoder_slices` makes.
-
-    Raises `ConfigError` if they are not divided among the same number of ranks.
+    There is at least one matrix, and a token meets them in their order, which is that of `decoder_slices`. Raises
+    `ConfigError` if they are not divided among the same number of ranks.
     """
     counts = {len(matrix.ranges) for matrix in matrices}
     if len(counts) != 1:
@@ -63,7 +61,7 @@ def weight_slices(matrices: Sequence[SlicedMatrix]) -> Picture:
     ranks, y = counts.pop(), 80.0
     title = f"Who holds which slice: {counted(ranks, 'rank')}"
     legend = "box: the matrix, outputs down, inputs across  ·  colour: the rank's slice  ·  not to scale"
-    canvas, says = Canvas(title, legend=legend), [f"{title}."]
+    canvas = Canvas(title, legend=legend, says=f"{title}.")
     middles = [_LEFT + (rank + 0.5) * (_RIGHT - _LEFT) / ranks for rank in range(ranks)]
     for rank, middle in enumerate(middles):
         canvas.text(middle, 74, f"rank {rank}" if ranks <= 4 else rank, "text strong")
@@ -75,21 +73,21 @@ def weight_slices(matrices: Sequence[SlicedMatrix]) -> Picture:
         canvas.path(f"M{MARGIN} {y + 2:g}H{WIDTH - MARGIN}", "rule")
         canvas.text(MARGIN, y + 20, shorten(group, 60), "text strong", "start")
         canvas.text(_RIGHT + 8, y + 20, sizes, "text small strong", "start")
-        says.append(f"{group}: {sizes} on a rank.")
+        canvas.says.append(f"{group}: {sizes} on a rank.")
         y += 30
         for matrix in held:
-            says.append(_draw(canvas, y, matrix, middles))
+            _draw(canvas, y, matrix, middles)
             y += _LINE
             if matrix.joined:
                 canvas.box(_LEFT, y - 4, _RIGHT - _LEFT, 22, "shared")
                 canvas.text((_LEFT + _RIGHT) / 2, y + 11, shorten(matrix.joined, 58), "text small strong")
-                says.append(f"Then {matrix.joined}.")
+                canvas.says.append(f"Then {matrix.joined}.")
                 y += 34
-    return canvas.picture(y + 4, "\n".join(says))
+    return canvas.picture(y + 4)
 
 
-def _draw(canvas: Canvas, y: float, matrix: SlicedMatrix, middles: Sequence[float]) -> str:
-    """One matrix: its outline for each rank and in it the rank's slice. Returns the same in words."""
+def _draw(canvas: Canvas, y: float, matrix: SlicedMatrix, middles: Sequence[float]) -> None:
+    """One matrix: its outline for each rank and in it the rank's slice."""
     side = min(middles[0] - _LEFT - 3, 42.0) * 2
     inputs = matrix.axis == len(matrix.shape) - 1
     for rank, middle in enumerate(middles):
@@ -116,7 +114,7 @@ def _draw(canvas: Canvas, y: float, matrix: SlicedMatrix, middles: Sequence[floa
         canvas.text(x, y + 32, below, "muted small", "start")
     parts = ", ".join(f"{start} to {stop - 1} on rank {rank}" for rank, (start, stop) in enumerate(matrix.ranges))
     who = f"{'inputs' if inputs else 'outputs'} {parts}" if matrix.axis is not None else "all of it on every rank"
-    return f"{matrix.name}, {matrix.how}: {held} {whole} on a rank; {who}."
+    canvas.says.append(f"{matrix.name}, {matrix.how}: {held} {whole} on a rank; {who}.")
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -59,10 +59,8 @@ class DraftLog:
         if phase != "process" or batch is None:
             return
         counts = np.maximum(np.bincount(batch.sample_rows, minlength=batch.num_rows) - 1, 0)
-        drafts = np.split(batch.drafts, np.cumsum(counts))
-        for slot, uid, before, of_row in zip(
-            batch.slots.tolist(), self.table.arrival[batch.slots].tolist(), self._before, drafts, strict=False
-        ):
+        drafts, uids = np.split(batch.drafts, np.cumsum(counts)), self.table.arrival[batch.slots].tolist()
+        for slot, uid, before, of_row in zip(batch.slots.tolist(), uids, self._before, drafts, strict=False):
             kept = self.table.tokens[slot, before : self.table.known_len[slot]].tolist()
             if kept:
                 self.steps.setdefault(uid, []).append(DraftStep(of_row.tolist(), kept))

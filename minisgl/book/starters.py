@@ -19,8 +19,7 @@ from minisgl.book.course_table import Chapter, CourseError, Stub, Table, Task
 PACKAGE = "minisgl"
 TESTS = "tests"
 
-Files = Mapping[str, str]
-"""Text by path, relative to a folder."""
+Files = Mapping[str, str]  # text by path, relative to a folder
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 QUOTES = '"""'
@@ -43,31 +42,29 @@ class Sources:
     """The files of a checkout and the table of its course. Sources are parsed, never imported."""
 
     def __init__(self, root: Path, table: Table) -> None:
-        self.root = root
-        self.table = table
+        self.root, self.table = root, table
 
     def read(self, path: str) -> str:
         """Text of a file of the checkout."""
         return (self.root / path).read_text(encoding="utf-8")
 
+    def _paths(self, pattern: str) -> list[str]:
+        """The files that fit a pattern, sorted."""
+        found = sorted(path for path in self.root.glob(pattern) if path.is_file())
+        return [path.relative_to(self.root).as_posix() for path in found]
+
     def starter(self, number: int) -> Files:
         """What a reader begins a chapter with: everything but its tasks is written."""
         chapter = self.table.chapter_with_tasks(number)
         texts = {"LICENSE": self.read("LICENSE"), "README.md": _readme(chapter)}
-        for file in (
-            path for folder in ("chapters", "notebooks") for path in self.root.glob(f"{folder}/{number:02d}-*")
-        ):
-            text = file.read_text(encoding="utf-8")
-            texts[file.relative_to(self.root).as_posix()] = _without_outputs(text) if file.suffix == ".ipynb" else text
+        texts |= {path: self.read(path) for path in self._paths(f"chapters/{number:02d}-*")}
+        texts |= {path: _without_outputs(self.read(path)) for path in self._paths(f"notebooks/{number:02d}-*")}
         return {**self.package(chapter.tasks), **self.suite(chapter.tasks), **texts}
 
     def package(self, unwritten: Sequence[Task] = ()) -> Files:
         """The package's files, with the functions of some tasks taken away."""
-        found = sorted((self.root / PACKAGE).rglob("*.*"))
         left_out = (".pyc", ".safetensors")  # the trained drafter is no text, and no task needs it
-        paths = [
-            path.relative_to(self.root).as_posix() for path in found if path.is_file() and path.suffix not in left_out
-        ]
+        paths = [path for path in self._paths(f"{PACKAGE}/**/*.*") if not path.endswith(left_out)]
         return {**{path: self.read(path) for path in paths}, **self.modules_of(unwritten, unwritten)}
 
     def modules_of(self, tasks: Sequence[Task], unwritten: Sequence[Task]) -> Files:
@@ -102,8 +99,8 @@ class Sources:
 
     def suite(self, tasks: Sequence[Task]) -> Files:
         """The test files of some tasks, all helpers of tests, and other test files that these import."""
-        helpers = (path for path in (self.root / TESTS).rglob("*.py") if not path.name.startswith("test_"))
-        paths = [*files_with_tests(tasks), *(path.relative_to(self.root).as_posix() for path in helpers)]
+        helpers = (path for path in self._paths(f"{TESTS}/**/*.py") if "/test_" not in path)
+        paths = [*files_with_tests(tasks), *helpers]
         for path in paths:
             imported = (f"{name.replace('.', '/')}.py" for name in _OTHER_TEST.findall(self.read(path)))
             paths += [each for each in imported if each not in paths]
@@ -111,8 +108,7 @@ class Sources:
 
 
 def _difference(before: str, after: str, name: str) -> Iterator[str]:
-    lines = before.splitlines(), after.splitlines()
-    return difflib.unified_diff(*lines, f"a/{name}", f"b/{name}", lineterm="")
+    return difflib.unified_diff(before.splitlines(), after.splitlines(), f"a/{name}", f"b/{name}", lineterm="")
 
 
 def _without_outputs(notebook: str) -> str:
@@ -147,8 +143,8 @@ def find_package(directory: Path, chapter: Chapter) -> None:
     if not (directory / PACKAGE / "__init__.py").is_file():
         start = "`python -m minisgl course start`"
         raise CourseError(f"{directory} has no package {PACKAGE}/; name the folder that {start} wrote")
-    wanted = [stub.path for task in chapter.tasks for stub in task.stubs]
-    missing = [path for path in wanted if not (directory / path).is_file()]
+    modules = (stub.path for task in chapter.tasks for stub in task.stubs)
+    missing = [path for path in modules if not (directory / path).is_file()]
     texts = [text.name[:3] for text in directory.glob("chapters/*.md")]
     if texts and f"{chapter.number:02d}-" not in texts:
         missing.append(f"chapters/{chapter.number:02d}-….md")
@@ -159,41 +155,13 @@ def find_package(directory: Path, chapter: Chapter) -> None:
         )
 
 
-_README = """\
-# Chapter {chapter.number}: {chapter.title}
-
-This is the whole package, but these functions are yours to write; find one by the text of its error, such as
-"{first.messages[0]}":
-
-{tasks}
-
-Their docstrings say what they do, the chapter in `chapters/` says why. To check what you have written, run this in the
-book's repository:
-
-    python -m minisgl course check {chapter.number} PATH-OF-THIS-FOLDER
-
-Where a test expects an error of a certain kind, the report shows the words that it looks for. A nudge, our functions,
-and how yours differ from them:
-
-    python -m minisgl course hint {first.id}
-    python -m minisgl course solution {first.id}
-    python -m minisgl course diff {first.id} PATH-OF-THIS-FOLDER
-
-To run tests by yourself, with a debugger or with prints, in this folder:
-
-    python -m pytest {test}
-
-The notebook also reads files of the repository, such as results of benchmarks: open it there.
-"""
-
-
 def _readme(chapter: Chapter) -> str:
-    tasks = []
+    tasks, first = list[str](), chapter.tasks[0]
     for task in chapter.tasks:
         tasks += [f"{task.number}. {task.title}", *(f"    - `{stub.name}` in `{stub.path}`" for stub in task.stubs)]
-    first = chapter.tasks[0]
     test = first.tests[0].partition("[")[0]
-    return _README.format(chapter=chapter, first=first, test=test, tasks="\n".join(tasks))
+    template = Path(__file__).with_name("starter.md").read_text(encoding="utf-8")
+    return template.format(chapter=chapter, first=first, test=test, tasks="\n".join(tasks))
 
 
 # -- exchanging functions: the text itself is cut, so that comments and formatting survive ---------------------------

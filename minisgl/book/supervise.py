@@ -22,8 +22,7 @@ from typing import Any
 
 import psutil
 
-KEPT_OUTPUT = 4000
-"""Bytes of output that are kept; the others are counted."""
+KEPT_OUTPUT = 4000  # bytes of output that are kept; the others are counted
 
 _MARK = "MINISGL_SUPERVISED"
 """Environment variable by which descendants are recognised, whatever process group they have moved to."""
@@ -141,11 +140,10 @@ class Log:
         self.events: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.results: dict[str, Result] = {}
         for event in self.all("tested", "unreadable"):
-            known = self.results.get(event["id"])
+            name, known = event["id"], self.results.get(event["id"])
             if known is None or known.failure is None:  # a test that passed may still fail when it is taken down
-                failure = None if event["passed"] else event["message"]
-                frames = tuple((path, line, text) for path, line, text in event["frames"])
-                self.results[event["id"]] = Result(event["id"], failure, frames, event["printed"])
+                failure, frames = None if event["passed"] else event["message"], tuple(map(tuple, event["frames"]))
+                self.results[name] = Result(name, failure, frames, event["printed"])
         # Its text is not recorded, and the innermost call comes first.
         self.stack = tuple((path, int(line), "") for path, line in reversed(_STACK_LINE.findall(text)))
 
@@ -172,11 +170,9 @@ def run_pytest(
     """Run pytest as `minisgl.book.recorder` does, without a trace in ``cwd``.
 
     Args:
-        options: of pytest.
         env: changes to the environment.
         submission: ``module:Class`` to be imported first.
         seconds: that one test may take; 0 for any number.
-        launch: runs the command.
         report: hears of new events while tests run.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-course-") as scratch:

@@ -11,32 +11,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
+from pathlib import Path
 
 Point = tuple[float, float]
-Line = tuple[object, str]
-"""Words, and the kind of text that they are."""
+Line = tuple[object, str]  # words, and the kind of text that they are
 
-WIDTH = 760
-"""Width of every drawing in CSS pixels: the text column of a notebook or of the book."""
+WIDTH = 760  # width of every drawing in CSS pixels: the text column of a notebook or of the book
 MARGIN = 14
-JOINER = "\u200d"
-"""The zero-width joiner, which makes one emoji of two."""
+JOINER = "\u200d"  # the zero-width joiner, which makes one emoji of two
 
-_STYLE = """
-.viz-card{fill:var(--viz-card,#fbfaf7);stroke:var(--viz-line,#b9b6ae)}
-.viz-empty{fill:none;stroke:var(--viz-line,#b9b6ae)}
-.viz-shared{fill:var(--viz-shared,#d9d7d0);stroke:var(--viz-ink,#24231f)}
-.viz-shade{fill:var(--viz-shared,#d9d7d0)}
-.viz-text{fill:var(--viz-ink,#24231f)}
-.viz-muted{fill:var(--viz-muted,#66645d)}
-.viz-line{fill:none;stroke:var(--viz-ink,#24231f);stroke-width:1.5}
-.viz-rule{fill:none;stroke:var(--viz-line,#b9b6ae)}
-.viz-dashed{stroke-dasharray:4 4}
-.viz text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;font-size:14px}
-.viz .viz-small{font-size:12px}
-.viz .viz-strong{font-weight:600}
-.viz .viz-mono{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace;font-size:13px}
-""".replace("\n", "")
+_STYLE = Path(__file__).with_name("pictures.css").read_text(encoding="utf-8").replace("\n", "")
 
 # What no XML document may have: most control characters, and lone surrogates.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -73,6 +58,11 @@ class Picture:
         return self.svg
 
 
+def attribute(text: str) -> str:
+    """Words in one line, as an attribute of SVG or HTML has them."""
+    return escape(text, quote=True).replace("\n", " ")
+
+
 def request_colors(number: int) -> tuple[str, str]:
     """Fill and text colour of a request, by its ``uid``; they repeat after six."""
     return _PALETTE[number % len(_PALETTE)]
@@ -96,13 +86,11 @@ def counted(count: int, noun: str) -> str:
 
 def runs(numbers: Iterable[int]) -> str:
     """``3 5–8 2``: numbers in their order, each ascending run as its first and last."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return " ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+    words = []
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        first, *others = [number for _, number in run]
+        words.append(f"{first}–{others[-1]}" if others else str(first))
+    return " ".join(words)
 
 
 def byte_size(count: int) -> str:
@@ -144,13 +132,12 @@ class Canvas:
     Args:
         title, right: of the first line, at its left and at its right end.
         legend: of the line below.
-
-    ``says`` collects the sentences that say the same in words.
+        says: the first of the sentences that say the same in words; ``says`` collects the others.
     """
 
-    def __init__(self, title: str = "", right: str = "", legend: str = "") -> None:
+    def __init__(self, title: str = "", right: str = "", legend: str = "", says: str = "") -> None:
         self._parts: list[str] = []
-        self.says: list[str] = []
+        self.says = [says] if says else []
         if title:
             self.text(MARGIN, 26, title, "text strong", "start")
         if right:
@@ -213,6 +200,11 @@ class Canvas:
         corners = ((start[0] + a * along - b * across, start[1] + a * across + b * along) for a, b in outline)
         self.path(f"M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in corners)}Z", kind, fill)
 
+    def columns(self, left: float, y: float, width: float, count: int, room: float = 0.0) -> None:
+        """The numbers of columns above or below them, each as far from the next as ``room`` at least."""
+        for column in range(0, count, max(1, int(round_step(room / width)))):
+            self.text(left + (column + 0.5) * width, y, column, "muted small")
+
     def badge(self, x: float, y: float, number: int) -> None:
         """The number of a thing, counted from 1, in a box of its colour."""
         self.cell(x, y, 22, 19, (number + 1, "text small strong"), color=number)
@@ -226,10 +218,9 @@ class Canvas:
     def picture(self, height: float, text: str = "") -> Picture:
         """Everything drawn so far on a card of this height; ``text`` says the same in words, or ``says`` does."""
         text = _NOT_XML.sub("\ufffd", text or "\n".join(self.says))
-        label = escape(text, quote=True).replace("\n", " ")
         card = f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6" class="viz-card"/>'
         svg = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="viz" role="img" aria-label="{label}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="viz" role="img" aria-label="{attribute(text)}" '
             f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}" style="max-width:100%;height:auto">'
             f"<style>{_STYLE}</style>{card}{''.join(self._parts)}</svg>"
         )

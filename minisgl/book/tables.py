@@ -16,8 +16,7 @@ from minisgl.bench.report import Cell, Report, Table
 from minisgl.errors import ConfigError
 from minisgl.trace import Trace
 
-RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"
-"""Of the checkout that Python runs."""
+RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"  # of the checkout that Python runs
 
 _NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?%)?")
 # An option of a command is shown as code, or a page would make a dash of its two hyphens.
@@ -42,10 +41,7 @@ def table(
 ) -> Markdown:
     """A table; columns of numbers are aligned to the right, also where some are missing or come as text.
 
-    Args:
-        headers: names of the columns.
-        rows: one value a column.
-        shown: writes a floating-point number; by default with two decimals.
+    A row has one value a column. ``shown`` writes a floating-point number; by default with two decimals.
     """
     body = [[_cell(value, shown) for value in row] for row in rows]
     columns = zip(*body, strict=True) if body else [()] * len(headers)
@@ -109,12 +105,11 @@ def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
 
     Raises `ConfigError` if there are neither so many CUDA devices nor a kept result.
     """
-    if not (missing := _too_few(gpus)):
-        origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
-        return Measured(name, origin, True, report.tables, report.traces)
-    record = _read(name)
-    chips = f"one {_chip(record)}" if gpus == 1 else f"{gpus} {_chip(record)}s"
-    return _kept(record, name, missing, chips)
+    if missing := _too_few(gpus):
+        record = _read(name)
+        return _kept(record, name, missing, f"one {_chip(record)}" if gpus == 1 else f"{gpus} {_chip(record)}s")
+    origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
+    return Measured(name, origin, True, report.tables, report.traces)
 
 
 def kept(name: str) -> Measured:
@@ -143,13 +138,12 @@ def _too_few(gpus: int) -> str:
 
 def _read(name: str) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{name}: nothing is measured here, and there is no benchmarks/results/{name}.json beside the package to "
             "show instead. Run from a checkout (`pip install -e .`), or what takes GPUs on a machine with as many GPUs"
         ) from error
-    return record
 
 
 def _kept(record: dict[str, Any], name: str, why: str, machine: str) -> Measured:
@@ -157,8 +151,8 @@ def _kept(record: dict[str, Any], name: str, why: str, machine: str) -> Measured
     commit = (record.get("commit") or "unknown")[:7] + " and changes" * bool(record.get("modified"))
     origin = f"{why}: `{record['command']}` measured this on {machine} on {record['date'][:10]}, at commit {commit}."
     tables = [Table(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
-    files = sorted(RESULTS.glob(f"trace-{name}-*.json"))
-    traces = {file.stem.removeprefix(f"trace-{name}-"): Trace.load(file) for file in files}
+    prefix = f"trace-{name}-"
+    traces = {path.stem.removeprefix(prefix): Trace.load(path) for path in sorted(RESULTS.glob(f"{prefix}*.json"))}
     return Measured(name, origin, False, tables, traces)
 
 

@@ -10,7 +10,7 @@ from math import inf
 from statistics import median
 
 from minisgl.book.players import Player, player
-from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, duration, request_colors, round_step
+from minisgl.book.svg import MARGIN, WIDTH, Canvas, Picture, counted, duration, round_step
 from minisgl.trace import DEVICE, Event, Trace
 
 _LINE, _BOX, _DIGIT = 32, 26, 8.0  # heights of a line and of the box in it, and the width of a digit, in CSS pixels
@@ -22,22 +22,18 @@ def step_timeline(steps: Sequence[Mapping[int, int]]) -> Picture:
     left, top = MARGIN + 44, 62
     width = min((WIDTH - MARGIN - left) / max(len(steps), 1), 48.0)
     canvas = Canvas("Tokens that each request feeds in each step (more than one: prefill; one: decode)")
-    for step in range(len(steps)):
-        canvas.text(left + (step + 0.5) * width, top - 8, step, "muted small")
-    says = []
+    canvas.columns(left, top - 8, width, len(steps))
     for line, uid in enumerate(uids):
         y = top + line * _LINE
         canvas.text(MARGIN, y + 19, f"r{uid}", "text strong", "start")
-        fill, ink = request_colors(uid)
         fed = {step: each[uid] for step, each in enumerate(steps) if uid in each}
         for step, tokens in fed.items():
-            canvas.box(left + step * width + 1, y, width - 2, _LINE - 4, fill=fill)
-            canvas.text(left + (step + 0.5) * width, y + 19, tokens, "small", fill=ink)
+            canvas.cell(left + step * width + 1, y, width - 2, _LINE - 4, (tokens, "small"), color=uid)
         parts = [f"{tokens} tokens in step {step}" for step, tokens in fed.items() if tokens > 1]
         decode = ", ".join(str(step) for step, tokens in fed.items() if tokens == 1)
         parts += [f"1 token in each of the steps {decode}"] * bool(decode)
-        says.append(f"Request r{uid} feeds {', '.join(parts)}.")
-    return canvas.picture(top + len(uids) * _LINE + 8, "\n".join(says))
+        canvas.says.append(f"Request r{uid} feeds {', '.join(parts)}.")
+    return canvas.picture(top + len(uids) * _LINE + 8)
 
 
 # -- the schedule of a trace -----------------------------------------------------------------------------------------
@@ -113,20 +109,18 @@ def _draw_schedule(lives: dict[int, _Life], num_steps: int, launched: int) -> Pi
     width = min((WIDTH - MARGIN - 84 - left) / max(num_steps, 1), 44.0)
     title = f"Schedule: {counted(len(lives), 'request')}, {counted(num_steps, 'step')}"
     legend = "tall: prefill, with its tokens  ·  flat: decode, one a step  ·  ×: preempted  ·  dashed: waits to go on"
-    canvas, says = Canvas(title, legend=legend), [f"{title}."]
+    canvas = Canvas(title, legend=legend, says=f"{title}.")
     canvas.text(MARGIN, top - 8, "step", "muted small", "start")
     canvas.text(WIDTH - MARGIN, top - 8, "ends with", "muted small", "end")
-    for step in range(0, num_steps, max(1, int(round_step(30 / width)))):
-        canvas.text(left + (step + 0.5) * width, top - 8, step, "muted small")
+    canvas.columns(left, top - 8, width, num_steps, room=30)
     for line, (uid, life) in enumerate(lives.items()):
-        y, gap, (fill, ink) = top + line * _LINE, 1.0 if width >= 8 else 0.0, request_colors(uid)
+        y, gap = top + line * _LINE, 1.0 if width >= 8 else 0.0
         canvas.text(MARGIN, y + 18, f"r{uid}", "text strong", "start")
         for first, last in life.runs():
-            canvas.box(left + first * width + gap, y + 7, (last - first + 1) * width - 2 * gap, _BOX - 14, fill=fill)
+            canvas.cell(left + first * width + gap, y + 7, (last - first + 1) * width - 2 * gap, _BOX - 14, color=uid)
         for step, (fed, _) in life.prefills.items():
-            canvas.box(left + step * width + gap, y, width - 2 * gap, _BOX, fill=fill)
-            if len(str(fed)) * _DIGIT <= width - 2:
-                canvas.text(left + (step + 0.5) * width, y + 18, fed, "small", fill=ink)
+            words = [(fed, "small")] * (len(str(fed)) * _DIGIT <= width - 2)
+            canvas.cell(left + step * width + gap, y, width - 2 * gap, _BOX, *words, color=uid)
         for step in life.preempted:
             now = launched if life.finished_by is None else life.finished_by
             again = min((other for other in [*life.prefills, *life.decodes] if other >= step), default=now)
@@ -134,8 +128,8 @@ def _draw_schedule(lives: dict[int, _Life], num_steps: int, launched: int) -> Pi
                 canvas.path(f"M{left + step * width + 12:g} {y + _BOX / 2:g}H{left + again * width:g}", "line dashed")
             canvas.text(left + step * width + 1, y + 19, "×", "text strong", "start")
         canvas.text(WIDTH - MARGIN, y + 18, life.reason, "text small", "end")
-        says.append(f"Request r{uid} {life.in_words()}.")
-    return canvas.picture(top + len(lives) * _LINE + 8, "\n".join(says))
+        canvas.says.append(f"Request r{uid} {life.in_words()}.")
+    return canvas.picture(top + len(lives) * _LINE + 8)
 
 
 def _step_in_words(lives: dict[int, _Life], step: int) -> str:
@@ -152,8 +146,7 @@ def _step_in_words(lives: dict[int, _Life], step: int) -> str:
 
 # -- spans in time ---------------------------------------------------------------------------------------------------
 
-Span = tuple[str, float, float]
-"""A kernel, and when it begins and ends, in microseconds."""
+Span = tuple[str, float, float]  # a kernel, and when it begins and ends, in microseconds
 _Row = tuple[str, str, Sequence[tuple[float, float, int, object]]]
 """Its name, what stands at its right, and spans: start and end in seconds, number, label. A heading has none."""
 
@@ -179,11 +172,8 @@ def _draw_rows(canvas: Canvas, top: float, left: float, right: float, rows: Sequ
         next_ones = [*(left + span[0] * scale for span in spans[1:]), right + _DIGIT * 3]
         for (start, end, number, label), free in zip(spans, next_ones, strict=False):
             x, width, needed = left + start * scale, max((end - start) * scale - 0.5, 1.0), len(str(label)) * _DIGIT + 4
-            fill, ink = request_colors(number)
-            canvas.box(x, y, width, _BOX, fill=fill)
-            if label != "" and width >= needed:
-                canvas.text(x + width / 2, y + 18, label, "small", fill=ink)
-            elif label != "" and free - x - width >= needed:
+            canvas.cell(x, y, width, _BOX, *[(label, "small")] * (label != "" and width >= needed), color=number)
+            if label != "" and width < needed <= free - x - width:
                 canvas.text(x + width + 2, y + 18, label, "text small", "start")
     return bottom + 22
 
@@ -194,8 +184,8 @@ def host_device_timeline(trace: Trace, first: int = 0, count: int = 4) -> Pictur
     events = [event for event in trace.events if first <= event.args.get("step", -1) < first + count]
     start = min((event.start for event in events), default=0.0)
     whole = duration(max((event.end for event in events), default=0.0) - start)
-    rows: list[_Row] = []
     steps: defaultdict[int, list[str]] = defaultdict(list)
+    rows: list[_Row] = []
     for event in events:
         lanes.get("device" if event.track == DEVICE else event.name, []).append(event)
         times = f"at {duration(event.start - start)} for {duration(event.end - event.start)}"
@@ -205,12 +195,12 @@ def host_device_timeline(trace: Trace, first: int = 0, count: int = 4) -> Pictur
         spans = [(each.start - start, each.end - start, each.args["step"], each.args["step"]) for each in members]
         rows.append((lane, middle, spans))
     title = f"Host and device, {counted(len(steps), 'step')} from step {first}"
-    canvas = Canvas(title, whole)
+    canvas = Canvas(title, whole, says=f"{title}, {whole}.")
     canvas.text(WIDTH - MARGIN, 54, "median", "muted small", "end")
     bottom = _draw_rows(canvas, 60, MARGIN + 76, WIDTH - MARGIN - 84, rows)
-    canvas.text(MARGIN, bottom + 18, "the number in a box, and its colour: its step", "muted small", "start")
-    says = [f"{title}, {whole}.", *(f"Step {step}: {', '.join(parts)}." for step, parts in sorted(steps.items()))]
-    return canvas.picture(bottom + 30, "\n".join(says))
+    canvas.note(bottom + 18, "the number in a box, and its colour: its step")
+    canvas.says += [f"Step {step}: {', '.join(parts)}." for step, parts in sorted(steps.items())]
+    return canvas.picture(bottom + 30)
 
 
 def kernel_timeline(versions: Mapping[str, Sequence[Span]], title: str) -> Picture:
@@ -219,8 +209,7 @@ def kernel_timeline(versions: Mapping[str, Sequence[Span]], title: str) -> Pictu
     The kernels of a version come in the order in which they begin. A kernel has one number in all versions.
     """
     kernels = list(dict.fromkeys(name for spans in versions.values() for name, _, _ in spans))
-    rows: list[_Row] = []
-    says = [f"{title}, µs."]
+    canvas, rows = Canvas(title, says=f"{title}, µs."), list[_Row]()
     for version, spans in versions.items():
         lanes: list[list[tuple[float, float, int, object]]] = []
         for name, start, end in spans:
@@ -229,14 +218,14 @@ def kernel_timeline(versions: Mapping[str, Sequence[Span]], title: str) -> Pictu
             lane.append((start * 1e-6, end * 1e-6, kernels.index(name), kernels.index(name) + 1))
         rows.append((version, f"{max((end for _, _, end in spans), default=0.0):.1f} µs", []))
         rows += [("", "", lane) for lane in lanes]
-        says.append(f"{version}: {', '.join(f'{name} from {start:.1f} to {end:.1f}' for name, start, end in spans)}.")
-    canvas = Canvas(title)
+        words = ", ".join(f"{name} from {start:.1f} to {end:.1f}" for name, start, end in spans)
+        canvas.says.append(f"{version}: {words}.")
     y = _draw_rows(canvas, 40, MARGIN, WIDTH - MARGIN, rows)
     for number, name in enumerate(kernels):
         x, height = MARGIN + number % 2 * (WIDTH / 2 - MARGIN), y + 6 + number // 2 * 24
         canvas.badge(x, height, number)
         canvas.text(x + 34, height + 14, name, "text small", "start")
-    return canvas.picture(y + (len(kernels) + 1) // 2 * 24 + 12, "\n".join(says))
+    return canvas.picture(y + (len(kernels) + 1) // 2 * 24 + 12)
 
 
 def launch_lanes(versions: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], title: str) -> Picture:
@@ -246,8 +235,7 @@ def launch_lanes(versions: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], 
         versions: name → spans of the host, spans of the device. A span of the device has the colour of the launch in
             the same place; in a replay, all of them were launched at once.
     """
-    rows: list[_Row] = []
-    says = [f"{title}, µs."]
+    canvas, rows = Canvas(title, says=f"{title}, µs."), list[_Row]()
     for version, (host, device) in versions.items():
         covered, until = 0.0, 0.0
         for _, start, end in device:  # kernels that overlap count once
@@ -256,6 +244,5 @@ def launch_lanes(versions: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], 
         rows.append((version, f"{until:.0f} µs, the device {busy}", []))
         for lane, spans in (("host", host), ("device", device)):
             rows.append((lane, "", [(start * 1e-6, end * 1e-6, n, "") for n, (_, start, end) in enumerate(spans)]))
-        says.append(f"{version}: {len(host)} launches, {len(device)} kernels, {until:.0f} µs, {busy}.")
-    canvas = Canvas(title)
-    return canvas.picture(_draw_rows(canvas, 40, MARGIN + 64, WIDTH - MARGIN, rows), "\n".join(says))
+        canvas.says.append(f"{version}: {len(host)} launches, {len(device)} kernels, {until:.0f} µs, {busy}.")
+    return canvas.picture(_draw_rows(canvas, 40, MARGIN + 64, WIDTH - MARGIN, rows))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from minisgl.book import Message, ProcessState, message_player, message_sequence, process_tree
+from minisgl.book import Message, ProcessState, message_sequence, process_tree
 from minisgl.book.svg import _PALETTE
 from minisgl.errors import ConfigError
 from tests.book.drawing import assert_sound, boxes, texts
@@ -79,30 +79,6 @@ def test_messages_come_in_order_of_time() -> None:
     assert message_sequence(LIFE[::-1]).svg == message_sequence(LIFE).svg
 
 
-def test_the_player_adds_one_message_a_frame_and_colours_the_newest() -> None:
-    made = message_player(LIFE)
-    assert len(made.frames) == 5
-    assert [len(arrows(frame)) for frame in made.frames] == [1, 2, 3, 4, 5]
-    assert len({frame.height for frame in made.frames}) == 1, "the page does not jump"
-    for number, frame in enumerate(made.frames):
-        assert_sound(frame)
-        coloured = [fill for fill, _, _ in arrows(frame)]
-        assert coloured[:-1] == [""] * number
-        assert coloured[-1]
-        heads = [box for box in boxes(frame) if box.get("fill")]
-        assert len(heads) == 2, "those that talk"
-    assert made.headings[1] == "2 of 5: API to tokenizer: Submit (job 7)"
-
-
-def test_the_player_moves_a_window_over_many_messages() -> None:
-    many = [Message(number, "a", "b", f"kind{number}") for number in range(30)]
-    frame = message_player(many).frames[20]
-    kinds = [text for text in texts(frame) if text.startswith("kind")]
-    assert kinds == [f"kind{number}" for number in range(11, 21)]
-    for each in message_player(many).frames:
-        assert_sound(each)
-
-
 def test_of_very_many_the_last_are_counted() -> None:
     picture = message_sequence([Message(number, "a", "b", f"kind{number}") for number in range(100)])
     assert_sound(picture)
@@ -127,13 +103,9 @@ def test_long_and_odd_texts() -> None:
     picture = message_sequence([odd])
     assert_sound(picture)
     assert "s\ufffd\ufffd" in picture.text
-    for each in message_player([odd]).frames:
-        assert_sound(each)
 
 
 def test_no_messages() -> None:
     picture = message_sequence([])
     assert_sound(picture)
     assert texts(picture) == ["0 messages"]
-    with pytest.raises(ValueError, match="0 frames"):
-        message_player([])
