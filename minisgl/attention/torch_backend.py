@@ -139,7 +139,7 @@ class PagedAttention(PagedAttentionBackend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         # All rows are stored first: a row may read pages that another row of the step writes.
-        self.kv_cache.store(spec.layer_id, k, v, self.inputs.out_locs)
+        self.kv_cache.store(spec.layer_id, k, v, self.inputs.locs_of(spec.sliding_window))
         return self.attend(q, spec)
 
 
@@ -159,6 +159,7 @@ class TorchAttention(PagedAttention):
         super().__init__(kv_cache)
         self._batch: Batch
         self._layouts: dict[int | None, _StepLayout] = {}
+        self._page_table: torch.Tensor  # that of the layout being made
         # Gathered keys and values. Fresh memory for every layer would cost more than the copy itself.
         self._scratch = torch.empty((2, 0, *kv_cache.k.shape[3:]), dtype=kv_cache.k.dtype, device=kv_cache.k.device)
 
@@ -187,7 +188,7 @@ class TorchAttention(PagedAttention):
         If the cache is narrower than the computation, the results are converted copies.
         """
         cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
-        for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
+        for memory, out in zip(cache.layer(layer), gathered, strict=True):
             torch.index_select(byte_view(memory).flatten(0, 1), 0, locs.flatten(), out=byte_view(out))
         keys, values = gathered.to(cache.dtype).unflatten(1, locs.shape)
         return keys, values
@@ -202,7 +203,7 @@ class TorchAttention(PagedAttention):
 
     def _make_layout(self, window: int | None) -> _StepLayout:
         """Lay out decode rows by length, then prefill rows one by one."""
-        batch = self._batch
+        batch, self._page_table = self._batch, self.inputs.table_of(window)
         starts = np.zeros_like(batch.seq_lens)  # first position that any query of the row sees
         if window is not None:
             starts = np.maximum(batch.seq_lens - batch.q_lens + 1 - window, 0)
@@ -263,7 +264,7 @@ class TorchAttention(PagedAttention):
 
     def _locs(self, rows: list[int], starts: Int32Array, count: int) -> torch.Tensor:
         """int32[B, count] locations of the positions ``starts …`` of each row; past its end, its last one again."""
-        page_table, page_size = self.inputs.page_table, self.kv_cache.page_size
+        page_table, page_size = self._page_table, self.kv_cache.page_size
         slots = self._tensor(self._batch.slots[rows])[:, None]
         last = self._tensor(self._batch.seq_lens[rows] - 1)[:, None]
         offsets = torch.arange(count, dtype=torch.int32, device=page_table.device)

@@ -125,8 +125,9 @@ class Admitter:
         """
         tokens = request.tokens()
         prefix = self.memory.lock_prefix(tokens)
-        demand = self._demand(request, len(tokens), len(prefix.pages))
-        if demand.now > demand.available or not self.policies.admission.can_admit(demand):
+        demands = [self._demand(request, len(tokens), len(prefix.pages))]
+        demands += self.memory.window_demands(len(tokens), request.max_len, len(prefix.pages))
+        if not all(each.now <= each.available and self.policies.admission.can_admit(each) for each in demands):
             self.memory.unlock_prefix(prefix)
             return None
         self.waiting.remove(request)

@@ -18,13 +18,21 @@ class PageLedger:
     No layer of the model sees more than ``window`` positions; None: some layer sees all.
     """
 
-    def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache, window: int | None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        table: RunningTable,
+        cache: PrefixCache,
+        window: int | None,
+        num_window_pages: int | None = None,
+    ) -> None:
         self.page_size = cache.page_size
         self.window = window
         self.table = table
         self.cache = cache
         self.pool = PagePool(num_pages)
-        self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
+        sizes = table.max_running, table.max_seq_len, self.page_size
+        self.page_table = PageTable(*sizes, dummy_page=num_pages, window_dummy=num_window_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
         # Pages of each row that its lock covers; -1 if the row has other pages there, or its answer can't be published
