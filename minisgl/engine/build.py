@@ -180,6 +180,7 @@ def _build(
             max_prefill_tokens=config.max_prefill_tokens,
             page_bytes=bytes_per_page - window_bytes,
             window_page_bytes=window_bytes,
+            num_draft_tokens=0 if config.drafter == "none" else config.num_draft_tokens,
         )
         pages = split_pages(config, layers, num_pages, device)
         bytes_of_pages = layers.page_bytes + -(-pages.num_window_pages * window_bytes // pages.num_pages)

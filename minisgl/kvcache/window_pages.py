@@ -41,6 +41,11 @@ class WindowPages:
         """Window pages that could be taken now: free ones and idle ones."""
         return self.pool.num_free + len(self._idle)
 
+    @property
+    def num_shared(self) -> int:
+        """Window pages that there would be more, if none had several holders. Each may want one of its own later."""
+        return int(self.holders.sum()) - (len(self.holders) - self.available)
+
     def hold(self, pages: Int32Array) -> Int32Array:
         """Give each of these pages a window page, unless it has one, and count one holder more; return them."""
         held = self.of_page[pages]

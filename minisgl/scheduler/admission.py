@@ -146,7 +146,7 @@ class Admitter:
         return self.memory.pages_for(num_tokens) > self.memory.num_pages or len(self.table.slots) == 0
 
     def _cached_len(self, request: Request) -> int:
-        return len(self.memory.cache.match(request.tokens()).pages) * self.memory.page_size
+        return len(self.memory.match(request.tokens()).pages) * self.memory.page_size
 
     def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> MemoryDemand:
         table, memory = self.table, self.memory

@@ -15,7 +15,8 @@ from minisgl.table import RunningTable
 class PageLedger:
     """The pool, the page table, the prefix cache, and what each row has of them; `KVMemory` changes it.
 
-    No layer of the model sees more than ``window`` positions; None: some layer sees all.
+    No layer of the model sees more than ``window`` positions; None: some layer sees all. Rows give something back while
+    they run if there is a ``window``, or if layers with one have ``num_window_pages`` of their own.
     """
 
     def __init__(
@@ -24,10 +25,13 @@ class PageLedger:
         table: RunningTable,
         cache: PrefixCache,
         window: int | None,
-        num_window_pages: int | None = None,
+        num_draft_tokens: int,
+        num_window_pages: int | None,
     ) -> None:
         self.page_size = cache.page_size
         self.window = window
+        self.num_draft_tokens = num_draft_tokens
+        self.gives_back = window is not None or num_window_pages is not None
         self.table = table
         self.cache = cache
         self.pool = PagePool(num_pages)

@@ -41,8 +41,7 @@ class KVMemory(PageLedger):
         num_draft_tokens: int = 0,
         num_window_pages: int | None = None,
     ) -> None:
-        self._num_draft_tokens = num_draft_tokens
-        super().__init__(num_pages, table, cache, window, num_window_pages)
+        super().__init__(num_pages, table, cache, window, num_draft_tokens, num_window_pages)
         self.listeners: list[CacheListener] = []  # append one only while the cache is empty
         self.offload: PageOffloader | None = None
         if store is not None:
@@ -239,12 +238,7 @@ class KVMemory(PageLedger):
 
     def most_pages(self, length: Lengths, max_len: Lengths) -> Lengths:
         """Most pages that a request with ``length`` tokens holds at a time until it has ``max_len``."""
-        return most_pages(length, max_len, self.page_size, self.window, self._num_draft_tokens)
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether rows have something to give back while they run."""
-        return self.window is not None
+        return most_pages(length, max_len, self.page_size, self.window, self.num_draft_tokens)
 
     def give_back(self, slots: Int32Array, computed: Int32Array) -> None:
         """Let go of pages that no query sees any more; each row's queries before position ``computed`` are complete.

@@ -6,7 +6,7 @@ import numpy as np
 
 from minisgl.errors import InvariantError
 from minisgl.kvcache.prefix import MatchResult, PrefixCache
-from minisgl.kvcache.sizing import most_window_pages
+from minisgl.kvcache.sizing import Lengths, most_window_pages
 from minisgl.kvcache.window_pages import NOWHERE, WindowPages
 from minisgl.request import Int32Array
 from minisgl.scheduler.memory import KVMemory
@@ -28,9 +28,17 @@ class MixedMemory(KVMemory):
     """
 
     def __init__(
-        self, num_pages: int, num_window_pages: int, table: RunningTable, cache: PrefixCache, window: int
+        self,
+        num_pages: int,
+        num_window_pages: int,
+        table: RunningTable,
+        cache: PrefixCache,
+        window: int,
+        num_draft_tokens: int = 0,
     ) -> None:
-        super().__init__(num_pages, table, cache, num_window_pages=num_window_pages)
+        super().__init__(
+            num_pages, table, cache, num_draft_tokens=num_draft_tokens, num_window_pages=num_window_pages
+        )
         self.mixed_window = window
         self.windows = WindowPages(num_pages, num_window_pages, self.is_cached)
         # Entries of each row that have window pages, which the row holds: `_begin` … `_end`.
@@ -81,14 +89,17 @@ class MixedMemory(KVMemory):
     def window_demands(self, num_tokens: int, max_len: int, cached_pages: int) -> list[MemoryDemand]:
         """Window pages that the request needs: those of one window, since prefill chunks make do with what there is."""
         held = cached_pages - self._first_page(cached_pages)
-        most = int(most_window_pages(max_len, self.page_size, self.mixed_window))
+        most = self._most(max_len)
         promised = self._promised()
         demand = MemoryDemand(
             # At least what makes `fit_chunk` find room for the first chunk.
-            now=max(1 + self._spare(promised), min(self.pages_for(num_tokens) - cached_pages, most - held)),
+            now=max(
+                min(self.pages_for(2), most - held) + self._spare(promised),
+                min(self.pages_for(num_tokens) - cached_pages, most - held),
+            ),
             at_most=most - held,
             available=self.windows.available,
-            promised=int(promised.sum()),
+            promised=int(promised.sum()) + self.windows.num_shared,
             running=len(promised),
         )
         return [demand]
@@ -111,11 +122,13 @@ class MixedMemory(KVMemory):
 
     def fit_chunk(self, slot: int, count: int) -> int:
         """How many of a row's next ``count`` tokens have room in window pages, which the row gets."""
-        kv_len, end = int(self.table.kv_len[slot]), int(self._end[slot])
-        wanted = self.pages_for(kv_len + count) - end
-        if wanted > 0:
-            self._hold(slot, end + min(wanted, self._allowance(slot)))
-        return min(count, int(self._end[slot]) * self.page_size - kv_len)
+        kv_len = int(self.table.kv_len[slot])
+        room = (int(self._end[slot]) + self._allowance(slot)) * self.page_size - kv_len
+        if room < int(self.table.max_len[slot]) - 1 - kv_len:
+            room -= 1  # for the first token of the answer, which may be fed before anything of this chunk goes back
+        fitting = max(0, min(count, room))
+        self._hold(slot, self.pages_for(kv_len + fitting))
+        return fitting
 
     def _allowance(self, slot: int) -> int:
         """Window pages that a chunk of this row may take: those of its window, and more where no other row needs them.
@@ -124,14 +137,22 @@ class MixedMemory(KVMemory):
         """
         promised, available = self._promised(), self.windows.available
         own = int(promised[self.table.slots == slot].sum())
-        unclaimed = available - (int(promised.sum()) - own)
+        unclaimed = available - self.windows.num_shared - (int(promised.sum()) - own)
         return max(0, min(max(own, unclaimed), available - self._spare(promised)))
 
     def _promised(self) -> Int32Array:
-        """Window pages that each running row may still need, int32[running]."""
+        """Window pages that each running row may still need, int32[running].
+
+        After a long chunk, which holds more than the window needs, that may be a page for the first token of the answer.
+        """
         slots = self.table.slots
-        most = most_window_pages(self.table.max_len[slots], self.page_size, self.mixed_window)
-        return np.maximum(most - (self._end[slots] - self._begin[slots]), 0)
+        fewer = self._most(self.table.max_len[slots]) - (self._end[slots] - self._begin[slots])
+        goes_on = self.table.kv_len[slots] < self.table.max_len[slots] - 1
+        full = self.table.kv_len[slots] >= self._end[slots] * self.page_size
+        return np.maximum(fewer, goes_on & full)
+
+    def _most(self, max_len: Lengths) -> Lengths:
+        return most_window_pages(max_len, self.page_size, self.mixed_window, self.num_draft_tokens)
 
     def _spare(self, promised: Int32Array) -> int:
         return int(((promised > 0) & ~self.table.prefilling[self.table.slots]).sum())
@@ -169,10 +190,6 @@ class MixedMemory(KVMemory):
         super()._repoint(slot, canonical)
 
     # -- what goes back ----------------------------------------------------------------------------------------
-
-    @property
-    def gives_back(self) -> bool:
-        return True
 
     def give_back(self, slots: Int32Array, computed: Int32Array) -> None:
         """Let go of window pages that no query sees any more; each row's queries before ``computed`` are complete."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from minisgl.errors import InvariantError
 from minisgl.kvcache.sizing import most_window_pages
@@ -58,7 +60,7 @@ def test_prompt_and_answer_may_be_longer_than_all_window_pages(
     while not request.finish_reason:
         harness.step()
         most = max(most, held(harness))
-    assert most <= LEAST == 7 < harness.memory.pages_for(120)
+    assert most <= LEAST == 4 < harness.memory.pages_for(120)
     finish(harness, request)
 
 
@@ -86,7 +88,7 @@ def test_a_hit_ends_where_the_last_window_is_complete(cache: str, delay: int) ->
     windows = memory_of(harness).windows
     pages = harness.memory.cache.match(first.prompt).pages
     with_window = windows.of_page[pages] != NOWHERE
-    assert len(pages) == 19
+    assert len(pages) == 20
     assert with_window[-2:].all()
     assert not with_window[:10].any()
 
@@ -130,6 +132,44 @@ def test_reserved_window_pages_suffice(cache: str, delay: int) -> None:
     assert together == 3
     assert [request.preemptions for request in requests] == [0] * 4
     finish(harness, *requests)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    page_size=st.sampled_from([1, 2, 4]),
+    window=st.integers(1, 20),
+    drafts=st.sampled_from([0, 1, 3, 7]),
+    room_for=st.integers(1, 3),
+)
+def test_nothing_is_preempted_that_has_reserved(
+    data: st.DataObject, page_size: int, window: int, drafts: int, room_for: int
+) -> None:
+    """Chunks that end with a page, rows that share window pages, and drafts: all find what they were promised."""
+    least = int(most_window_pages(128, page_size, window, drafts))
+    harness = Harness(
+        page_size=page_size,
+        num_pages=1000,
+        max_seq_len=128,
+        vocab=2,
+        window=window,
+        num_window_pages=room_for * least + data.draw(st.integers(0, 3)),
+        drafter=KnowsTheShadow if drafts else None,
+        num_draft_tokens=max(drafts, 1),
+        admission_policy="reserve",
+        prefix_cache=data.draw(st.sampled_from(CACHES)),
+        batch_policy=data.draw(st.sampled_from(["prefill-first", "mixed", "static"])),
+        max_prefill_tokens=data.draw(st.sampled_from([1, 3, 7, 16, 64])),
+        delay=data.draw(st.sampled_from(DELAYS)),
+    )
+    requests = []
+    for length in data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=6)):
+        prompt = [0, 1] * 35 if data.draw(st.booleans()) else data.draw(st.lists(st.integers(0, 1), min_size=70))
+        requests.append(harness.add(prompt[:length], max_tokens=data.draw(st.integers(1, 50))))
+        for _ in range(data.draw(st.integers(0, 5))):
+            harness.step()
+    finish(harness, *requests)
+    assert [request.preemptions for request in requests] == [0] * len(requests)
 
 
 @pytest.mark.parametrize("batch_policy", ["prefill-first", "mixed"])
