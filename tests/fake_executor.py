@@ -84,6 +84,7 @@ class ShadowExecutor:
         self.steps = 0
 
     def launch(self, batch: Batch) -> Launched:
+        assert {new.slot for new in batch.new_requests} <= set(batch.slots.tolist()), "no chunk of a new request"
         for new in batch.new_requests:
             self.tokens[new.slot, : len(new.tokens)] = new.tokens
         positions, slots = batch.positions[batch.logit_rows], batch.token_slots[batch.logit_rows]

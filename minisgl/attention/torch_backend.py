@@ -159,7 +159,6 @@ class TorchAttention(PagedAttention):
         super().__init__(kv_cache)
         self._batch: Batch
         self._layouts: dict[int | None, _StepLayout] = {}
-        self._page_table: torch.Tensor  # that of the layout being made
         # Gathered keys and values. Fresh memory for every layer would cost more than the copy itself.
         self._scratch = torch.empty((2, 0, *kv_cache.k.shape[3:]), dtype=kv_cache.k.dtype, device=kv_cache.k.device)
 
@@ -203,7 +202,7 @@ class TorchAttention(PagedAttention):
 
     def _make_layout(self, window: int | None) -> _StepLayout:
         """Lay out decode rows by length, then prefill rows one by one."""
-        batch, self._page_table = self._batch, self.inputs.table_of(window)
+        batch = self._batch
         starts = np.zeros_like(batch.seq_lens)  # first position that any query of the row sees
         if window is not None:
             starts = np.maximum(batch.seq_lens - batch.q_lens + 1 - window, 0)
@@ -225,7 +224,7 @@ class TorchAttention(PagedAttention):
     def _decode_group(self, rows: list[int], starts: Int32Array, window: int | None, first_query: int) -> _RowGroup:
         """One query a row, all in one tile; shorter rows are padded."""
         lengths = self._batch.seq_lens[rows] - starts
-        locs = self._locs(rows, starts, int(lengths.max()))
+        locs = self._locs(rows, starts, int(lengths.max()), window)
         mask = None
         if lengths.min() < lengths.max():
             offsets = torch.arange(locs.shape[1], dtype=torch.int32, device=locs.device)
@@ -251,7 +250,7 @@ class TorchAttention(PagedAttention):
             # A copy, because CUDA kernels want masks that begin on 16-byte boundaries.
             mask = band[:, :, : tile_stop - tile_first, first_key + shift : stop_key + shift].clone()
             tiles.append(_QueryTile(slice(tile_first, tile_stop), slice(first_key - start, stop_key - start), mask))
-        return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
+        return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start, window), tuple(tiles))
 
     def _causal_band(self, window: int | None) -> torch.Tensor:
         """Build one mask to slice all prefill tiles' masks from, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
@@ -262,9 +261,9 @@ class TorchAttention(PagedAttention):
         columns = torch.arange(self._batch.max_seq_len + _QUERY_TILE, dtype=torch.int32, device=device)[None]
         return causal_mask(columns[:, -_QUERY_TILE:], columns, window, dtype)
 
-    def _locs(self, rows: list[int], starts: Int32Array, count: int) -> torch.Tensor:
+    def _locs(self, rows: list[int], starts: Int32Array, count: int, window: int | None) -> torch.Tensor:
         """int32[B, count] locations of the positions ``starts …`` of each row; past its end, its last one again."""
-        page_table, page_size = self._page_table, self.kv_cache.page_size
+        page_table, page_size = self.inputs.table_of(window), self.kv_cache.page_size
         slots = self._tensor(self._batch.slots[rows])[:, None]
         last = self._tensor(self._batch.seq_lens[rows] - 1)[:, None]
         offsets = torch.arange(count, dtype=torch.int32, device=page_table.device)

@@ -119,8 +119,9 @@ def test_a_container_has_its_own_share(
 
 # -- window pages ------------------------------------------------------------------------------------------------------
 
-GEMMA_27B = MixedLayers(1024, 16, 131_072, 8192, page_bytes(10, 16, 128, 16, 2), page_bytes(52, 16, 128, 16, 2))
-GPT_OSS_20B = MixedLayers(128, 16, 131_072, 8192, page_bytes(12, 8, 64, 16, 2), page_bytes(12, 8, 64, 16, 2))
+# A layer has keys and values of 16 heads of 128, and of 8 heads of 64, in pages of 16 tokens of two bytes.
+GEMMA_27B = MixedLayers(1024, 16, 131_072, 8192, 10 * 131_072, 52 * 131_072)
+GPT_OSS_20B = MixedLayers(128, 16, 131_072, 8192, 12 * 32_768, 12 * 32_768)
 
 
 @pytest.mark.parametrize("layers", [GEMMA_27B, GPT_OSS_20B], ids=["Gemma 3 27B", "gpt-oss-20b"])
@@ -157,6 +158,9 @@ def test_no_more_pages_than_are_of_use() -> None:
 
 
 def test_most_window_pages() -> None:
-    # Positions that a query sees, and 16 that others may be ahead, may begin within a page.
-    assert most_window_pages(10_000, 16, 128) == 8 + 1 + 1
-    assert most_window_pages(33, 16, 128) == 2
+    # The window, and one position or the drafts that a step may be ahead, may begin within a page.
+    assert most_window_pages(10_000, 16, 128) == 9 + 1
+    assert most_window_pages(10_000, 16, 127) == 8 + 1
+    assert most_window_pages(10_000, 16, 128, 16) == 9 + 1
+    assert most_window_pages(10_000, 16, 128, 17) == 10 + 1
+    assert most_window_pages(33, 16, 128, 17) == 2

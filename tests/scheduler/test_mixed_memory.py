@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from minisgl.errors import InvariantError
 from minisgl.kvcache.sizing import most_window_pages
@@ -134,18 +133,12 @@ def test_reserved_window_pages_suffice(cache: str, delay: int) -> None:
     finish(harness, *requests)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    data=st.data(),
-    page_size=st.sampled_from([1, 2, 4]),
-    window=st.integers(1, 20),
-    drafts=st.sampled_from([0, 1, 3, 7]),
-    room_for=st.integers(1, 3),
-)
-def test_nothing_is_preempted_that_has_reserved(
-    data: st.DataObject, page_size: int, window: int, drafts: int, room_for: int
-) -> None:
+# Of 400 seeds, those that notice when one of the promises is forgotten.
+@pytest.mark.parametrize("seed", [0, 153, 179, 208, 262, 284, 299, 390])
+def test_nothing_is_preempted_that_has_reserved(seed: int) -> None:
     """Chunks that end with a page, rows that share window pages, and drafts: all find what they were promised."""
+    rng = random.Random(seed)
+    page_size, window, drafts = rng.choice([1, 2, 4]), rng.randint(1, 20), rng.choice([0, 0, 1, 3, 7])
     least = int(most_window_pages(128, page_size, window, drafts))
     harness = Harness(
         page_size=page_size,
@@ -153,20 +146,20 @@ def test_nothing_is_preempted_that_has_reserved(
         max_seq_len=128,
         vocab=2,
         window=window,
-        num_window_pages=room_for * least + data.draw(st.integers(0, 3)),
+        num_window_pages=rng.randint(1, 3) * least + rng.choice([0, 0, 1, 3]),
         drafter=KnowsTheShadow if drafts else None,
         num_draft_tokens=max(drafts, 1),
         admission_policy="reserve",
-        prefix_cache=data.draw(st.sampled_from(CACHES)),
-        batch_policy=data.draw(st.sampled_from(["prefill-first", "mixed", "static"])),
-        max_prefill_tokens=data.draw(st.sampled_from([1, 3, 7, 16, 64])),
-        delay=data.draw(st.sampled_from(DELAYS)),
+        prefix_cache=rng.choice(CACHES),
+        batch_policy=rng.choice(["prefill-first", "mixed", "static"]),
+        max_prefill_tokens=rng.choice([1, 3, 7, 16, 64]),
+        delay=rng.choice(DELAYS),
     )
     requests = []
-    for length in data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=6)):
-        prompt = [0, 1] * 35 if data.draw(st.booleans()) else data.draw(st.lists(st.integers(0, 1), min_size=70))
-        requests.append(harness.add(prompt[:length], max_tokens=data.draw(st.integers(1, 50))))
-        for _ in range(data.draw(st.integers(0, 5))):
+    for _ in range(rng.randint(2, 6)):
+        prompt = [0, 1] * 35 if rng.random() < 0.4 else rng.choices([0, 1], k=70)
+        requests.append(harness.add(prompt[: rng.randint(1, 70)], max_tokens=rng.randint(1, 50)))
+        for _ in range(rng.randint(0, 5)):
             harness.step()
     finish(harness, *requests)
     assert [request.preemptions for request in requests] == [0] * len(requests)
