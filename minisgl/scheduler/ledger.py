@@ -15,8 +15,8 @@ from minisgl.table import RunningTable
 class PageLedger:
     """The pool, the page table, the prefix cache, and what each row has of them; `KVMemory` changes it.
 
-    No layer of the model sees more than ``window`` positions; None: some layer sees all. Rows give something back while
-    they run if there is a ``window``, or if layers with one have ``num_window_pages`` of their own.
+    No layer of the model sees more than ``window`` positions; None: some layer sees all. A model with layers of both
+    kinds has ``num_window_pages`` too. A step verifies up to ``num_draft_tokens`` of a row.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class PageLedger:
         self.page_size = cache.page_size
         self.window = window
         self.num_draft_tokens = num_draft_tokens
-        self.gives_back = window is not None or num_window_pages is not None
         self.table = table
         self.cache = cache
         self.pool = PagePool(num_pages)
@@ -52,6 +51,11 @@ class PageLedger:
     def available(self) -> int:
         """Pages that could be allocated now: free ones, and those that the prefix cache can evict."""
         return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether rows give anything back while they run."""
+        return self.window is not None or self.page_table.window_dummy is not None
 
     def pages_for(self, tokens: Lengths) -> Lengths:
         return -(-tokens // self.page_size)

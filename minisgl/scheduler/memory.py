@@ -28,7 +28,6 @@ class KVMemory(PageLedger):
     """Allocates pages to the rows of the running table, and shares those that the prefix cache has.
 
     It keeps the table's ``kv_len`` and ``num_pages``, with the scheduler. ``store`` keeps pages that the cache evicts.
-    A step verifies up to ``num_draft_tokens`` of a row.
     """
 
     def __init__(

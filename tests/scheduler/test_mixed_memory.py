@@ -116,6 +116,11 @@ def test_reach_counts_from_the_end_of_the_window() -> None:
     assert len(memory.match(tokens[:36]).pages) == 9
 
 
+def test_a_request_starts_with_room_for_a_token_and_for_the_first_one_of_its_answer() -> None:
+    memory = memory_of(mixed(20, page_size=1))
+    assert [memory.window_demands(1, most, cached_pages=0)[0].now for most in (2, 3, 50)] == [1, 2, 2]
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("delay", DELAYS)
 def test_reserved_window_pages_suffice(cache: str, delay: int) -> None:
@@ -133,10 +138,8 @@ def test_reserved_window_pages_suffice(cache: str, delay: int) -> None:
     finish(harness, *requests)
 
 
-# Of 400 seeds, those that notice when one of the promises is forgotten.
-@pytest.mark.parametrize("seed", [0, 153, 179, 208, 262, 284, 299, 390])
-def test_nothing_is_preempted_that_has_reserved(seed: int) -> None:
-    """Chunks that end with a page, rows that share window pages, and drafts: all find what they were promised."""
+def random_life(seed: int, admission_policy: str) -> list[Request]:
+    """Run up to six requests through a random engine."""
     rng = random.Random(seed)
     page_size, window, drafts = rng.choice([1, 2, 4]), rng.randint(1, 20), rng.choice([0, 0, 1, 3, 7])
     least = int(most_window_pages(128, page_size, window, drafts))
@@ -149,7 +152,7 @@ def test_nothing_is_preempted_that_has_reserved(seed: int) -> None:
         num_window_pages=rng.randint(1, 3) * least + rng.choice([0, 0, 1, 3]),
         drafter=KnowsTheShadow if drafts else None,
         num_draft_tokens=max(drafts, 1),
-        admission_policy="reserve",
+        admission_policy=admission_policy,
         prefix_cache=rng.choice(CACHES),
         batch_policy=rng.choice(["prefill-first", "mixed", "static"]),
         max_prefill_tokens=rng.choice([1, 3, 7, 16, 64]),
@@ -162,7 +165,21 @@ def test_nothing_is_preempted_that_has_reserved(seed: int) -> None:
         for _ in range(rng.randint(0, 5)):
             harness.step()
     finish(harness, *requests)
+    return requests
+
+
+# Of 400 seeds, those that notice when one of the promises is forgotten.
+@pytest.mark.parametrize("seed", [0, 153, 179, 208, 262, 284, 299, 390])
+def test_nothing_is_preempted_that_has_reserved(seed: int) -> None:
+    """Chunks that end with a page, rows that share window pages, and drafts: all find what they were promised."""
+    requests = random_life(seed, "reserve")
     assert [request.preemptions for request in requests] == [0] * len(requests)
+
+
+@pytest.mark.parametrize("seed", [1047, 1105])
+def test_a_prompt_waits_where_no_window_page_is_left_for_its_next_chunk(seed: int) -> None:
+    """These met a row whose window pages were full to the last place."""
+    random_life(seed, "optimistic")
 
 
 @pytest.mark.parametrize("batch_policy", ["prefill-first", "mixed"])
