@@ -19,7 +19,7 @@ from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.mixed_memory import MixedMemory
 from tests.drafters.test_model_drafters import random_head
-from tests.drafting import draft_always
+from tests.drafting import draft_always, drafts_of
 from tests.model_zoo import hf_logits, random_tokens, tiny_checkpoint
 from tests.tiny_text_model import assert_idle_and_clean
 
@@ -47,7 +47,7 @@ def path(model: tuple[Path, Any]) -> Path:
 
 
 def make(path: Path, **options: Any) -> LLM:
-    """A pool of 200 positions, and window pages for 40."""
+    """A pool of 200 positions, and window pages for 32."""
     sizes = {"page_size": 4, "num_pages": 50, "max_prefill_tokens": 8, "max_running_requests": 4}
     return LLM(path, **{**sizes, "dtype": "float32", "device": "cpu", **options})
 
@@ -184,12 +184,27 @@ def test_tokens_from_our_kernels_in_graphs(tmp_path: Path) -> None:
     assert_nothing_is_left(llm)
 
 
-def test_tokens_with_drafts(path: Path, expected: list[list[int]]) -> None:
-    llm = make(path, drafter="ngram")
+@pytest.mark.parametrize(("drafter", "num_pages"), [("ngram", 34), ("model", 50)])
+def test_tokens_with_drafts(path: Path, expected: list[list[int]], drafter: str, num_pages: int) -> None:
+    """Of the prompt's own words, some of which are right, and of a model of the same kind, whose drafts all are."""
+    draft_model = str(path) if drafter == "model" else None
+    llm = make(path, num_pages=num_pages, drafter=drafter, draft_model=draft_model)
     draft_always(llm)
     with llm.core.observe(Poison(llm)):
         outputs = llm.generate(PROMPTS, LONG)
     assert [output.token_ids for output in outputs] == expected
+    drafted, accepted = drafts_of(llm)
+    assert accepted == drafted > 200 if drafter == "model" else 0 < accepted < drafted
+    assert_nothing_is_left(llm)
+
+
+def test_tokens_with_eight_bit_keys_and_values(path: Path) -> None:
+    """They are rounded as in an engine with one pool, in window pages too."""
+    plain, llm = (make(path, kv_dtype="fp8", **options) for options in ({"num_pages": 256, **WITHOUT}, {}))
+    assert type(plain.scheduler.memory) is KVMemory
+    assert llm.engine.kv_cache.window_k.dtype == torch.float8_e4m3fn
+    expected, answers = ([output.token_ids for output in each.generate(PROMPTS, LONG)] for each in (plain, llm))
+    assert answers == expected
     assert_nothing_is_left(llm)
 
 
