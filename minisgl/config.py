@@ -65,7 +65,7 @@ class EngineConfig:
         eviction_policy: which cached pages are evicted first (``"radix"``); ``"lru"`` is the least recently used.
         page_store: where pages go that the prefix cache evicts: ``"host"`` copies them to host memory, and back when a
             prompt wants them again; ``"disk"`` writes them to files, which is slower and for one rank; ``"none"`` drops
-            them.
+            them. With a store, layers with a sliding window have no pages of their own.
         page_store_gib: GiB for evicted pages, of all ranks together. Host memory is pinned on CUDA.
         page_store_path: directory for ``page_store="disk"``; None is the system's place for temporary files.
         prefill_attention: attention backend for prefill rows: ``"torch"``, ``"triton"``, ``"cascade"``,

@@ -186,7 +186,7 @@ def test_tokens_from_our_kernels_in_graphs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("drafter", "num_pages"), [("ngram", 34), ("model", 50)])
 def test_tokens_with_drafts(path: Path, expected: list[list[int]], drafter: str, num_pages: int) -> None:
-    """Of the prompt's own words, some of which are right, and of a model of the same kind, whose drafts all are."""
+    """Of the request's own words, which are mostly wrong, and of the same model, which are right."""
     draft_model = str(path) if drafter == "model" else None
     llm = make(path, num_pages=num_pages, drafter=drafter, draft_model=draft_model)
     draft_always(llm)
@@ -194,7 +194,7 @@ def test_tokens_with_drafts(path: Path, expected: list[list[int]], drafter: str,
         outputs = llm.generate(PROMPTS, LONG)
     assert [output.token_ids for output in outputs] == expected
     drafted, accepted = drafts_of(llm)
-    assert accepted == drafted > 200 if drafter == "model" else 0 < accepted < drafted
+    assert accepted == drafted > 100 if drafter == "model" else accepted < drafted
     assert_nothing_is_left(llm)
 
 
@@ -206,6 +206,16 @@ def test_tokens_with_eight_bit_keys_and_values(path: Path) -> None:
     expected, answers = ([output.token_ids for output in each.generate(PROMPTS, LONG)] for each in (plain, llm))
     assert answers == expected
     assert_nothing_is_left(llm)
+
+
+def test_a_page_store_has_the_pages_of_all_layers(path: Path, expected: list[list[int]]) -> None:
+    """So there are no window pages, and what comes back from the store is whole."""
+    llm = make(path, num_pages=34, page_store="host", page_store_gib=0.01)
+    assert type(llm.scheduler.memory) is KVMemory
+    assert [output.token_ids for output in llm.generate(PROMPTS, LONG)] == expected
+    assert llm.scheduler.memory.offload is not None
+    assert llm.scheduler.memory.offload.restored > 0
+    assert_idle_and_clean(llm)
 
 
 def test_what_is_aborted_leaves_nothing(path: Path, expected: list[list[int]]) -> None:

@@ -36,9 +36,7 @@ class MixedMemory(KVMemory):
         window: int,
         num_draft_tokens: int = 0,
     ) -> None:
-        super().__init__(
-            num_pages, table, cache, num_draft_tokens=num_draft_tokens, num_window_pages=num_window_pages
-        )
+        super().__init__(num_pages, table, cache, num_draft_tokens=num_draft_tokens, num_window_pages=num_window_pages)
         self.mixed_window = window
         self.windows = WindowPages(num_pages, num_window_pages, self.is_cached)
         # Entries of each row that have window pages, which the row holds: `_begin` … `_end`.
@@ -143,7 +141,7 @@ class MixedMemory(KVMemory):
     def _promised(self) -> Int32Array:
         """Window pages that each running row may still need, int32[running].
 
-        After a long chunk, which holds more than the window needs, that may be a page for the first token of the answer.
+        After a chunk that holds more than the window needs, that may be a page for the first token of the answer.
         """
         slots = self.table.slots
         fewer = self._most(self.table.max_len[slots]) - (self._end[slots] - self._begin[slots])

@@ -248,7 +248,7 @@ class Scheduler:
         return chunk
 
     def _unblock(self) -> bool:
-        """Preempt the last of several prompts that would wait for one another's window pages for ever; False if none."""
+        """Preempt the last of several prompts that wait for one another's window pages; False if they don't."""
         slots = self.table.slots
         if len(slots) < 2 or not self.table.prefilling[slots].all() or self.table.in_flight.any():
             return False
