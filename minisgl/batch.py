@@ -37,7 +37,8 @@ class Batch:
     output_index: Int32Array  # [S] tokens that the row has generated before this one, drafts included
     num_decode: int  # leading rows that are decode rows
     new_requests: tuple[NewRequest, ...] = ()  # requests that get their slot with this step
-    # [U] entries of the flattened page table that change before this step, and their new values
+    # [U] entries of the flattened page table that change before this step, and their new values. Where layers with a
+    # window have pages of their own, their table follows behind the other: see `PageTable`
     page_index: Int32Array = field(default_factory=lambda: _EMPTY)
     page_value: Int32Array = field(default_factory=lambda: _EMPTY)
     # [C] sampling rows (indices into S) that may not sample every token, and [C × words] their masks: see `MaskMaker`
@@ -162,6 +163,17 @@ class DeviceBatch:
     # the last row is always such a row. Tokens past its end belong to no row.
     padded: bool = False
     verifies: bool = False  # padded inputs of steps that verify drafts: all rows may have tokens, but few each
+    # As `page_table` and `out_locs`, for layers with a sliding window that have pages of their own; None: they have not
+    window_table: torch.Tensor | None = None
+    window_locs: torch.Tensor | None = None
+
+    def table_of(self, window: int | None) -> torch.Tensor:
+        """The page table that layers with this sliding window read, or with none."""
+        return self.page_table if window is None or self.window_table is None else self.window_table
+
+    def locs_of(self, window: int | None) -> torch.Tensor:
+        """Where layers with this sliding window, or with none, write the keys and values of the step, int32[T]."""
+        return self.out_locs if window is None or self.window_locs is None else self.window_locs
 
 
 def batch_arrays(batch: Batch) -> dict[str, Int32Array]:

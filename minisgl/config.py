@@ -55,7 +55,8 @@ class EngineConfig:
         max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
         max_prefill_tokens: most prompt tokens of a step, without decode rows; longer prompts are prefilled in chunks.
         page_size: tokens in a KV page, a power of two from 1 to 256.
-        num_pages: KV pages to allocate; None is as many as ``memory_ratio`` allows.
+        num_pages: KV pages to allocate; None is as many as ``memory_ratio`` allows. Where only some layers have a
+            sliding window, these get a smaller number of window pages: the fewer, the longer ``max_seq_len`` is.
         memory_ratio: share of the memory to use, above 0 and at most 1; None is 0.9 on CUDA and 0.25 on the CPU.
         memory_formula: what ``memory_ratio`` is a share of. ``"free"``: the memory that was free before the model was
             loaded; the model is subtracted (as in mini-sglang). ``"peak"``: all memory; the peak of a warm-up with the
@@ -64,7 +65,7 @@ class EngineConfig:
         eviction_policy: which cached pages are evicted first (``"radix"``); ``"lru"`` is the least recently used.
         page_store: where pages go that the prefix cache evicts: ``"host"`` copies them to host memory, and back when a
             prompt wants them again; ``"disk"`` writes them to files, which is slower and for one rank; ``"none"`` drops
-            them.
+            them. With a store, layers with a sliding window have no pages of their own.
         page_store_gib: GiB for evicted pages, of all ranks together. Host memory is pinned on CUDA.
         page_store_path: directory for ``page_store="disk"``; None is the system's place for temporary files.
         prefill_attention: attention backend for prefill rows: ``"torch"``, ``"triton"``, ``"cascade"``,

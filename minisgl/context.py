@@ -84,6 +84,10 @@ class KVTensors(Protocol):
     k: torch.Tensor
     v: torch.Tensor
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer."""
+        ...
+
 
 class PagedAttentionBackend(ABC):
     """An `AttentionBackend` that stores keys and values first and then attends, so that a fused kernel can store."""

@@ -31,6 +31,7 @@ from minisgl.registry import resolve
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.mixed_memory import MixedMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler, StepOutput
 from minisgl.scheduler.speculation import Speculation
@@ -86,7 +87,12 @@ class EngineCore:
         if engine is not None and engine.hidden_states is not None:
             window = None  # the drafter looks up the hidden states of all positions by their pages
         drafts = 0 if make_drafter is None else config.num_draft_tokens
-        memory = KVMemory(self.executor.num_pages, table, make_cache(config.page_size), store, window, drafts)
+        cache, mixed_window = make_cache(config.page_size), self.executor.model_config.mixed_window
+        num_pages, num_window_pages = self.executor.num_pages, self.executor.num_window_pages
+        if num_window_pages is not None and mixed_window is not None:
+            memory: KVMemory = MixedMemory(num_pages, num_window_pages, table, cache, mixed_window, drafts)
+        else:
+            memory = KVMemory(num_pages, table, cache, store, window, drafts)
         self.input_processor = InputProcessor(
             config,
             self.tokenizer,
@@ -213,6 +219,7 @@ class Executor(StepLauncher, Protocol):
     device: torch.device  # of tensor-parallel ranks, the kind of device without an index
     max_seq_len: int
     num_pages: int
+    num_window_pages: int | None  # of layers with a sliding window, where they have pages of their own
     attention_choice: AttentionChoice
     observers: list[StepObserver]  # are told of the phase "compute", if this process computes
 

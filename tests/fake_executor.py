@@ -57,7 +57,8 @@ class Launched:
 class ShadowExecutor:
     """Fulfils `Executor`; ``vocab`` bounds the tokens that it produces.
 
-    With a ``window`` it reads only as many positions up to each that it is fed, as a model with sliding windows.
+    With a ``window`` it reads only as many positions up to each that it is fed, as a model with sliding windows. With
+    ``num_window_pages`` too, it is a model with layers of both kinds: it reads all, and the window in window pages.
     """
 
     def __init__(
@@ -69,35 +70,47 @@ class ShadowExecutor:
         page_size: int,
         vocab: int,
         window: int | None = None,
+        num_window_pages: int | None = None,
     ) -> None:
         self.window = window
         self.page_size = page_size
         self.vocab = vocab
         self.tokens = np.zeros((max_running + 1, max_seq_len), dtype=np.int64)
-        self.page_table = np.full((max_running + 1, width), num_pages, dtype=np.int64)
+        pools = (num_pages,) if num_window_pages is None else (num_pages, num_window_pages)
+        self.page_tables = np.stack([np.full((max_running + 1, width), pages, dtype=np.int64) for pages in pools])
         self.kv = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
+        self.window_kv = np.full(((num_window_pages or 0) + 1) * page_size, -1, dtype=np.int64)
         self.fed_tokens = 0
         self.steps = 0
 
     def launch(self, batch: Batch) -> Launched:
+        assert {new.slot for new in batch.new_requests} <= set(batch.slots.tolist()), "no chunk of a new request"
         for new in batch.new_requests:
             self.tokens[new.slot, : len(new.tokens)] = new.tokens
         positions, slots = batch.positions[batch.logit_rows], batch.token_slots[batch.logit_rows]
         self.tokens[slots[batch.draft_rows], positions[batch.draft_rows]] = batch.drafts
-        self.page_table.reshape(-1)[batch.page_index] = batch.page_value
+        self.page_tables.reshape(-1)[batch.page_index] = batch.page_value
         assert len(np.unique(batch.out_locs)) == batch.num_tokens, "two tokens of one step are written to one place"
         rows = zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
         hashes = [self._hashes(slot, length) for slot, length in rows]
-        for row, q_len in enumerate(batch.q_lens.tolist()):
-            start = int(batch.cu_seqlens_q[row])
-            self.kv[batch.out_locs[start : start + q_len]] = hashes[row][len(hashes[row]) - q_len :]
+        mixed = len(self.page_tables) > 1
+        fed = np.concatenate([row[len(row) - count :] for row, count in zip(hashes, batch.q_lens, strict=True)])
+        self.kv[batch.out_locs] = fed
+        if mixed:
+            window_locs = self.window_locs(batch)
+            assert len(np.unique(window_locs)) == batch.num_tokens, "two tokens of one step share a place in the window"
+            self.window_kv[window_locs] = fed
         for row, slot in enumerate(batch.slots.tolist()):
             first_query = int(batch.seq_lens[row] - batch.q_lens[row])
             first = 0 if self.window is None else max(first_query + 1 - self.window, 0)
-            seen_positions = np.arange(first, batch.seq_lens[row])
-            pages = self.page_table[slot, seen_positions // self.page_size]
-            seen = self.kv[pages * self.page_size + seen_positions % self.page_size]
-            assert np.array_equal(seen, hashes[row][first:]), f"slot {slot} reads KV that is not its own"
+            seen_by_layers = [(0 if mixed else first, self.page_tables[0], self.kv)]
+            if mixed:
+                seen_by_layers.append((first, self.page_tables[1], self.window_kv))
+            for begin, table, kv in seen_by_layers:
+                positions_seen = np.arange(begin, batch.seq_lens[row])
+                pages = table[slot, positions_seen // self.page_size]
+                seen = kv[pages * self.page_size + positions_seen % self.page_size]
+                assert np.array_equal(seen, hashes[row][begin:]), f"slot {slot} reads KV that is not its own"
         allowed: list[Sequence[int]] = [range(self.vocab)] * len(batch.sample_rows)
         for row, mask in zip(
             batch.mask_rows.tolist(), np.split(batch.masks, max(len(batch.mask_rows), 1)), strict=False
@@ -111,6 +124,24 @@ class ShadowExecutor:
         self.fed_tokens += batch.num_tokens
         self.steps += 1
         return Launched(StepResult(np.asarray(sampled, dtype=np.int32)))
+
+    @property
+    def page_table(self) -> np.ndarray:
+        return self.page_tables[0]
+
+    def spoil(self, batch: Batch) -> None:
+        """Leave garbage where a step writes."""
+        self.kv[batch.out_locs] = -1
+        if len(self.page_tables) > 1:
+            tables = self.page_tables.copy()
+            self.page_tables.reshape(-1)[batch.page_index] = batch.page_value
+            self.window_kv[self.window_locs(batch)] = -1
+            self.page_tables = tables
+
+    def window_locs(self, batch: Batch) -> np.ndarray:
+        """Where a step writes what layers with a window keep."""
+        pages = self.page_tables[-1][batch.token_slots, batch.positions // self.page_size]
+        return pages * self.page_size + batch.positions % self.page_size
 
     def _hashes(self, slot: int, length: int) -> np.ndarray:
         state, result = 0, []
@@ -160,7 +191,7 @@ class FaultyExecutor:
                 self.violation = error
                 raise
         self.doomed |= uids
-        self.shadow.kv[batch.out_locs] = -1
+        self.shadow.spoil(batch)
         if fault is not None and fault.at_launch:
             raise fault.error
         self._in_flight.append(uids)

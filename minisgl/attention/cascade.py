@@ -138,6 +138,8 @@ class PrefixGroupTracker:
 
     def _apply(self, index: Int32Array, value: Int32Array) -> None:
         # Follow the page table, and note whether an entry that was compared has changed.
+        ours = index < self._table.size  # behind it is the table of layers with a window, which share nothing
+        index, value = index[ours], value[ours]
         slots, columns = np.divmod(index, self._table.shape[1])
         flat = self._table.reshape(-1)
         # Two rows that gave pages back share nothing; the last slot is that of padding.

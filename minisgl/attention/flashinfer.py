@@ -78,34 +78,43 @@ class FlashInferAttention(PagedAttention):
         self.capturable = capturable
         self._make_kernel = make_kernel
         self._kernels: dict[LayerKind, Kernel] = {}
-        # Page ids of a step, int32[slots, pages]: a row lists at most as many pages as a row of the page table has.
-        self._indices: torch.Tensor | None = None
+        # Page ids of a step, int32[slots, pages]: a row lists at most as many pages as a row of the page table has. By
+        # whether layers with a window read them, which may have a page table of their own.
+        self._indices: dict[bool, torch.Tensor] = {}
+        self._lists: dict[bool, PageLists] = {}
         self._batch: Batch
-        self._lists: PageLists
 
     def plan(self, batch: Batch, inputs: DeviceBatch) -> None:
         self.inputs, self._batch = inputs, batch
         if batch.num_rows == 0:
             return
-        if self._indices is None:
-            self._indices = torch.empty_like(inputs.page_table)
-        self._lists = page_lists(batch, inputs.page_table, self.kv_cache.page_size, self._indices.view(-1))
-        for kernel in self._kernels.values():
-            kernel.plan(batch, self._lists)
+        self._lists[False] = self._list_pages(inputs.page_table, windowed=False)
+        if inputs.window_table is not None:
+            self._lists[True] = self._list_pages(inputs.window_table, windowed=True)
+        for kind, kernel in self._kernels.items():
+            kernel.plan(batch, self._lists[self._has_own_table(kind)])
 
     def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         kind = LayerKind.of(spec)
         if kind not in self._kernels:
             self._kernels[kind] = self._plan_first(kind)
-        keys_and_values = self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
-        return self._kernels[kind].run(q, keys_and_values, spec.scale)
+        return self._kernels[kind].run(q, self.kv_cache.layer(spec.layer_id), spec.scale)
+
+    def _has_own_table(self, kind: LayerKind) -> bool:
+        return kind.window_left >= 0 and self.inputs.window_table is not None
+
+    def _list_pages(self, page_table: torch.Tensor, windowed: bool) -> PageLists:
+        if windowed not in self._indices:
+            self._indices[windowed] = torch.empty_like(page_table)
+        return page_lists(self._batch, page_table, self.kv_cache.page_size, self._indices[windowed].view(-1))
 
     def _plan_first(self, kind: LayerKind) -> Kernel:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FlashInfer plans on the host: run the step once before it is captured in a CUDA graph")
-        assert self._indices is not None, "attend comes after plan"
-        kernel = self._make_kernel(kind, self._indices)
-        kernel.plan(self._batch, self._lists)
+        windowed = self._has_own_table(kind)
+        assert windowed in self._indices, "attend comes after plan"
+        kernel = self._make_kernel(kind, self._indices[windowed])
+        kernel.plan(self._batch, self._lists[windowed])
         return kernel
 
 

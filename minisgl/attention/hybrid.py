@@ -75,6 +75,7 @@ def _rows(batch: Batch, inputs: DeviceBatch, rows: slice) -> tuple[Batch, Device
         input_ids=inputs.input_ids[tokens],
         positions=inputs.positions[tokens],
         out_locs=inputs.out_locs[tokens],
+        window_locs=None if inputs.window_locs is None else inputs.window_locs[tokens],
         slots=inputs.slots[rows],
         seq_lens=inputs.seq_lens[rows],
         cu_seqlens_q=inputs.cu_seqlens_q[borders] - first,

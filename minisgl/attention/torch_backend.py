@@ -139,7 +139,7 @@ class PagedAttention(PagedAttentionBackend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         # All rows are stored first: a row may read pages that another row of the step writes.
-        self.kv_cache.store(spec.layer_id, k, v, self.inputs.out_locs)
+        self.kv_cache.store(spec.layer_id, k, v, self.inputs.locs_of(spec.sliding_window))
         return self.attend(q, spec)
 
 
@@ -187,7 +187,7 @@ class TorchAttention(PagedAttention):
         If the cache is narrower than the computation, the results are converted copies.
         """
         cache, gathered = self.kv_cache, self._scratch[:, : locs.numel()]
-        for memory, out in zip((cache.k[layer], cache.v[layer]), gathered, strict=True):
+        for memory, out in zip(cache.layer(layer), gathered, strict=True):
             torch.index_select(byte_view(memory).flatten(0, 1), 0, locs.flatten(), out=byte_view(out))
         keys, values = gathered.to(cache.dtype).unflatten(1, locs.shape)
         return keys, values
@@ -224,7 +224,7 @@ class TorchAttention(PagedAttention):
     def _decode_group(self, rows: list[int], starts: Int32Array, window: int | None, first_query: int) -> _RowGroup:
         """One query a row, all in one tile; shorter rows are padded."""
         lengths = self._batch.seq_lens[rows] - starts
-        locs = self._locs(rows, starts, int(lengths.max()))
+        locs = self._locs(rows, starts, int(lengths.max()), window)
         mask = None
         if lengths.min() < lengths.max():
             offsets = torch.arange(locs.shape[1], dtype=torch.int32, device=locs.device)
@@ -250,7 +250,7 @@ class TorchAttention(PagedAttention):
             # A copy, because CUDA kernels want masks that begin on 16-byte boundaries.
             mask = band[:, :, : tile_stop - tile_first, first_key + shift : stop_key + shift].clone()
             tiles.append(_QueryTile(slice(tile_first, tile_stop), slice(first_key - start, stop_key - start), mask))
-        return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start), tuple(tiles))
+        return _RowGroup(self._locs([row], np.array([start], dtype=np.int32), seq_len - start, window), tuple(tiles))
 
     def _causal_band(self, window: int | None) -> torch.Tensor:
         """Build one mask to slice all prefill tiles' masks from, [1, 1, _QUERY_TILE, max_seq_len + _QUERY_TILE].
@@ -261,9 +261,9 @@ class TorchAttention(PagedAttention):
         columns = torch.arange(self._batch.max_seq_len + _QUERY_TILE, dtype=torch.int32, device=device)[None]
         return causal_mask(columns[:, -_QUERY_TILE:], columns, window, dtype)
 
-    def _locs(self, rows: list[int], starts: Int32Array, count: int) -> torch.Tensor:
+    def _locs(self, rows: list[int], starts: Int32Array, count: int, window: int | None) -> torch.Tensor:
         """int32[B, count] locations of the positions ``starts …`` of each row; past its end, its last one again."""
-        page_table, page_size = self.inputs.page_table, self.kv_cache.page_size
+        page_table, page_size = self.inputs.table_of(window), self.kv_cache.page_size
         slots = self._tensor(self._batch.slots[rows])[:, None]
         last = self._tensor(self._batch.seq_lens[rows] - 1)[:, None]
         offsets = torch.arange(count, dtype=torch.int32, device=page_table.device)

@@ -39,6 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What the driver needs to know about a rank's engine; sizes in bytes are those of this rank."""
 
     num_pages: int
+    num_window_pages: int | None
     page_bytes: int
     model_bytes: int
     graph_bytes: int

@@ -60,6 +60,7 @@ def _build_engine(options: RankOptions) -> Engine:
 def _engine_info(engine: Engine) -> EngineInfo:
     return EngineInfo(
         num_pages=engine.num_pages,
+        num_window_pages=engine.num_window_pages,
         page_bytes=engine.page_bytes,
         model_bytes=engine.model_bytes,
         graph_bytes=engine.graph_bytes,

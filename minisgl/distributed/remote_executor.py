@@ -73,7 +73,7 @@ class RemoteExecutor:
             stack.callback(self.processes.close)  # again: the ranks must end before their pipes are closed
             info = self._start(path, writers)
             self.close = weakref.finalize(self, stack.pop_all().close)
-        self.num_pages = info.num_pages
+        self.num_pages, self.num_window_pages = info.num_pages, info.num_window_pages
         self.page_bytes, self.model_bytes, self.graph_bytes = info.page_bytes, info.model_bytes, info.graph_bytes
         self.max_seq_len = info.max_seq_len
         self.attention_choice = info.attention

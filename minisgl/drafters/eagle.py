@@ -19,9 +19,10 @@ from minisgl.drafters.model import draft_config, most_tokens, single_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
 from minisgl.drafters.sequences import DraftSequences
 from minisgl.engine.build import capture_runner
+from minisgl.engine.device_state import DeviceState
 from minisgl.engine.engine import Engine
 from minisgl.engine.hidden_states import HiddenStates
-from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.kvcache.pool import KVCache

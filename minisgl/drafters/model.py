@@ -46,7 +46,7 @@ class ModelDrafter:
         )
         if config.num_pages is None:
             config = replace(config, num_pages=_num_pages(config, model, engine))
-        own = build_engine(config, path)
+        own = build_engine(config, path, split_windows=False)  # `DraftSequences` has one page table
         target.check_fits(vocab_size=own.model_config.vocab_size, dtype=own.dtype)
         self.sequences = DraftSequences(own, most_tokens(config, engine, _TOKENS_ON_CPU))
 

@@ -21,17 +21,20 @@ from minisgl.engine.cuda_graph import (
     measure_graph_memory,
     sizes_to_capture,
 )
+from minisgl.engine.device_state import DeviceState
 from minisgl.engine.engine import Engine, device_guard, parameter_bytes
 from minisgl.engine.hidden_states import HiddenStates
 from minisgl.engine.memory import (
     all_gather_int,
+    can_split_windows,
     check_memory_balance,
     check_num_pages,
     longest_sequence,
     pages_that_fit,
+    split_pages,
     warm_up_kernels,
 )
-from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.nvtx import add_layer_ranges
 from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory, tokens_to_capture
 from minisgl.engine.sampler import SAMPLERS
@@ -40,7 +43,7 @@ from minisgl.errors import ConfigError
 from minisgl.kernels import has_triton
 from minisgl.kvcache.host_store import STAGING_PAGES, HostPages, slots_that_fit
 from minisgl.kvcache.pool import KVCache
-from minisgl.kvcache.sizing import free_memory, page_bytes, total_memory
+from minisgl.kvcache.sizing import MixedLayers, PageSplit, free_memory, page_bytes, total_memory
 from minisgl.layers.quantization import check_device
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, divide_kv_heads
 from minisgl.models.config import ModelConfig
@@ -52,8 +55,13 @@ from minisgl.registry import resolve
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, path: Path, communicator: Communicator = SINGLE_RANK) -> Engine:
+def build_engine(
+    config: EngineConfig, path: Path, communicator: Communicator = SINGLE_RANK, split_windows: bool = True
+) -> Engine:
     """Build the engine that ``config`` describes, on this rank, from the checkpoint in directory ``path``.
+
+    Where it can, it gives layers with a sliding window pages of their own (`can_split_windows`), unless the caller, who
+    then has to keep two page tables, says no by ``split_windows``.
 
     1. Device, dtypes and implementations, from the options and the checkpoint.
     2. Measure the memory that is free now, since formula A takes its share of that; ranks compare theirs.
@@ -70,10 +78,12 @@ def build_engine(config: EngineConfig, path: Path, communicator: Communicator = 
     """
     device = rank_device(config, communicator.rank)
     with device_guard(device):
-        return _build(config, path, communicator, device)
+        return _build(config, path, communicator, device, split_windows)
 
 
-def _build(config: EngineConfig, path: Path, communicator: Communicator, device: torch.device) -> Engine:
+def _build(
+    config: EngineConfig, path: Path, communicator: Communicator, device: torch.device, split_windows: bool
+) -> Engine:
     fusions = select_fusions(config.fusions, device)
     config = replace(config, device=str(device), sampler=select_sampler(config.sampler, device, fusions))
     model_config = ModelConfig.from_dir(path, config.architecture)
@@ -112,7 +122,12 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         add_layer_ranges(model)
     kv_heads = divide_kv_heads(model_config.num_kv_heads, communicator).size
 
-    def make_runner(num_pages: int) -> ModelRunner:
+    layers_read = hidden_layers(config, model_config.num_layers)
+    windowed = [window is not None for window in model_config.sliding_windows]
+    split_windows = split_windows and not layers_read and can_split_windows(config, model_config)
+
+    def make_runner(num_pages: int, num_window_pages: int) -> ModelRunner:
+        window_pages = num_window_pages if split_windows else None
         kv_cache = KVCache(
             num_layers=model_config.num_layers,
             num_kv_heads=kv_heads,
@@ -122,22 +137,25 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
             dtype=dtype,
             device=device,
             kv_dtype=kv_dtype,
+            windowed=windowed,
+            num_window_pages=window_pages,
         )
-        state = DeviceState(config.max_running_requests, max_seq_len, config.page_size, num_pages, device)
+        sizes = config.max_running_requests, max_seq_len, config.page_size
+        state = DeviceState(*sizes, num_pages, device, window_dummy=window_pages)
         return ModelRunner(model, kv_cache, make_attention(kv_cache), state, sampler)
 
-    bytes_per_page = page_bytes(
-        num_layers=model_config.num_layers,
+    bytes_of_layer = page_bytes(
+        num_layers=1,
         num_kv_heads=kv_heads,
         head_dim=model_config.head_dim,
         page_size=config.page_size,
         itemsize=kv_dtype.itemsize,
     )
-    layers_read = hidden_layers(config, model_config.num_layers)
+    bytes_per_page = bytes_of_layer * model_config.num_layers
     bytes_read = len(layers_read) * config.page_size * model_config.hidden_size * dtype.itemsize
     num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
-        trial = make_runner(num_pages=1)
+        trial = make_runner(num_pages=1, num_window_pages=1)
         graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
         graph_bytes += measure_prefill_memory(trial, tokens_to_capture(config, trial))
         graph_bytes += measure_verify_memory(config, trial)
@@ -152,9 +170,32 @@ def _build(config: EngineConfig, path: Path, communicator: Communicator, device:
         )
         del trial
     num_pages = min(all_gather_int(num_pages, communicator, device))
-    check_num_pages(num_pages, config.page_size, bytes_per_page + bytes_read, device)
+    pages, bytes_of_pages = PageSplit(num_pages, num_pages), bytes_per_page + bytes_read
+    if split_windows:
+        window_bytes = bytes_of_layer * windowed.count(True)
+        layers = MixedLayers(
+            window=model_config.mixed_window or 0,
+            page_size=config.page_size,
+            max_seq_len=max_seq_len,
+            max_prefill_tokens=config.max_prefill_tokens,
+            page_bytes=bytes_per_page - window_bytes,
+            window_page_bytes=window_bytes,
+            num_draft_tokens=0 if config.drafter == "none" else config.num_draft_tokens,
+        )
+        pages = split_pages(config, layers, num_pages, device)
+        bytes_of_pages = layers.page_bytes + -(-pages.num_window_pages * window_bytes // pages.num_pages)
+        logger.info(
+            "%d KV pages for %d layers, and %d window pages for the %d layers with a sliding window: %.2f and %.2f GB",
+            pages.num_pages,
+            windowed.count(False),
+            pages.num_window_pages,
+            windowed.count(True),
+            pages.num_pages * layers.page_bytes / 1e9,
+            pages.num_window_pages * window_bytes / 1e9,
+        )
+    check_num_pages(pages.num_pages, config.page_size, bytes_of_pages, device)
 
-    eager = make_runner(num_pages)
+    eager = make_runner(pages.num_pages, pages.num_window_pages)
     states = HiddenStates(model, layers_read, eager.kv_cache) if layers_read else None
     # The decoder for single tokens has no layers to keep states of.
     runner = capture_runner(config, eager, () if layers_read else fusions)

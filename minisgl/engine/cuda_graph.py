@@ -15,7 +15,8 @@ import torch
 from minisgl.batch import Batch, DeviceBatch, build_batch, to_device
 from minisgl.config import EngineConfig
 from minisgl.context import ForwardContext, forward_context
-from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.device_state import DeviceState
+from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import SampledTokens
 from minisgl.engine.sampling import DeviceSampling, HostSampling, RandomStage
 from minisgl.kernels import has_triton
@@ -87,7 +88,7 @@ class CudaGraphRunner(ModelRunner):
         """Rows of the smallest graph that holds the step; None if it has to run eagerly."""
         if batch.num_decode < batch.num_rows:
             return None
-        needed = max(batch.num_rows, len(batch.page_index))
+        needed = max(batch.num_rows, -(-len(batch.page_index) // changes_a_row(self.state)))
         return min((size for size in self.buffers if size >= needed), default=None)
 
     def model_for(self, rows: int) -> Callable[[DeviceBatch], torch.Tensor]:
@@ -99,6 +100,7 @@ class CudaGraphRunner(ModelRunner):
 
         Returns [B, vocab] logits, and [B] tokens that were sampled with temperatures alone.
         """
+        self.state.add_window_locs(buffers.inputs, buffers.inputs.slots)
         with forward_context(ForwardContext(buffers.inputs, self.attention)):
             logits = self.model_for(buffers.rows)(buffers.inputs)
         if not self.sampler.capturable:
@@ -117,7 +119,14 @@ class CudaGraphRunner(ModelRunner):
 
 # -- what a graph reads ------------------------------------------------------------------------------------------------
 
-_FIELDS = 7  # slots, seq_lens, page_index, page_value, temperature, key_low, key_high: one int32 each a row
+# slots, seq_lens, temperature, key_low, key_high: one int32 each a row; page_index and page_value: `changes_a_row` each
+_FIELDS = 5
+
+
+def changes_a_row(state: DeviceState) -> int:
+    """Page-table changes that a captured step has room for, by row: a new page, or with two tables one in each, and one
+    that has left the window."""
+    return 1 if state.window_table is None else 3
 
 
 class DecodeBuffers:
@@ -138,9 +147,11 @@ class DecodeBuffers:
 
             self._kernels = decode_inputs
         self.dummy_slot = len(state.tokens) - 1
-        self._packed = torch.zeros((_FIELDS, rows), dtype=torch.int32, device=device)
+        self._changes = changes_a_row(state)
+        self._packed = torch.zeros((_FIELDS + 2 * self._changes, rows), dtype=torch.int32, device=device)
         self._no_stages = self._packed.new_empty(0)
-        slots, seq_lens, self.page_index, self.page_value, temperature, *keys = self._packed
+        slots, seq_lens, temperature, *keys = self._packed[:_FIELDS]
+        self.page_index, self.page_value = self._packed[_FIELDS:].view(2, -1)
         self.inputs = DeviceBatch(
             input_ids=torch.zeros(rows, dtype=torch.int32, device=device),
             positions=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -149,13 +160,17 @@ class DecodeBuffers:
             seq_lens=seq_lens,
             cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
             page_table=state.page_table,
+            window_table=state.window_table,
+            window_locs=None if state.window_table is None else torch.zeros(rows, dtype=torch.int32, device=device),
             logit_rows=torch.arange(rows, dtype=torch.int32, device=device),
         )
         # Temperature 0 takes the likeliest token.
         self.sampling = DeviceSampling(random=RandomStage(temperature.view(torch.float32), *keys))
 
     def fill(self, batch: Batch, sampling: HostSampling, stages: Int32Array = _EMPTY) -> tuple[Batch, torch.Tensor]:
-        """Write a step of at most B decode rows and B page-table changes into the buffers, with one copy from the host.
+        """Write a step of at most B decode rows into the buffers, with one copy from the host.
+
+        It may have as many page-table changes as rows, or by `changes_a_row` more.
 
         Of ``sampling`` only the random stage is used; ``stages``, all of it packed, travels in the same copy, to memory
         that no graph reads. Returns the batch padded to B rows, and ``stages`` on the device.
@@ -163,7 +178,8 @@ class DecodeBuffers:
         padded = pad_batch(batch, self.rows, self.dummy_slot)
         pinned = self._packed.is_cuda and len(stages) == 0  # `to_device` pins its own copy
         host = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=pinned)
-        slots, seq_lens, page_index, page_value, *random = host.numpy()
+        slots, seq_lens, *random = host.numpy()[:_FIELDS]
+        page_index, page_value = host.numpy()[_FIELDS:].reshape(2, -1)
         slots[:] = padded.slots
         seq_lens[:] = padded.seq_lens
         # Unused entries write what is there already: the dummy page at the start of the dummy row.
@@ -200,7 +216,7 @@ class DecodeBuffers:
                 input_ids=inputs.input_ids,
             )
             return
-        tables.page_table.view(-1)[self.page_index] = self.page_value
+        tables.page_tables.view(-1)[self.page_index] = self.page_value
         torch.sub(inputs.seq_lens, 1, out=inputs.positions)
         inputs.input_ids.copy_(tables.input_ids(inputs.slots, inputs.positions))
         pages = tables.page_table[inputs.slots, inputs.positions // self.page_size]

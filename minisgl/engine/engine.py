@@ -52,6 +52,7 @@ class Engine:
         self.model = runner.model
         self.kv_cache = runner.kv_cache
         self.num_pages = runner.kv_cache.num_pages
+        self.num_window_pages = runner.kv_cache.num_window_pages
         self.max_seq_len = runner.state.tokens.shape[1]
         self.model_bytes = parameter_bytes(runner.model)
         self.attention_choice = attention_choice

@@ -11,13 +11,22 @@ import numpy as np
 import psutil
 import torch
 
+from minisgl.attention.select import ATTENTION_BACKENDS
 from minisgl.batch import Batch, NewRequest, build_batch
 from minisgl.config import EngineConfig
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampling import SamplingTable
 from minisgl.errors import ConfigError
-from minisgl.kvcache.sizing import free_memory, pages_from_free_memory, pages_from_peak, total_memory
+from minisgl.kvcache.sizing import (
+    MixedLayers,
+    PageSplit,
+    free_memory,
+    pages_from_free_memory,
+    pages_from_peak,
+    total_memory,
+)
 from minisgl.layers.sharding import Communicator
+from minisgl.models.config import ModelConfig
 from minisgl.sampling_params import SamplingParams
 
 # Most entries of the token table, and most positions in the KV cache (page id × page size + offset): an int32 indexes
@@ -67,6 +76,27 @@ def pages_that_fit(
     # What exceeds all slots at full length serves the prefix cache only; leave main memory to others then.
     max_seq_len = trial.state.tokens.shape[1]
     return min(pages, config.max_running_requests * -(-max_seq_len // config.page_size))
+
+
+def can_split_windows(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether layers with a sliding window get pages of their own, in a model where others have none.
+
+    Not with a page store, which copies a page as a whole, and not with an attention backend of your own, which may read
+    one page table for all layers. (Nor with a drafter that reads hidden states by their pages, as `build_engine` sees.)
+    """
+    known = {"auto", *ATTENTION_BACKENDS}
+    backends = {config.prefill_attention, config.decode_attention}
+    return model.mixed_window is not None and config.page_store == "none" and backends <= known
+
+
+def split_pages(config: EngineConfig, layers: MixedLayers, num_pages: int, device: torch.device) -> PageSplit:
+    """Divide the memory of ``num_pages`` that all layers would have; or of ``config.num_pages``, add window pages."""
+    if config.num_pages is not None:
+        return PageSplit(num_pages, layers.window_pages(num_pages))
+    most = INT32_MAX // config.page_size - 1
+    if device.type != "cuda":
+        most = min(most, config.max_running_requests * -(-layers.max_seq_len // config.page_size))
+    return layers.split(num_pages * (layers.page_bytes + layers.window_page_bytes), most)
 
 
 def check_num_pages(num_pages: int, page_size: int, page_bytes: int, device: torch.device) -> None:

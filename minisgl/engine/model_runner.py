@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from minisgl.batch import Batch, DeviceBatch, batch_arrays, device_batch, to_device
 from minisgl.context import AttentionBackend, ForwardContext, forward_context
+from minisgl.engine.device_state import DeviceState
 from minisgl.engine.sampler import SampledTokens, Sampler
 from minisgl.engine.sampling import HostSampling
-from minisgl.kvcache.pool import KVCache, table_width
+from minisgl.kvcache.pool import KVCache
 from minisgl.request import Int32Array
 
 
@@ -47,6 +47,7 @@ class ModelRunner:
         staged = self.stage(batch, sampling, batch_arrays(batch))
         input_ids = self.state.input_ids(staged["token_slots"], staged["positions"])
         inputs = device_batch(staged, input_ids, self.state.page_table)
+        self.state.add_window_locs(inputs, staged["token_slots"])
         self.attention.plan(batch, inputs)
         return self.sample(self.forward(inputs), sampling, staged)
 
@@ -77,53 +78,3 @@ class ModelRunner:
         with forward_context(ForwardContext(inputs, self.attention)):
             logits: torch.Tensor = self.model(inputs)
         return logits
-
-
-class DeviceState:
-    """Token table and page table on the device: one row a slot, and a last row for padding, the dummy slot.
-
-    Steps read input ids here and leave sampled tokens here, so the next decode step can be launched before the host has
-    seen them. Unused entries of the page table point to ``dummy_page``.
-    """
-
-    def __init__(
-        self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device
-    ) -> None:
-        self.dummy_page = dummy_page
-        self.tokens = torch.zeros((max_running + 1, max_seq_len), dtype=torch.int32, device=device)
-        width = table_width(max_seq_len, page_size)
-        self.page_table = torch.full((max_running + 1, width), dummy_page, dtype=torch.int32, device=device)
-
-    def token_writes(self, batch: Batch) -> tuple[Int32Array, Int32Array]:
-        """Flat indices into the token table, and values, that put tokens of admitted requests, and drafts, in place.
-
-        Drafts are history of what is sampled behind them, for penalties too. What is sampled replaces them, and what is
-        behind the first wrong draft is beyond the sequence.
-        """
-        width = self.tokens.shape[1]
-        fed = batch.logit_rows[batch.draft_rows]
-        index = [batch.token_slots[fed] * width + batch.positions[fed]]
-        value = [batch.drafts]
-        for new in batch.new_requests:
-            index.append(np.arange(new.slot * width, new.slot * width + len(new.tokens), dtype=np.int32))
-            value.append(new.tokens)
-        return np.concatenate(index), np.concatenate(value)
-
-    def update(
-        self,
-        token_index: torch.Tensor,
-        token_value: torch.Tensor,
-        page_index: torch.Tensor,
-        page_value: torch.Tensor,
-    ) -> None:
-        """Apply int32 updates to the flattened tables."""
-        self.tokens.view(-1)[token_index] = token_value
-        self.page_table.view(-1)[page_index] = page_value
-
-    def input_ids(self, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Gather the tokens to feed, int32[T]."""
-        return self.tokens[token_slots, positions]
-
-    def append(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write sampled tokens, int32[S], behind the sequences that they continue."""
-        self.tokens[slots, positions] = tokens

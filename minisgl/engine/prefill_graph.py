@@ -25,7 +25,8 @@ from minisgl.engine.cuda_graph import (
     extrapolate_memory,
     sizes_to_capture,
 )
-from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.device_state import DeviceState
+from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import SampledTokens
 from minisgl.engine.sampling import HostSampling
 from minisgl.models.decoder import CausalLM
@@ -156,6 +157,8 @@ class StepBuffers:
         self.inputs = DeviceBatch(
             input_ids=input_ids,
             page_table=state.page_table,
+            window_table=state.window_table,
+            window_locs=None if state.window_table is None else torch.zeros_like(input_ids),
             padded=True,
             verifies=verified_rows is not None,
             **parts,
@@ -176,8 +179,9 @@ class StepBuffers:
         self._packed.copy_(packed)
 
     def look_up_tokens(self) -> None:
-        """Fill in the tokens to feed from the token table."""
+        """Fill in the tokens to feed from the token table, and where layers with a page table of their own store."""
         self.inputs.input_ids.copy_(self.state.input_ids(self._token_slots, self.inputs.positions))
+        self.state.add_window_locs(self.inputs, self._token_slots)
 
 
 def _dummy_steps(buffers: StepBuffers) -> Iterator[Batch]:

@@ -30,8 +30,8 @@ def derive_inputs(
     Args:
         slots, seq_lens: int32[B] of the step's rows.
         tokens: int32[slots, max_seq_len] token table.
-        page_table: int32[slots, pages], changed.
-        page_index, page_value: int32[B] entries of the flattened page table, and their new values.
+        page_table: int32[slots, pages], changed; another of this size may follow in memory.
+        page_index, page_value: int32[B or more] entries of the flattened page tables, and their new values.
         positions, out_locs, input_ids: int32[B], written; as in `minisgl.batch.DeviceBatch`.
     """
     num_rows = len(slots)
@@ -46,10 +46,12 @@ def derive_inputs(
         out_locs,
         input_ids,
         num_rows,
+        len(page_index),
         tokens.stride(0),
         page_table.stride(0),
         PAGE_SIZE=page_size,
         BLOCK=triton.next_power_of_2(num_rows),
+        CHANGES=triton.next_power_of_2(len(page_index)),
         num_warps=4,
     )
 
@@ -66,16 +68,20 @@ def _derive_inputs_kernel(
     out_locs_ptr: tl.tensor,
     input_ids_ptr: tl.tensor,
     num_rows: tl.tensor,
+    num_changes: tl.tensor,
     token_width: tl.tensor,
     table_width: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHANGES: tl.constexpr,
 ) -> None:
     """One program, a row a thread: apply the page-table changes, then look up each row's token and its location."""
     row = tl.arange(0, BLOCK)
     mask = row < num_rows
-    changed = tl.load(page_index_ptr + row, mask=mask, other=0).to(tl.int64)
-    tl.store(page_table_ptr + changed, tl.load(page_value_ptr + row, mask=mask, other=0), mask=mask)
+    change = tl.arange(0, CHANGES)
+    exists = change < num_changes
+    changed = tl.load(page_index_ptr + change, mask=exists, other=0).to(tl.int64)
+    tl.store(page_table_ptr + changed, tl.load(page_value_ptr + change, mask=exists, other=0), mask=exists)
     tl.debug_barrier()  # a row may need an entry that another thread has just written
     slot = tl.load(slots_ptr + row, mask=mask, other=0).to(tl.int64)
     position = tl.load(seq_lens_ptr + row, mask=mask, other=1) - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -52,12 +54,22 @@ class PageTable:
     Entry ``rows[slot, i]`` is the page of positions ``i × page_size … (i + 1) × page_size − 1``; entries past a
     request's pages are stale. The last row, beyond the slots, points to the dummy page, one past the pool's last:
     padded batch rows may read and write there.
+
+    With a ``window_dummy`` there is a second table behind the first, for the layers with a sliding window of a model
+    that has layers of both kinds: ``window_rows``, whose entries are window pages. Both have one log.
     """
 
-    def __init__(self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int) -> None:
+    def __init__(
+        self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, window_dummy: int | None = None
+    ) -> None:
         self.page_size = page_size
         self.dummy_page = dummy_page
-        self.rows = np.full((max_running + 1, table_width(max_seq_len, page_size)), dummy_page, dtype=np.int32)
+        self.window_dummy = window_dummy
+        dummies = (dummy_page,) if window_dummy is None else (dummy_page, window_dummy)
+        shape = (max_running + 1, table_width(max_seq_len, page_size))
+        self._tables = np.stack([np.full(shape, dummy, dtype=np.int32) for dummy in dummies])
+        self.rows: Int32Array = self._tables[0]
+        self.window_rows: Int32Array = self._tables[-1]
         self._changed: list[Int32Array] = []
 
     def write(self, slot: int, start: int, pages: Int32Array) -> None:
@@ -65,6 +77,12 @@ class PageTable:
         self.rows[slot, start : start + len(pages)] = pages
         first = slot * self.rows.shape[1] + start
         self._changed.append(np.arange(first, first + len(pages), dtype=np.int32))
+
+    def write_window(self, slot: int, start: int, window_pages: Int32Array) -> None:
+        """Set entries ``start …`` of one row of the second table."""
+        self.window_rows[slot, start : start + len(window_pages)] = window_pages
+        first = self.rows.size + slot * self.rows.shape[1] + start
+        self._changed.append(np.arange(first, first + len(window_pages), dtype=np.int32))
 
     def append(self, slots: Int32Array, columns: Int32Array, pages: Int32Array) -> None:
         """Set one entry in each of several rows: ``rows[slots[i], columns[i]] = pages[i]``."""
@@ -77,7 +95,7 @@ class PageTable:
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
         index = np.unique(np.concatenate(self._changed))
         self._changed.clear()
-        return index, self.rows.reshape(-1)[index]
+        return index, self._tables.reshape(-1)[index]
 
 
 _ALIGNMENT = 32  # int32 entries: rows start on 128-byte boundaries
@@ -93,6 +111,9 @@ class KVCache:
     """Keys and values of all layers, each [layers, num_pages + 1, page_size, num_kv_heads, head_dim].
 
     The last page is the dummy page. ``dtype`` is the model's, ``kv_dtype`` the stored one: None means ``dtype``.
+
+    With ``num_window_pages``, the layers that ``windowed`` marks have so many pages instead, in ``window_k`` and
+    ``window_v``, and a dummy page; ``k`` and ``v`` hold the others.
     """
 
     def __init__(
@@ -105,18 +126,36 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        windowed: Sequence[bool] = (),
+        num_window_pages: int | None = None,
     ) -> None:
         self.dtype = dtype
         self.num_pages = num_pages
+        self.num_window_pages = num_window_pages
         self.page_size = page_size
-        shape = (num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
-        # Not cleared: a position is always written before it is read. Eight-bit floats need no scale: they keep three
-        # bits of mantissa at every magnitude from 2⁻⁶ to 448, and keys and values lie well within that range.
-        self.k = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
-        self.v = torch.empty(shape, dtype=kv_dtype or dtype, device=device)
-        # Padded graph rows read the dummy page; masked-out garbage must at least be finite.
-        self.k[:, num_pages].zero_()
-        self.v[:, num_pages].zero_()
+
+        def allocate(layers: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+            # Not cleared: a position is always written before it is read. Eight-bit floats need no scale: they keep
+            # three bits of mantissa at every magnitude from 2⁻⁶ to 448, and keys and values lie well within that range.
+            shape = (layers, pages + 1, page_size, num_kv_heads, head_dim)
+            k, v = (torch.empty(shape, dtype=kv_dtype or dtype, device=device) for _ in range(2))
+            # Padded graph rows read the dummy page; masked-out garbage must at least be finite.
+            k[:, pages].zero_()
+            v[:, pages].zero_()
+            return k, v
+
+        own_pages = [num_window_pages is not None and each for each in windowed] or [False] * num_layers
+        self.k, self.v = allocate(own_pages.count(False), num_pages)
+        layers = list(zip(self.k, self.v, strict=True))
+        if num_window_pages is not None:
+            self.window_k, self.window_v = allocate(own_pages.count(True), num_window_pages)
+            groups = iter(layers), iter(zip(self.window_k, self.window_v, strict=True))
+            layers = [next(groups[own]) for own in own_pages]
+        self._layers = layers
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, [pages, page_size, num_kv_heads, head_dim] each, views."""
+        return self._layers[layer]
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, out_locs: torch.Tensor) -> None:
         """Write this step's keys and values into the memory of one layer.
@@ -124,13 +163,13 @@ class KVCache:
         ``k`` and ``v`` are [T, num_kv_heads, head_dim]; ``out_locs`` is int32[T], page id × page_size + offset.
         """
         locs = out_locs.long()
-        for memory, new in ((self.k[layer], k), (self.v[layer], v)):
+        for memory, new in zip(self.layer(layer), (k, v), strict=True):
             byte_view(memory).flatten(0, 1).index_copy_(0, locs, byte_view(to_kv_dtype(new, memory.dtype)))
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Copy whole pages: [2, layers, n, page_size, num_kv_heads, head_dim], keys first, eight-bit floats as bytes.
 
-        ``pages`` is int64[n].
+        ``pages`` is int64[n]. Not for a cache with window pages, which are left out.
         """
         return torch.stack([byte_view(memory).index_select(1, pages) for memory in (self.k, self.v)])
 

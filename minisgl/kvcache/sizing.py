@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import ceil, sqrt
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,6 +67,67 @@ def most_pages(
     passing = np.maximum(length, window) + window + max(num_draft_tokens, 1)
     fewer: Lengths = np.minimum(pages, -(-passing // page_size) + 1)
     return fewer
+
+
+def most_window_pages(max_len: Lengths, page_size: int, window: int, num_draft_tokens: int = 0) -> Lengths:
+    """Most window pages that a request needs at a time, prefill chunks apart, until it has ``max_len`` tokens.
+
+    For models that have layers with a ``window`` and layers without: see `WindowPages`. A step computes up to
+    ``num_draft_tokens`` ahead of a row's newest token.
+    """
+    passing = window + max(num_draft_tokens, 1)
+    fewer: Lengths = np.minimum(-(-(max_len - 1) // page_size), -(-passing // page_size) + 1)
+    return fewer
+
+
+@dataclass(frozen=True, slots=True)
+class PageSplit:
+    """How many pages layers without a window have, and how many those with one."""
+
+    num_pages: int
+    num_window_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLayers:
+    """What decides how many window pages a model with layers of both kinds gets. Sizes in tokens and in bytes."""
+
+    window: int  # the longest one
+    page_size: int
+    max_seq_len: int
+    max_prefill_tokens: int
+    page_bytes: int  # a page of all layers without a window
+    window_page_bytes: int  # a page of all layers with one
+    num_draft_tokens: int = 0  # most that a step verifies of a row
+
+    @property
+    def share(self) -> float:
+        """Window pages for a page.
+
+        A request of L tokens wants window / L, and all that we know of L is that it matters between the window and
+        ``max_seq_len``. So we take the geometric mean of the two, which is wrong by the same factor at both ends.
+        """
+        return min(1.0, sqrt(self.window / self.max_seq_len))
+
+    @property
+    def least(self) -> int:
+        """Window pages that one request needs: those of its window, and of the longest prefill chunk."""
+        chunk = -(-min(self.max_prefill_tokens, self.max_seq_len) // self.page_size)
+        return int(most_window_pages(self.max_seq_len, self.page_size, self.window, self.num_draft_tokens)) + chunk
+
+    def split(self, budget: int, most_pages: int) -> PageSplit:
+        """Divide ``budget`` bytes; at most ``most_pages`` pages are of use, and as many window pages."""
+        pages = int(budget / (self.page_bytes + self.share * self.window_page_bytes))
+        if self.window_pages(pages) > pages * self.share + 1:  # the least is more than the share
+            pages = (budget - self.least * self.window_page_bytes) // self.page_bytes
+        even = budget // (self.page_bytes + self.window_page_bytes)
+        pages = min(max(pages, even), most_pages)
+        left = (budget - pages * self.page_bytes) // self.window_page_bytes
+        return PageSplit(pages, min(left, self.window_pages(pages)))
+
+    def window_pages(self, num_pages: int) -> int:
+        """Window pages to go with so many pages."""
+        return min(num_pages, max(self.least, ceil(num_pages * self.share)))
 
 
 def free_memory(device: torch.device) -> int:

@@ -88,6 +88,12 @@ class ModelConfig:
         return max(windows) if len(windows) == self.num_layers else None
 
     @property
+    def mixed_window(self) -> int | None:
+        """The longest sliding window of a model that has layers with one and layers that see all; else None."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if 0 < len(windows) < self.num_layers else None
+
+    @property
     def attention_features(self) -> tuple[str, ...]:
         """What the attention of this model needs of a backend, as in `minisgl.context.ATTENTION_FEATURES`."""
         needs = {"soft_cap": self.attention_soft_cap is not None, "sinks": self.attention_sinks}

@@ -77,6 +77,7 @@ class PersistentDecoder(SingleTokenDecoder):
         attention, mlp = layer.self_attn, cast(GatedMLP, layer.mlp)
         layer_id = attention.spec.layer_id
         q_norm, k_norm = attention.q_norm, attention.k_norm
+        k_cache, v_cache = self.kv_cache.layer(layer_id)
         return LayerTensors(
             qkv=cast(torch.Tensor, attention.qkv_proj.weight),
             qkv_bias=attention.qkv_proj.bias,
@@ -88,8 +89,8 @@ class PersistentDecoder(SingleTokenDecoder):
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             cos_sin=self._rotaries[layer_id],
-            k_cache=self.kv_cache.k[layer_id],
-            v_cache=self.kv_cache.v[layer_id],
+            k_cache=k_cache,
+            v_cache=v_cache,
         )
 
 

@@ -125,8 +125,8 @@ class Admitter:
         """
         tokens = request.tokens()
         prefix = self.memory.lock_prefix(tokens)
-        demand = self._demand(request, len(tokens), len(prefix.pages))
-        if demand.now > demand.available or not self.policies.admission.can_admit(demand):
+        demands = self._demands(request, len(tokens), len(prefix.pages))
+        if not all(each.now <= each.available and self.policies.admission.can_admit(each) for each in demands):
             self.memory.unlock_prefix(prefix)
             return None
         self.waiting.remove(request)
@@ -145,16 +145,17 @@ class Admitter:
         return self.memory.pages_for(num_tokens) > self.memory.num_pages or len(self.table.slots) == 0
 
     def _cached_len(self, request: Request) -> int:
-        return len(self.memory.cache.match(request.tokens()).pages) * self.memory.page_size
+        return len(self.memory.match(request.tokens()).pages) * self.memory.page_size
 
-    def _demand(self, request: Request, num_tokens: int, cached_pages: int) -> MemoryDemand:
+    def _demands(self, request: Request, num_tokens: int, cached_pages: int) -> list[MemoryDemand]:
         table, memory = self.table, self.memory
         slots = table.slots
         final_pages = memory.most_pages(table.token_len[slots], table.max_len[slots])
-        return MemoryDemand(
+        pages = MemoryDemand(
             now=memory.pages_for(num_tokens) - cached_pages,
             at_most=memory.most_pages(num_tokens, request.max_len) - cached_pages,
             available=memory.available,
             promised=int(np.maximum(final_pages - table.num_pages[slots], 0).sum()),
             running=len(slots),
         )
+        return [pages, *memory.window_demands(num_tokens, request.max_len, cached_pages)]

@@ -15,16 +15,27 @@ from minisgl.table import RunningTable
 class PageLedger:
     """The pool, the page table, the prefix cache, and what each row has of them; `KVMemory` changes it.
 
-    No layer of the model sees more than ``window`` positions; None: some layer sees all.
+    No layer of the model sees more than ``window`` positions; None: some layer sees all. A model with layers of both
+    kinds has ``num_window_pages`` too. A step verifies up to ``num_draft_tokens`` of a row.
     """
 
-    def __init__(self, num_pages: int, table: RunningTable, cache: PrefixCache, window: int | None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        table: RunningTable,
+        cache: PrefixCache,
+        window: int | None,
+        num_draft_tokens: int,
+        num_window_pages: int | None,
+    ) -> None:
         self.page_size = cache.page_size
         self.window = window
+        self.num_draft_tokens = num_draft_tokens
         self.table = table
         self.cache = cache
         self.pool = PagePool(num_pages)
-        self.page_table = PageTable(table.max_running, table.max_seq_len, self.page_size, dummy_page=num_pages)
+        sizes = table.max_running, table.max_seq_len, self.page_size
+        self.page_table = PageTable(*sizes, dummy_page=num_pages, window_dummy=num_window_pages)
         self.is_cached = np.zeros(num_pages, dtype=bool)
         self._handles: list[Handle | None] = [None] * table.max_running
         # Pages of each row that its lock covers; -1 if the row has other pages there, or its answer can't be published
@@ -40,6 +51,11 @@ class PageLedger:
     def available(self) -> int:
         """Pages that could be allocated now: free ones, and those that the prefix cache can evict."""
         return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether rows give anything back while they run."""
+        return self.window is not None or self.page_table.window_dummy is not None
 
     def pages_for(self, tokens: Lengths) -> Lengths:
         return -(-tokens // self.page_size)

@@ -4,7 +4,7 @@ A page is in exactly one of three states: *free* (in the pool), *private* (in th
 *cached* (owned by the prefix cache, and in the rows of any number of requests that have locked it).
 
 Where all layers have a sliding window, a row lets go of pages that lie outside of it while its request runs. Where only
-some have, it can't: a page holds the KV of all layers, and those without a window still read it.
+some have, it lets go of what these layers have there: see `minisgl.scheduler.mixed_memory`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from minisgl.kvcache.prefix import Handle, InsertResult, MatchResult, PrefixCach
 from minisgl.kvcache.sizing import Lengths, most_pages
 from minisgl.request import Int32Array
 from minisgl.scheduler.ledger import PageLedger
+from minisgl.scheduler.policy import MemoryDemand
 from minisgl.table import RunningTable
 
 Extend = Callable[[Handle, Int32Array, int], Handle | None]
@@ -27,7 +28,6 @@ class KVMemory(PageLedger):
     """Allocates pages to the rows of the running table, and shares those that the prefix cache has.
 
     It keeps the table's ``kv_len`` and ``num_pages``, with the scheduler. ``store`` keeps pages that the cache evicts.
-    A step verifies up to ``num_draft_tokens`` of a row.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class KVMemory(PageLedger):
         store: PageStore | None = None,
         window: int | None = None,
         num_draft_tokens: int = 0,
+        num_window_pages: int | None = None,
     ) -> None:
-        self._num_draft_tokens = num_draft_tokens
-        super().__init__(num_pages, table, cache, window)
+        super().__init__(num_pages, table, cache, window, num_draft_tokens, num_window_pages)
         self.listeners: list[CacheListener] = []  # append one only while the cache is empty
         self.offload: PageOffloader | None = None
         if store is not None:
@@ -51,11 +51,19 @@ class KVMemory(PageLedger):
         self.offload = PageOffloader(store, self.page_size)
         self.listeners.append(self.offload)
 
+    def match(self, tokens: Int32Array) -> MatchResult:
+        """Find the longest cached prefix of ``tokens`` that a request can go on from."""
+        return self.cache.match(tokens)
+
     # -- admission ---------------------------------------------------------------------------------------------
+
+    def window_demands(self, num_tokens: int, max_len: int, cached_pages: int) -> list[MemoryDemand]:
+        """What a request that asks to start demands besides pages, as `Admitter` asks the policy; here nothing."""
+        return []
 
     def lock_prefix(self, tokens: Int32Array) -> MatchResult:
         """Lock the longest cached prefix of ``tokens`` without the last token, whose logits must be computed."""
-        prefix = self.cache.match(tokens[:-1])
+        prefix = self.match(tokens[:-1])
         self.cache.lock(prefix.handle)
         return prefix
 
@@ -96,6 +104,14 @@ class KVMemory(PageLedger):
         full = self.table.kv_len[slots] >= self.table.num_pages[slots] * self.page_size
         return slots[full]
 
+    def can_grow(self, count: int) -> bool:
+        """Whether so many rows can get a page each."""
+        return count <= self.available
+
+    def fit_chunk(self, slot: int, count: int) -> int:
+        """How many of a row's next ``count`` tokens can be computed in this step: all, since `attach` makes room."""
+        return count
+
     def grow(self, slots: Int32Array) -> None:
         """Append one page to each row of ``slots``."""
         if len(slots) == 0:
@@ -121,7 +137,7 @@ class KVMemory(PageLedger):
             return
         kv_len = int(self.table.kv_len[slot])
         tokens = self.table.tokens[slot, : self.table.token_len[slot] - 1]
-        match = self.cache.match(tokens)
+        match = self.match(tokens)
         cached_len = len(match.pages) * self.page_size
         if cached_len <= kv_len:
             return
@@ -221,7 +237,7 @@ class KVMemory(PageLedger):
 
     def most_pages(self, length: Lengths, max_len: Lengths) -> Lengths:
         """Most pages that a request with ``length`` tokens holds at a time until it has ``max_len``."""
-        return most_pages(length, max_len, self.page_size, self.window, self._num_draft_tokens)
+        return most_pages(length, max_len, self.page_size, self.window, self.num_draft_tokens)
 
     def give_back(self, slots: Int32Array, computed: Int32Array) -> None:
         """Let go of pages that no query sees any more; each row's queries before position ``computed`` are complete.
@@ -245,13 +261,16 @@ class KVMemory(PageLedger):
     def free_row(self, slot: int, cache: bool) -> None:
         """Free the row's private pages and lock; with ``cache``, first offer computed pages to the prefix cache."""
         if cache and not self._given_back[slot]:
-            known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
-            self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))
+            self._insert_known(slot)
         pages = self.row(slot)
         self.pool.free(pages[~self.is_cached[pages]])
         self._unlock(slot)
         self._given_back[slot] = 0
         self.table.num_pages[slot] = 0
+
+    def _insert_known(self, slot: int) -> InsertResult:
+        known = min(int(self.table.kv_len[slot]), int(self.table.known_len[slot]))
+        return self._insert(slot, min(known // self.page_size, int(self.table.num_pages[slot])))
 
     def settle(self) -> None:
         """Note that the oldest step in flight is complete, and with it all pages evicted so far."""

@@ -116,7 +116,7 @@ class Scheduler:
         if not builder.slots and not plan.decode:
             self._add_decodes(builder)
         if not builder.slots:
-            return None
+            return self.schedule() if self._unblock() else None
         self._prefill_steps = 0 if builder.num_generating else self._prefill_steps + 1
         self.table.in_flight[builder.slots] += 1
         self._output.decode_tokens += builder.num_generating
@@ -187,7 +187,7 @@ class Scheduler:
         """Give rows the page for their next token, preempting the latest arrivals; return the rows that still run."""
         while True:
             growing = self.memory.rows_to_grow(slots)
-            if len(growing) <= self.memory.available:
+            if self.memory.can_grow(len(growing)):
                 self.memory.grow(growing)
                 return slots
             victim = self._victim()
@@ -234,7 +234,9 @@ class Scheduler:
         """Feed as many of the row's tokens as the budget allows; returns how many."""
         table = self.table
         kv_len = int(table.kv_len[slot])
-        chunk = min(budget, int(table.token_len[slot]) - kv_len)
+        chunk = self.memory.fit_chunk(slot, min(budget, int(table.token_len[slot]) - kv_len))
+        if chunk == 0:
+            return 0
         last = kv_len + chunk == table.token_len[slot]
         builder.add_prefill(slot, kv_len, chunk, samples=last)
         table.kv_len[slot] += chunk
@@ -244,6 +246,14 @@ class Scheduler:
             table.prefilling[slot] = False
             table.request(slot).state = RequestState.DECODE
         return chunk
+
+    def _unblock(self) -> bool:
+        """Preempt the last of several prompts that wait for one another's window pages; False if they don't."""
+        slots = self.table.slots
+        if len(slots) < 2 or not self.table.prefilling[slots].all() or self.table.in_flight.any():
+            return False
+        self._preempt(int(slots[-1]))
+        return True
 
     def _admit(self, builder: BatchBuilder, budget: int) -> None:
         if budget == 0 or not len(self.waiting) or not self.table.free_slots:
@@ -285,7 +295,7 @@ class Scheduler:
             self._verify(batch, result)
         else:
             self._append(batch, result, np.arange(len(batch.sample_rows), dtype=np.int32))
-        if self.memory.window is not None:
+        if self.memory.gives_back:
             running = self.table.active[batch.slots]
             slots = batch.slots[running]
             # Queries that come next, or are in flight, are behind this step's, but not behind drafts that were wrong.

@@ -96,7 +96,7 @@ def test_keys_are_where_the_page_table_says_and_nothing_past_a_rows_end_is_read(
     backend = TorchAttention(cache)
     backend.plan(batch, inputs)
     starts = [2, 0]
-    locs = backend._locs([1, 2], np.array(starts, dtype=np.int32), 8)
+    locs = backend._locs([1, 2], np.array(starts, dtype=np.int32), 8, None)
     expected = torch.empty(2, 8, dtype=torch.long)
     for line, (row, start) in enumerate(zip([1, 2], starts, strict=True)):
         for column in range(8):

@@ -114,7 +114,7 @@ def test_the_options_of_a_rank_survive_the_way() -> None:
 
 
 def test_what_a_rank_says_of_its_engine_survives_the_way() -> None:
-    info = EngineInfo(5, 6, 7, 8, 9, AttentionChoice("torch", "torch", "it was asked for"))
+    info = EngineInfo(5, None, 6, 7, 8, 9, AttentionChoice("torch", "torch", "it was asked for"))
     report = msgspec.json.encode(Ready(msgspec.to_builtins(info)))
     assert msgspec.convert(msgspec.json.decode(report, type=Ready).info, EngineInfo) == info
 

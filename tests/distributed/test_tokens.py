@@ -36,6 +36,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
         2,
         {"all_reduce": "ring", "num_pages": 14, "overlap": True},
     ),
+    "2 ranks, a window in one of two layers": (
+        "Gemma3ForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "num_key_value_heads": 2},
+        2,
+        {"max_prefill_tokens": 8, "overlap": True},
+    ),
 }
 
 

@@ -21,7 +21,8 @@ from minisgl.config import EngineConfig
 from minisgl.context import AttentionSpec
 from minisgl.engine import prefill_graph
 from minisgl.engine.cuda_graph import CpuGraph, CudaGraphRunner
-from minisgl.engine.model_runner import DeviceState, ModelRunner
+from minisgl.engine.device_state import DeviceState
+from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.prefill_graph import (
     PrefillGraphRunner,
     StepBuffers,

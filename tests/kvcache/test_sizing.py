@@ -10,7 +10,15 @@ import torch
 from minisgl.errors import ConfigError
 from minisgl.kvcache import sizing
 from minisgl.kvcache.pool import KVCache
-from minisgl.kvcache.sizing import free_memory, page_bytes, pages_from_free_memory, pages_from_peak, total_memory
+from minisgl.kvcache.sizing import (
+    MixedLayers,
+    free_memory,
+    most_window_pages,
+    page_bytes,
+    pages_from_free_memory,
+    pages_from_peak,
+    total_memory,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
@@ -107,3 +115,52 @@ def test_a_container_has_its_own_share(
 ) -> None:
     container(tmp_path, str(limit), used, inactive_file)
     assert (free_memory(CPU), total_memory(CPU)) == (free, total)
+
+
+# -- window pages ------------------------------------------------------------------------------------------------------
+
+# A layer has keys and values of 16 heads of 128, and of 8 heads of 64, in pages of 16 tokens of two bytes.
+GEMMA_27B = MixedLayers(1024, 16, 131_072, 8192, 10 * 131_072, 52 * 131_072)
+GPT_OSS_20B = MixedLayers(128, 16, 131_072, 8192, 12 * 32_768, 12 * 32_768)
+
+
+@pytest.mark.parametrize("layers", [GEMMA_27B, GPT_OSS_20B], ids=["Gemma 3 27B", "gpt-oss-20b"])
+@pytest.mark.parametrize("budget", [GIB // 8, GIB, 16 * GIB, 60 * GIB])
+def test_the_pools_take_the_budget_and_one_request_finds_room(layers: MixedLayers, budget: int) -> None:
+    split = layers.split(budget, most_pages=1 << 27)
+    taken = split.num_pages * layers.page_bytes + split.num_window_pages * layers.window_page_bytes
+    assert budget - layers.page_bytes - 2 * layers.window_page_bytes < taken <= budget
+    even = budget // (layers.page_bytes + layers.window_page_bytes)
+    assert split.num_pages >= even
+    # As many as the window and a chunk need, or one for each page.
+    assert split.num_window_pages >= min(layers.least, split.num_pages)
+
+
+@pytest.mark.parametrize(("layers", "gain"), [(GEMMA_27B, 4.0), (GPT_OSS_20B, 1.9)], ids=["Gemma 3 27B", "gpt-oss-20b"])
+def test_more_long_requests_fit_into_the_same_memory(layers: MixedLayers, gain: float) -> None:
+    split = layers.split(16 * GIB, most_pages=1 << 27)
+    even = 16 * GIB // (layers.page_bytes + layers.window_page_bytes)
+    assert split.num_pages > gain * even
+    rows = 16 * split.num_pages / 16_384
+    assert rows * most_window_pages(16_384, 16, layers.window) < split.num_window_pages, "they run short of pages first"
+
+
+def test_a_window_as_long_as_the_context_has_a_window_page_for_each_page() -> None:
+    layers = MixedLayers(4096, 16, 4096, 2048, 100, 100)
+    split = layers.split(100_000, most_pages=1 << 27)
+    assert (split.num_pages, split.num_window_pages) == (500, 500)
+    assert layers.window_pages(320) == 320
+
+
+def test_no_more_pages_than_are_of_use() -> None:
+    split = GEMMA_27B.split(16 * GIB, most_pages=100)
+    assert (split.num_pages, split.num_window_pages) == (100, 100)
+
+
+def test_most_window_pages() -> None:
+    # The window, and one position or the drafts that a step may be ahead, may begin within a page.
+    assert most_window_pages(10_000, 16, 128) == 9 + 1
+    assert most_window_pages(10_000, 16, 127) == 8 + 1
+    assert most_window_pages(10_000, 16, 128, 16) == 9 + 1
+    assert most_window_pages(10_000, 16, 128, 17) == 10 + 1
+    assert most_window_pages(33, 16, 128, 17) == 2

@@ -21,6 +21,7 @@ from minisgl.request import FinishReason, Request
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.mixed_memory import MixedMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler, StepOutput
 from minisgl.scheduler.speculation import Speculation
@@ -60,10 +61,15 @@ class Harness:
         drafter: type[KnowsTheAnswers] | None = None,
         num_draft_tokens: int = 3,
         window: int | None = None,
+        num_window_pages: int | None = None,
     ) -> None:
         self.table = RunningTable(max_running, max_seq_len)
         cache, drafts = select_prefix_cache(prefix_cache)(page_size), 0 if drafter is None else num_draft_tokens
-        self.memory = KVMemory(num_pages, self.table, cache, window=window, num_draft_tokens=drafts)
+        if num_window_pages is None:
+            self.memory = KVMemory(num_pages, self.table, cache, window=window, num_draft_tokens=drafts)
+        else:
+            assert window is not None
+            self.memory = MixedMemory(num_pages, num_window_pages, self.table, cache, window, drafts)
         policies = policies or Policies.named(queue_policy, batch_policy, admission_policy)
         self.make_masks = CountingMaskMaker()
         limits = (max_prefill_tokens, max_queued)
@@ -75,7 +81,8 @@ class Harness:
             self.speculation.costs = DraftsAreFree()
         self.scheduler = Scheduler(self.table, self.memory, policies, *limits, self.make_masks, self.speculation)
         width = self.memory.page_table.rows.shape[1]
-        self.executor = ShadowExecutor(max_running, max_seq_len, width, num_pages, page_size, vocab, window)
+        sizes = max_running, max_seq_len, width, num_pages, page_size, vocab
+        self.executor = ShadowExecutor(*sizes, window, num_window_pages)
         self.vocab = vocab
         self.faulty = FaultyExecutor(self.executor, self.table)
         self.loop = EngineLoop(self.scheduler, self.faulty, depth=delay)
@@ -170,6 +177,8 @@ class Harness:
         assert len(self.table) == 0
         assert len(self.scheduler.waiting) == 0
         assert self.memory.pool.num_free + self.memory.cache.num_evictable == self.memory.num_pages
+        if isinstance(self.memory, MixedMemory):
+            assert self.memory.windows.available == self.memory.windows.pool.num_pages
 
     def assert_output(self, request: Request) -> None:
         """The request generated what its prompt demands: all of it, or a prefix if it was cut short."""

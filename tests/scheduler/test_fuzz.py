@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from minisgl.kvcache.sizing import most_window_pages
 from minisgl.request import FinishReason, Request
 from tests.drafting import KnowsTheShadow
 from tests.fake_executor import Fault
@@ -36,8 +37,12 @@ class EngineLife(RuleBasedStateMachine):
         drafter=st.sampled_from([None, KnowsTheShadow]),
         num_draft_tokens=st.integers(1, 5),
         window=st.sampled_from([None, 1, 6, 20]),
+        more_window_pages=st.sampled_from([None, 0, 2, 20]),
     )
-    def start(self, **options: Any) -> None:
+    def start(self, more_window_pages: int | None, **options: Any) -> None:
+        if options["window"] is not None and more_window_pages is not None:  # layers of both kinds
+            needed = int(most_window_pages(64, options["page_size"], options["window"])) + more_window_pages
+            options |= {"num_window_pages": min(needed, options["num_pages"]), "store_slots": 0}
         self.harness = Harness(vocab=VOCAB, max_seq_len=64, **options)
         self.requests: list[Request] = []
 

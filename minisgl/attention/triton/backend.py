@@ -132,7 +132,7 @@ class TritonAttention(PagedAttention):
         paged_decode_attention(q, out, *self._layer(spec), self._decode_inputs, spec, self._num_sms, prefix)
 
     def _layer(self, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kv_cache.k[spec.layer_id], self.kv_cache.v[spec.layer_id]
+        return self.kv_cache.layer(spec.layer_id)
 
 
 @triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "slots_ptr"])
@@ -229,6 +229,7 @@ class FixedSplitAttention(TritonAttention):
         self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, prefix: PrefixParts | None = None
     ) -> None:
         k_cache, v_cache = self._layer(spec)
+        page_table = self.inputs.table_of(spec.sliding_window)
         num_rows, num_heads, head_dim = out.shape
         page_size, kv_heads = k_cache.shape[1:3]
         group = num_heads // kv_heads
@@ -247,11 +248,11 @@ class FixedSplitAttention(TritonAttention):
             split_lse,
             self.inputs.seq_lens,
             self.inputs.slots,
-            self.inputs.page_table,
+            page_table,
             spec.scale * LOG2_E,
             q.stride(0),
             q.stride(1),
-            self.inputs.page_table.stride(0),
+            page_table.stride(0),
             HEADS=heads,
             WINDOW=spec.sliding_window or 0,
             PAGE_SIZE=page_size,

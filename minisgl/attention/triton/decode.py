@@ -168,7 +168,7 @@ def paged_decode_attention(
     programs = max(1, num_sms * (2 if few else 4) // kv_heads)
     part_out = torch.empty((num_rows + programs, num_heads, head_dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((num_rows + programs, num_heads), dtype=torch.float32, device=out.device)
-    window = spec.sliding_window or 0
+    window, page_table = spec.sliding_window or 0, inputs.table_of(spec.sliding_window)
     decode_kernel[(kv_heads, programs)](
         q,
         k_cache,
@@ -179,13 +179,13 @@ def paged_decode_attention(
         inputs.seq_lens,
         None if prefix is None else prefix.lens,
         inputs.slots,
-        inputs.page_table,
+        page_table,
         spec.sinks,
         spec.scale * LOG2_E,
         num_rows,
         q.stride(0),
         q.stride(1),
-        inputs.page_table.stride(0),
+        page_table.stride(0),
         SHARED=prefix is not None,
         SINKS=spec.sinks is not None,
         WINDOW=window,

@@ -144,6 +144,7 @@ def paged_prefill_attention(
     """
     page_size, kv_heads = k_cache.shape[1:3]
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
+    page_table = inputs.table_of(spec.sliding_window)
     prefill_kernel[(kv_heads, len(tiles.rows))](
         q,
         k_cache,
@@ -154,12 +155,12 @@ def paged_prefill_attention(
         inputs.seq_lens,
         inputs.cu_seqlens_q,
         inputs.slots,
-        inputs.page_table,
+        page_table,
         spec.sinks,
         spec.scale * LOG2_E,
         q.stride(0),
         q.stride(1),
-        inputs.page_table.stride(0),
+        page_table.stride(0),
         SINKS=spec.sinks is not None,
         WINDOW=spec.sliding_window or 0,
         PAGE_SIZE=page_size,
