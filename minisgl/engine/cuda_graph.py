@@ -409,6 +409,7 @@ def _single_row_decoder(runner: ModelRunner, fusions: Collection[str]) -> Callab
 _SMALL = (1, 2, 4, 8, 16, 24, 32)
 _STRIDE = 16
 _MAX_ROWS = 512
+_SEGMENT = 2 << 20  # bytes: what PyTorch's allocator asks the driver for at least
 
 
 def sizes_to_capture(config: EngineConfig, runner: ModelRunner) -> tuple[int, ...]:
@@ -441,7 +442,7 @@ def measure_graph_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
 
 
 def extrapolate_memory(capture: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> int:
-    """Bytes that the graphs of all sizes keep, judged by what the two largest take."""
+    """Bytes that the graphs of all sizes keep, judged by what the two largest take; for each at least a `_SEGMENT`."""
     costs: list[int] = []
     torch.cuda.empty_cache()
     for size in sorted(sizes, reverse=True)[:2]:
@@ -449,4 +450,4 @@ def extrapolate_memory(capture: Callable[[int], None], sizes: Sequence[int], dev
         capture(size)
         torch.cuda.empty_cache()
         costs.append(before - free_memory(device))
-    return costs[0] + costs[-1] * (len(sizes) - 1)
+    return costs[0] + max(costs[-1], _SEGMENT) * (len(sizes) - 1)
