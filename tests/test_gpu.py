@@ -63,7 +63,7 @@ def test_cuda_gives_the_tokens_of_transformers(oracle: Oracle, cache: str, compo
 
 def gives_pages_back(oracle: Oracle) -> bool:
     """Whether a page of 16 tokens is longer than the window, so that a row gives one back for each that it takes."""
-    return (ModelConfig.from_dir(oracle.path).sliding_window or 16) < 16
+    return (ModelConfig.from_dir(oracle.path).longest_window or 16) < 16
 
 
 def attention(backend: str) -> dict[str, str]:
