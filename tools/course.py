@@ -12,6 +12,7 @@ Two chapters are proved at a time, the longest first. The proof fails if it find
 
 from __future__ import annotations
 
+import argparse
 import compileall
 import sys
 import tempfile
@@ -58,11 +59,14 @@ Run = Callable[..., list[Result]]
 
 def main(arguments: Sequence[str]) -> int:
     """Prove some chapters, or all; the exit status is 1 if anything is wrong, 2 if nothing can be proved."""
+    parser = argparse.ArgumentParser(prog="python -m tools.course", description="Prove that the course works.")
+    parser.add_argument("chapters", nargs="*", type=int, help="numbers of chapters; all of them if there are none")
+    numbers = parser.parse_args(arguments).chapters
     try:
         sources = Sources(repository(), load_table())
         chapters = [each for each in sources.table.chapters.values() if each.tasks]
-        if arguments:
-            chapters = [sources.table.chapter_with_tasks(int(argument)) for argument in arguments]
+        if numbers:
+            chapters = [sources.table.chapter_with_tasks(number) for number in numbers]
         with ExitStack() as stack:
             copies = [stack.enter_context(PytestCopies()) for _ in chapters[:WORKERS]]
             problems = prove(sources, chapters, copies)

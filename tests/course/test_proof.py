@@ -36,6 +36,9 @@ def test_a_chapter_without_tasks_is_told_from_one_that_is_not_there() -> None:
 def test_an_unknown_chapter_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["99"]) == 2
     assert "chapter 99 is not in the course" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["six"])
+    assert "invalid int value: 'six'" in capsys.readouterr().err
 
 
 Proof = Callable[[Chapter], list[str]]
