@@ -152,10 +152,11 @@ def _build(
         itemsize=kv_dtype.itemsize,
     )
     bytes_per_page = bytes_of_layer * model_config.num_layers
-    # A drafter that reads hidden states keeps one of its own for each token, and keys and values like those of a layer.
-    bytes_read = (len(layers_read) + 1) * config.page_size * model_config.hidden_size * dtype.itemsize
-    bytes_read += page_bytes(1, model_config.num_kv_heads, model_config.head_dim, config.page_size, dtype.itemsize)
-    bytes_read = bytes_read if layers_read else 0
+    bytes_read = 0
+    if layers_read:
+        # The drafter keeps a hidden state of its own for each token, too, and keys and values like those of a layer.
+        bytes_read = (len(layers_read) + 1) * config.page_size * model_config.hidden_size * dtype.itemsize
+        bytes_read += page_bytes(1, model_config.num_kv_heads, model_config.head_dim, config.page_size, dtype.itemsize)
     num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
         trial = make_runner(num_pages=1, num_window_pages=1)
