@@ -122,14 +122,9 @@ def _compiled(nvrtc: ModuleType, name: str, text: str, options: list[bytes]) -> 
 
 
 def _c_values(arguments: list[torch.Tensor | int | float]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    kinds = {
-        torch.Tensor: ctypes.c_void_p,
-        torch.nn.Parameter: ctypes.c_void_p,
-        int: ctypes.c_int,
-        float: ctypes.c_float,
-    }
+    kinds = {int: ctypes.c_int, float: ctypes.c_float}
     values = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
-    return values, tuple(kinds[type(each)] for each in arguments)
+    return values, tuple(kinds.get(type(each), ctypes.c_void_p) for each in arguments)
 
 
 def most_shared_memory(device: int) -> int:

@@ -1,8 +1,8 @@
 """Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
 
 A product with few tokens could take as long as its weights take to arrive, one of 4 bits a quarter of bfloat16's time.
-With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. These kernels are as fast as bfloat16 with 64
-tokens, and with 256 half as fast (``benchmarks/notes.md``).
+With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens these kernels beat bfloat16,
+and with 256 they are half as fast (``benchmarks/notes.md``).
 
 Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs (split-K).
 Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3 (``torch._scaled_mm``),
