@@ -15,6 +15,10 @@ class ConfigError(MiniSGLError, ValueError):
     """An engine option, or a combination of options, cannot work on this machine or for this model."""
 
 
+class NotEnoughMemory(ConfigError):
+    """The model leaves too little memory for keys and values: not one page fits."""
+
+
 class ModelLoadError(MiniSGLError):
     """A checkpoint cannot be turned into a model: unknown architecture, wrong or missing tensors, bad files."""
 

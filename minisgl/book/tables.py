@@ -13,7 +13,7 @@ import torch
 
 import minisgl
 from minisgl.bench.report import Cell, Report, Table
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, NotEnoughMemory
 from minisgl.trace import Trace
 
 RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"  # of the checkout that Python runs
@@ -101,14 +101,20 @@ class Measured:
 
 
 def measured(name: str, run: Callable[[], Report], gpus: int = 1) -> Measured:
-    """Measure on as many GPUs of this machine, or read the kept result ``name``.json where there are too few.
+    """Measure on as many GPUs of this machine, or read the kept result ``name``.json where they are too few or small.
 
-    Raises `ConfigError` if there are neither so many CUDA devices nor a kept result.
+    Raises `ConfigError` if this machine cannot measure it, and there is no kept result.
     """
-    if missing := _too_few(gpus):
+    missing = _too_few(gpus)
+    if not missing:
+        try:
+            report = run()
+        except (torch.OutOfMemoryError, NotEnoughMemory):
+            missing = f"Not enough memory on this machine's {torch.cuda.get_device_name()}"
+    if missing:
         record = _read(name)
         return _kept(record, name, missing, f"one {_chip(record)}" if gpus == 1 else f"{gpus} {_chip(record)}s")
-    origin, report = f"Measured just now, on this machine's {torch.cuda.get_device_name()}.", run()
+    origin = f"Measured just now, on this machine's {torch.cuda.get_device_name()}."
     return Measured(name, origin, True, report.tables, report.traces)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import torch
 
-from minisgl.errors import ConfigError
+from minisgl.errors import NotEnoughMemory
 from minisgl.request import Int32Array
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -152,7 +152,7 @@ def total_memory(device: torch.device) -> int:
 
 def _whole_pages(budget: int, page_bytes: int, origin: str) -> int:
     if budget < page_bytes:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"memory: not one page fits. A page takes {page_bytes} bytes, {max(0, budget)} are left for KV ({origin}). "
             "Raise memory_ratio, lower page_size or max_prefill_tokens, choose a smaller model or dtype, "
             "free memory on the device, or set num_pages yourself."

@@ -30,15 +30,15 @@ class PersistentDecoder(SingleTokenDecoder):
     Args:
         model: one that it `supports`; its weights must stay where they are.
         kv_cache: the same.
-        programs: of the interpreter; the kernel has as many as fit on the GPU.
+        programs: of the interpreter, which then works on a GPU too; None takes the kernel there, with as many as fit.
     """
 
-    def __init__(self, model: CausalLM, kv_cache: KVTensors, programs: int = 8) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KVTensors, programs: int | None = None) -> None:
         super().__init__(model, kv_cache)
         shape = _shape(model, kv_cache.k.shape[2])
         tensors = [self._tensors(layer) for layer in self.layers]
-        on_gpu = model.model.norm.weight.is_cuda
-        self.persistent = PersistentKernel(shape, tensors) if on_gpu else Interpreter(shape, tensors, programs)
+        kernel = model.model.norm.weight.is_cuda and programs is None
+        self.persistent = PersistentKernel(shape, tensors) if kernel else Interpreter(shape, tensors, programs or 8)
 
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from IPython.core.formatters import DisplayFormatter
 
 from minisgl.bench.report import Report, Table
 from minisgl.book import has_cuda, kept, measured
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, NotEnoughMemory
 from minisgl.trace import HOST, Event, Trace
 
 # -- measured --------------------------------------------------------------------------------------------------------
@@ -97,6 +98,31 @@ def test_too_few_gpus_are_none(record: dict[str, Any], monkeypatch: pytest.Monke
         "at commit 0123456."
     )
     assert measured("toy", lambda: Report("toy", {}, TABLES, []), gpus=2).live
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), NotEnoughMemory("not one page fits")])
+def test_what_a_gpu_has_no_memory_for_is_read(
+    record: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "RTX 4060")
+
+    def too_large() -> Report:
+        raise error
+
+    shown = measured("toy", too_large)
+    assert not shown.live
+    assert shown.origin.startswith(
+        "Not enough memory on this machine's RTX 4060: `python -m minisgl.bench toy` measured"
+    )
+
+
+def test_any_other_error_of_a_run_is_raised(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(AssertionError, match="no GPU to run on"):
+        measured("toy", never)
 
 
 @pytest.mark.parametrize("live", [False, True])
