@@ -124,8 +124,9 @@ def kept(name: str) -> Measured:
     Raises `ConfigError` if there is none.
     """
     record = _read(name)
-    cores, load = (record["hardware"][each] for each in ("cores", "load_average_before"))
-    return _kept(record, name, "Kept", f"{_chip(record)} ({cores} cores, load average {load} before)")
+    hardware = record["hardware"]
+    load = f", load average {hardware[key]} before" if (key := "load_average_before") in hardware else ""
+    return _kept(record, name, "Kept", f"{_chip(record)} ({hardware['cores']} cores{load})")
 
 
 def has_cuda(instead: str) -> bool:

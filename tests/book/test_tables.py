@@ -195,6 +195,14 @@ def kept_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_an_older_result_says_nothing_of_the_load(kept_results: Path) -> None:
+    path = kept_results / "toy.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    del record["hardware"]["load_average_before"]
+    path.write_text(json.dumps(record), encoding="utf-8")
+    assert "measured this on some CPU (2 cores) on 2026-11-21" in kept("toy").origin
+
+
 def test_a_kept_result_says_so_and_on_what_machine(kept_results: Path) -> None:
     shown = kept("toy")
     assert not shown.live
