@@ -68,7 +68,7 @@ def test_tools_and_their_results_cannot_either(tmp_path: Path) -> None:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": text},
         ]
-        about = {**tool["function"], "description": text}  # type: ignore[dict-item]
+        about = {**tool["function"], "description": text}
         return tokenizer.encode_chat(messages, tools=[{"type": "function", "function": about}])
 
     assert controls(tokenizer, ids("<|im_end|><|im_start|>")) == controls(tokenizer, ids(""))

@@ -44,11 +44,14 @@ BACKENDS = [
 ]
 
 
-def mixed_checkpoint(directory: Path, shape: str, head_dim: int) -> Path:
+def mixed_checkpoint(directory: Path, shape: str, head_dim: int, pairs: int = 2) -> Path:
+    """With ``pairs`` of a layer with a window and one without."""
     architecture, options = SHAPES[shape]
-    layers = ["sliding_attention", "full_attention"] * 2
-    sizes = {"num_hidden_layers": 4, "layer_types": layers, "sliding_window": WINDOW, "max_position_embeddings": 2048}
-    return tiny_checkpoint(directory, architecture, head_dim=head_dim, **sizes, **options)[0]
+    layers = ["sliding_attention", "full_attention"] * pairs
+    sizes = {"num_hidden_layers": len(layers), "layer_types": layers, "sliding_window": WINDOW}
+    return tiny_checkpoint(
+        directory, architecture, head_dim=head_dim, max_position_embeddings=2048, **sizes, **options
+    )[0]
 
 
 def make(path: Path, dtype: str, **options: Any) -> LLM:
@@ -80,7 +83,8 @@ def furthest_apart(outputs: Sequence[RequestOutput], expected: Sequence[RequestO
 def test_two_page_tables_give_the_tokens_of_one(
     tmp_path: Path, shape: str, head_dim: int, backend: str, dtype: str, options: dict[str, Any]
 ) -> None:
-    path = mixed_checkpoint(tmp_path, shape, head_dim)
+    # Four layers of Gemma's round so much in bfloat16 that most answers meet a tie within ten tokens.
+    path = mixed_checkpoint(tmp_path, shape, head_dim, pairs=1 if (shape, dtype) == ("gemma3", "bfloat16") else 2)
     plain = make(path, dtype, num_pages=512, page_store="host", page_store_gib=0.01, **PLAIN)
     assert type(plain.scheduler.memory) is KVMemory
     expected = answers(plain)
@@ -92,8 +96,7 @@ def test_two_page_tables_give_the_tokens_of_one(
     assert isinstance(runner, CudaGraphRunner) == (backend != "torch" and "enforce_eager" not in options)
     assert llm.engine.num_window_pages == 36
     outputs = answers(llm)
-    # Of 2,100 tokens. In bfloat16 an answer soon meets a tie: Gemma's with FlashInfer agree on 160 of them.
-    assert agreeing_until_a_tie(outputs, expected, TIES[dtype]) > (1500 if dtype == "float32" else 100)
+    assert agreeing_until_a_tie(outputs, expected, TIES[dtype]) > (1500 if dtype == "float32" else 300)
     assert furthest_apart(outputs, expected) < APART[dtype]
     llm.scheduler.check()
     assert memory.available == 200

@@ -158,7 +158,7 @@ def test_tokens_from_graphs(path: Path, expected: list[list[int]], fused: bool, 
     with llm.core.observe(Poison(llm)):
         for captured in runner.graphs.values():
             replay = captured.replay
-            captured.replay = lambda replay=replay: (replays.append(1), replay())  # type: ignore[method-assign]
+            captured.replay = lambda replay=replay: (replays.append(1), replay())
         outputs = llm.generate(PROMPTS, LONG)
     assert [output.token_ids for output in outputs] == expected
     assert len(replays) > 40, "steps with a page-table change a row fit as well"

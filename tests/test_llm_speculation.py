@@ -122,7 +122,7 @@ def test_a_request_may_have_fewer_drafts(path: Path, oracle: type[KnowsTheAnswer
     llm = make(path, drafter=ORACLE, num_draft_tokens=3)
     longest = []
     launch = llm.executor.launch
-    llm.executor.launch = lambda batch: (longest.append(len(batch.drafts)), launch(batch))[1]  # type: ignore[method-assign]
+    llm.executor.launch = lambda batch: (longest.append(len(batch.drafts)), launch(batch))[1]
     for asked, most in ((None, 3), (2, 2), (0, 0), (9, 3)):
         longest.clear()
         llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12, num_draft_tokens=asked))
@@ -259,11 +259,11 @@ def test_what_an_option_must_be(path: Path) -> None:
             make(path, **options)
     for value in (-1, 65, 1.5, True):
         with pytest.raises(InvalidRequest, match="num_draft_tokens"):
-            SamplingParams(num_draft_tokens=value)  # type: ignore[arg-type]
+            SamplingParams(num_draft_tokens=value)
 
 
 def test_the_default_costs_draft_too(path: Path, oracle: type[KnowsTheAnswers]) -> None:
     llm = directed_llm(path, dtype="float64", device="cpu", drafter=ORACLE, num_pages=64)
-    assert not isinstance(llm.scheduler.speculation.costs, DraftsAreFree)  # type: ignore[union-attr]
+    assert not isinstance(llm.scheduler.speculation.costs, DraftsAreFree)
     assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == oracle.answers[0][len(PROMPTS[0]) :]
     assert drafts_of(llm)[0] > 0

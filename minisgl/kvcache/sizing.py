@@ -25,7 +25,7 @@ def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int
 def pages_from_free_memory(free_before: int, model_bytes: int, memory_ratio: float, page_bytes: int) -> int:
     """Formula A (mini-sglang): a share of the memory that was free before loading, less the model.
 
-    Activations and the dummy page must fit into the rest. Raises `ConfigError` if not a single page fits.
+    Activations and the dummy page must fit into the rest. Raises `NotEnoughMemory` if not a single page fits.
     """
     budget = int(free_before * memory_ratio) - model_bytes
     return _whole_pages(
@@ -37,8 +37,8 @@ def pages_from_peak(total: int, used: int, peak: int, current: int, memory_ratio
     """Formula B (vLLM, nano-vllm): a share of the whole memory, less the use at the worst moment of a step.
 
     A warm-up with the largest legal prefill measures that moment: this process had ``peak`` bytes allocated then, and
-    has ``current`` now, so a step adds the difference to the ``used`` bytes of all processes. Raises `ConfigError` if
-    not a single page fits.
+    has ``current`` now, so a step adds the difference to the ``used`` bytes of all processes. Raises
+    `NotEnoughMemory` if not a single page fits.
     """
     budget = int(total * memory_ratio) - used - peak + current
     return _whole_pages(

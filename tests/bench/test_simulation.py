@@ -29,7 +29,7 @@ SMALL = ReplicaSpec(STEP, pool_tokens=8192, max_running=8, max_seq_len=2048)
 
 
 def serve(trace: list[Arrival], replicas: int = 1, spec: ReplicaSpec = SMALL, router: object = None) -> Outcome:
-    fleet = Fleet([SimulatedReplica(spec) for _ in range(replicas)], router or RoundRobin(replicas))  # type: ignore[arg-type]
+    fleet = Fleet([SimulatedReplica(spec) for _ in range(replicas)], router or RoundRobin(replicas))
     outcome = fleet.run(trace, 1.0)
     assert fleet.in_flight.tolist() == [0] * replicas
     for replica in fleet.replicas:

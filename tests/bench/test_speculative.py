@@ -23,7 +23,7 @@ def test_drafts_are_right_as_often_as_they_should_be() -> None:
     drafter = RightWithChance(DraftTarget(EngineConfig(), 100, 8, 64))
     row = DraftRow(0, 0, np.zeros(3, dtype=np.int32), 8)
     for chance in (0.0, 0.8, 1.0):
-        drafter.chance = chance  # type: ignore[misc]
+        drafter.chance = chance
         drafts = np.concatenate([drafter.propose([row])[0] for _ in range(500)])
         assert np.mean(drafts == 0) == pytest.approx(chance, abs=0.02)
 

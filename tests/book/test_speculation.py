@@ -116,5 +116,5 @@ def test_a_log_has_every_token_and_every_draft(tmp_path: Path, monkeypatch: pyte
         assert steps[0].drafts == []
         assert any(step.drafts for step in steps)
         assert all(step.drafts[: len(step.kept) - 1] == step.kept[:-1] for step in steps)
-    stats = llm.scheduler.speculation.stats  # type: ignore[union-attr]
+    stats = llm.scheduler.speculation.stats
     assert sum(len(step.drafts) for steps in log.steps.values() for step in steps) == stats.drafted

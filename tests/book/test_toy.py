@@ -61,14 +61,14 @@ class CountingModel:
 
 def test_the_naive_loop_feeds_the_whole_text_for_each_token() -> None:
     model, prompt = CountingModel(), [3, 4]
-    assert toy.generate_naively(model, prompt, 3) == [7, 14, 28]  # type: ignore[arg-type]
+    assert toy.generate_naively(model, prompt, 3) == [7, 14, 28]
     assert model.fed == [[3, 4], [3, 4, 7], [3, 4, 7, 14]]
     assert prompt == [3, 4], "the prompt belongs to the caller: copy it before you append"
 
 
 def test_with_a_cache_each_token_is_fed_once() -> None:
     model, prompt = CountingModel(), [3, 4]
-    assert toy.generate(model, prompt, 3) == [7, 14, 28]  # type: ignore[arg-type]
+    assert toy.generate(model, prompt, 3) == [7, 14, 28]
     assert model.fed == [[3, 4], [7], [14]]
     assert prompt == [3, 4], "the prompt belongs to the caller"
 
@@ -276,7 +276,7 @@ def run(engine: Engine, prompts: list[list[int]], count: int) -> tuple[list[Row]
             steps.append(lengths)
             return step(tokens, lengths, caches)
 
-    engine.model = Watching()  # type: ignore[assignment]
+    engine.model = Watching()
     while engine.waiting or engine.running:
         engine.step()
     return rows, steps

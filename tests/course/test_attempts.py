@@ -240,7 +240,7 @@ def test_names_of_the_notebook_come_along(tmp_path: Path) -> None:
     assert {"import numpy as np", "from collections import deque", "HALF = 0.5"} <= set(head.splitlines())
     assert "def helper" in tail
     exec(text, made)
-    assert made["graph_sizes"](5)[0] == 2  # type: ignore[operator]
+    assert made["graph_sizes"](5)[0] == 2
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ def load(folder: Path, text: str, name: str = "03.toml") -> object:
 def test_a_task_has_what_its_file_says(tmp_path: Path) -> None:
     more = 'spec = """\nDo it.\n"""\nhint = "Try."\nmutants = [["a", "b"], ["c", "d", "forgets"]]'
     task = load(tmp_path, TASK + more)
-    assert (task.id, task.spec, task.hint) == ("3.1", "Do it.", "Try.")  # type: ignore[attr-defined]
-    assert task.mutants == (Mutant("a", "b"), Mutant("c", "d", "forgets"))  # type: ignore[attr-defined]
+    assert (task.id, task.spec, task.hint) == ("3.1", "Do it.", "Try.")
+    assert task.mutants == (Mutant("a", "b"), Mutant("c", "d", "forgets"))
 
 
 @pytest.mark.parametrize(

@@ -117,4 +117,4 @@ def test_a_drafter_with_a_model_is_refused_where_ranks_share_the_other(drafter: 
 def test_a_drafter_for_another_model_is_refused(misfit: dict[str, object], message: str) -> None:
     TARGET.check_fits(vocab_size=100, hidden_size=64, dtype=torch.float32)
     with pytest.raises(ConfigError, match=f"^drafter: .*{message}"):
-        TARGET.check_fits(**misfit)  # type: ignore[arg-type]
+        TARGET.check_fits(**misfit)

@@ -154,7 +154,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(path: Path) -> None:
 def test_what_was_wrong_is_computed_again_and_what_was_right_is_not(path: Path, smaller: Path) -> None:
     """Between two calls one draft was right and the other wrong: the same guess as of a drafter that knows nothing."""
     llm = make(path, drafter="model", draft_model=str(smaller))
-    drafter = llm.scheduler.speculation._drafter  # type: ignore[union-attr]
+    drafter = llm.scheduler.speculation._drafter
     fed: list[int] = []
     launch = drafter.sequences.engine.launch
     drafter.sequences.engine.launch = lambda batch: (fed.append(batch.num_tokens), launch(batch))[1]
@@ -194,7 +194,7 @@ def test_drafts_of_a_head_are_those_of_its_training(path: Path, tmp_path: Path) 
         seen.extend((row.tokens.tolist(), guess.tolist()) for row, guess in zip(rows, guesses, strict=True))
         return guesses
 
-    speculation._drafter.propose = watched  # type: ignore[method-assign]
+    speculation._drafter.propose = watched
     llm.generate(PROMPTS[:5], GREEDY)
     llm.generate(PROMPTS[:2], PARAMS[1:3])  # behind cached prefixes
     assert len(seen) > 60
@@ -260,7 +260,7 @@ def test_an_abort_between_steps_spares_the_others(path: Path, plain: list[Reques
 def test_an_engine_without_eagle_keeps_no_hidden_states(path: Path, smaller: Path) -> None:
     llm = make(path, drafter="model", draft_model=str(smaller))
     assert llm.engine.hidden_states is None
-    assert not any(layer._forward_pre_hooks for layer in llm.engine.model.model.layers)  # type: ignore[union-attr]
+    assert not any(layer._forward_pre_hooks for layer in llm.engine.model.model.layers)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_a_draft_model_with_fewer_positions_stops_drafting_there(path: Path, tmp
     llm = make(path, drafter="model", draft_model=str(short))
     assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == make(path).generate(PROMPTS[0], GREEDY)[0].token_ids
     rows = [DraftRow(1, 0, np.arange(length, dtype=np.int32), 4) for length in (10, 18, 20, 21)]
-    drafter = llm.scheduler.speculation._drafter  # type: ignore[union-attr]
+    drafter = llm.scheduler.speculation._drafter
     assert [len(drafter.propose([row])[0]) for row in rows] == [4, 2, 0, 0]
 
 
@@ -357,11 +357,11 @@ def test_a_head_in_graphs_guesses_what_it_guesses_without(tmp_path: Path, monkey
             sequences.engine.runner = CudaGraphRunner(runner, (2, 4), CpuGraph)
             head: Any = sequences.engine.model
             head.states.fill_(torch.nan)
-        llm.engine.hidden_states.values.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
+        llm.engine.hidden_states.values.normal_(generator=torch.Generator().manual_seed(0))
         rows = [DraftRow(uid, 0, np.arange(uid, 2 * uid + 4, dtype=np.int32), 2 + uid % 2) for uid in (1, 2, 3)]
-        first = [guess.tolist() for guess in llm.scheduler.speculation._drafter.propose(rows)]  # type: ignore[union-attr]
+        first = [guess.tolist() for guess in llm.scheduler.speculation._drafter.propose(rows)]
         rows = [replace(row, tokens=np.append(row.tokens, np.int32(9))) for row in rows]
-        guesses.append([first, [guess.tolist() for guess in llm.scheduler.speculation._drafter.propose(rows)]])  # type: ignore[union-attr]
+        guesses.append([first, [guess.tolist() for guess in llm.scheduler.speculation._drafter.propose(rows)]])
     assert len(replayed) == 6, "all three steps of both calls"
     assert guesses[0] == guesses[1]
     assert len({tuple(guess) for guess in guesses[0][0]}) > 1

@@ -42,7 +42,7 @@ def make(path: Path, **options: Any) -> LLM:
 
 def sequences_of(llm: LLM) -> DraftSequences:
     assert llm.scheduler.speculation is not None
-    sequences: DraftSequences = llm.scheduler.speculation._drafter.sequences  # type: ignore[union-attr]
+    sequences: DraftSequences = llm.scheduler.speculation._drafter.sequences
     return sequences
 
 
@@ -58,7 +58,7 @@ def test_the_answers_are_those_without_drafts(paths: dict[str, Path], drafter: s
             assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
         assert_idle_and_clean(llm)
         assert drafts_of(llm)[0] > 500
-        assert not llm.scheduler.speculation._off  # type: ignore[union-attr]
+        assert not llm.scheduler.speculation._off
         sequences = sequences_of(llm)
         assert sequences.pool.num_free == sequences.pool.num_pages
         assert isinstance(sequences.engine.runner, CudaGraphRunner) == (not enforce_eager)

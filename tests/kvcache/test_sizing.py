@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from minisgl.errors import ConfigError
+from minisgl.errors import NotEnoughMemory
 from minisgl.kvcache import sizing
 from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import (
@@ -64,14 +64,14 @@ def test_formulas_agree_where_nothing_but_the_model_takes_memory() -> None:
 
 
 def test_not_a_page_fits_beside_the_model() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(NotEnoughMemory) as error:
         pages_from_free_memory(free_before=1000, model_bytes=300, memory_ratio=0.9, page_bytes=601)
     for part in ("601 bytes", "600 are left", "0.9 of 1000", "300 of model", "memory_ratio", "page_size", "num_pages"):
         assert part in str(error.value)
 
 
 def test_not_a_page_fits_beside_the_peak() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(NotEnoughMemory) as error:
         pages_from_peak(total=1000, used=900, peak=400, current=100, memory_ratio=0.9, page_bytes=16)
     for part in ("16 bytes", "0 are left", "0.9 of 1000", "900 in use", "300 more", "max_prefill_tokens", "num_pages"):
         assert part in str(error.value)

@@ -32,8 +32,8 @@ def harness(drafter: type[KnowsTheShadow], cost: float, delay: int = 0) -> Harne
     made = Harness(drafter=drafter, num_pages=600, max_seq_len=2100, delay=delay, vocab=3)
     assert made.speculation is not None
     costs = StepCosts()
-    costs.wants_plain_step = lambda num_rows: False  # type: ignore[method-assign]
-    costs.of_verification = lambda num_rows: cost  # type: ignore[method-assign]
+    costs.wants_plain_step = lambda num_rows: False
+    costs.of_verification = lambda num_rows: cost
     made.speculation.costs = costs
     return made
 
@@ -43,7 +43,7 @@ def harness(drafter: type[KnowsTheShadow], cost: float, delay: int = 0) -> Harne
 def test_drafting_pauses_where_nothing_is_accepted(drafter: type[KnowsTheShadow], delay: int) -> None:
     made = harness(drafter, 1.15, delay)
     request = made.add([1, 2], max_tokens=1000)
-    while made.speculation.num_paused == 0:  # type: ignore[union-attr]
+    while made.speculation.num_paused == 0:
         made.step()
     made.run()
     made.assert_output(request)
@@ -67,7 +67,7 @@ def test_drafting_goes_on_where_it_pays_and_only_there() -> None:
 
 class Improves(KnowsTheShadow):
     def _guess(self, tokens: list[int], count: int) -> list[int]:
-        self.errors = 1.0 if len(tokens) < 200 else 0.0  # type: ignore[misc]
+        self.errors = 1.0 if len(tokens) < 200 else 0.0
         return super()._guess(tokens, count)
 
 
@@ -75,8 +75,8 @@ def test_a_pause_ends_when_drafts_have_become_right() -> None:
     made = harness(Improves, 1.15)
     made.add([1, 2], max_tokens=1000)
     made.run()
-    assert made.speculation.stats.pauses > 0  # type: ignore[union-attr]
-    assert made.speculation.stats.accepted > 300  # type: ignore[union-attr]
+    assert made.speculation.stats.pauses > 0
+    assert made.speculation.stats.accepted > 300
 
 
 def test_rows_that_pause_probe_in_the_same_steps() -> None:
@@ -111,7 +111,7 @@ def test_a_period_is_measured_between_two_steps() -> None:
     assert speculation is not None
     noted: list[float] = []
     costs = StepCosts()
-    costs.note = lambda num_rows, verifies, seconds: noted.append(seconds)  # type: ignore[method-assign]
+    costs.note = lambda num_rows, verifies, seconds: noted.append(seconds)
     speculation.costs = costs
     ticks = iter(range(1000))
     speculation._clock = lambda: float(next(ticks))
@@ -154,7 +154,7 @@ def test_the_time_of_drafting_counts_as_that_of_the_step() -> None:
     speculation = made.speculation
     assert speculation is not None
     noted: list[tuple[bool, float]] = []
-    speculation.costs.note = lambda num_rows, verifies, seconds: noted.append((verifies, seconds))  # type: ignore[method-assign]
+    speculation.costs.note = lambda num_rows, verifies, seconds: noted.append((verifies, seconds))
     speculation._clock = lambda: clock[0]
     made.add([1, 2], max_tokens=40)
     made.run()

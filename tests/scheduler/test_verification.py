@@ -71,7 +71,7 @@ def test_drafts_are_counted() -> None:
     made = Harness(drafter=WrongThird)
     requests = [made.add([uid, 2], max_tokens=20) for uid in range(2)]
     verifying(made)
-    stats = made.speculation.stats  # type: ignore[union-attr]
+    stats = made.speculation.stats
     assert (stats.drafted, stats.accepted, stats.verifications) == (6, 4, 2)
     assert [(each.accepted_drafts, each.rejected_drafts) for each in requests] == [(2, 1)] * 2
     made.run()

@@ -122,7 +122,7 @@ def test_the_steps_of_others_do_not_wait_for_a_grammar(own_server: RunningServer
         assert ready.wait(60)
         compile_grammar(params)
 
-    grammars.compile = held_back  # type: ignore[method-assign]
+    grammars.compile = held_back
     with_grammar = in_background(lambda: chat(own_server, {"enum": [1, 2]}).json()["choices"][0]["message"]["content"])
     assert compiling.wait(60)
     assert own_server.chat().choices[0].finish_reason == "length"
@@ -135,7 +135,7 @@ def test_a_grammar_that_the_vocabulary_cannot_spell_is_refused_by_the_engine(own
     def refuse(params: SamplingParams) -> None:
         raise InvalidRequest("json_schema", "no output fits it")
 
-    own_server.core.input_processor.grammars.compile = refuse  # type: ignore[method-assign]
+    own_server.core.input_processor.grammars.compile = refuse
     reply = chat(own_server, {"enum": [1, 2]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
     assert own_server.idle()

@@ -67,7 +67,7 @@ def takes(grammars: Grammars, schema: Any, text: str) -> bool:
     """Whether a text is a whole output of a schema."""
     constraint = grammars.constraint(SamplingParams(json_schema=json.dumps(schema)))
     assert constraint is not None
-    matcher = constraint.matcher  # type: ignore[attr-defined]
+    matcher = constraint.matcher
     for byte in text.encode():
         token = next(id for id in range(4, 300) if grammars._tokens.decode_bytes([id]) == bytes([byte]))
         if not matcher.consume_token(token):

@@ -140,9 +140,9 @@ def streamed(
     """What a client gets of an answer that has the ``story``."""
 
     async def scenario() -> Connection:
-        connection, answer = Connection(), Answer(0, num_choices, abort)  # type: ignore[arg-type]
-        style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])  # type: ignore[arg-type]
-        stream = EventStream(answer, style, TimeLimit(None), note)  # type: ignore[arg-type]
+        connection, answer = Connection(), Answer(0, num_choices, abort)
+        style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])
+        stream = EventStream(answer, style, TimeLimit(None), note)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -219,7 +219,7 @@ def test_a_stream_that_cannot_be_written_ends_alone() -> None:
 
     async def scenario() -> None:
         connection, answer = Connection(), Answer(0, 1, abort=lambda answer: None)
-        style = Broken("model", Words(), Usage([3], 1), False, "none", [])  # type: ignore[arg-type]
+        style = Broken("model", Words(), Usage([3], 1), False, "none", [])
         stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0.01)
@@ -256,8 +256,8 @@ def test_an_end_does_not_overtake_a_write_that_waited() -> None:
 @given(st.text(max_size=20), st.sampled_from([None, "stop"]))
 def test_a_chunk_is_the_same_in_pieces(text: str, reason: str | None) -> None:
     for style in (
-        CompletionFormat('a "model"', Words(), Usage([3], 1), False, "none", []),  # type: ignore[arg-type]
-        ChatFormat("m", Words(), Usage([3], 1), False, "last", None),  # type: ignore[arg-type]
+        CompletionFormat('a "model"', Words(), Usage([3], 1), False, "none", []),
+        ChatFormat("m", Words(), Usage([3], 1), False, "last", None),
     ):
         for choice in (0, 1, 0):
             update = Update(0, choice, text, [1], finish_reason=reason)
