@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from minisgl.server import app, connections, streaming
 from minisgl.server.config import ServerConfig
 from minisgl.server.connections import connection_class, on_loop_error
-from tests.server.harness import RunningServer, in_background, wait_until
+from tests.server.harness import ProcessServer, RunningServer, ServerThread, in_background, wait_until
 from tests.server.test_life import send
 
 
@@ -157,9 +158,9 @@ def endless(checkpoint: Path) -> Iterator[RunningServer]:
         yield running
 
 
-def deaf(server: RunningServer) -> socket.socket:
-    """A client that asks for a long stream with much in each chunk, and reads none of it."""
-    connection = send(server, stream=True, n=8, max_tokens=400, logprobs=True, top_logprobs=20)
+def deaf(server: ServerThread, n: int = 8) -> socket.socket:
+    """A client that asks for ``n`` long answers in a stream, with much in each chunk, and reads none of it."""
+    connection = send(server, stream=True, n=n, max_tokens=400, logprobs=True, top_logprobs=20)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     return connection
 
@@ -175,17 +176,48 @@ def test_a_client_that_reads_nothing_is_left(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_others_have_all_their_tokens_beside_clients_that_read_nothing(endless: RunningServer) -> None:
-    silent = [deaf(endless) for _ in range(4)]
-    wait_until(lambda: len(endless.core.scheduler.requests) == 32)
-    good = [in_background(lambda: list(endless.complete(stream=True, max_tokens=40))) for _ in range(8)]
-    for each in good:
-        chunks: Any = each()
-        assert chunks[-1].choices[0].finish_reason
-    for each in silent:
-        each.close()
-    wait_until(lambda: not endless.engine.busy)
-    wait_until(endless.idle)
+async def streamed(server: ServerThread) -> tuple[int, int]:
+    """The chunks with text of a stream of 40 tokens, read as fast as it comes, and the tokens that its usage tells."""
+    body = {"model": server.model, "prompt": [1, 2, 3], "max_tokens": 40, "ignore_eos": True, "stream": True}
+    encoded = json.dumps({**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}).encode()
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(encoded) + encoded)
+    answer = await reader.read()
+    writer.close()
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    counts = [int(count) for count in re.findall(rb'"completion_tokens":([0-9]+)', answer)]
+    assert counts == sorted(counts)
+    return answer.count(b'"finish_reason":"length"'), counts[-1]
+
+
+async def all_streamed(server: ServerThread, clients: int) -> list[tuple[int, int]]:
+    return await asyncio.gather(*(streamed(server) for _ in range(clients)))
+
+
+@pytest.mark.slow
+def test_fifty_clients_that_read_nothing_cost_two_hundred_others_no_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STALL_TIMEOUT", 5.0)
+    with ProcessServer(checkpoint, ServerConfig(), num_pages=16384, max_running_requests=300) as server:
+        asyncio.run(all_streamed(server, 200))  # what a crowd needs once
+        before = resident()
+        silent = [deaf(server, n=2) for _ in range(50)]
+        wait_until(lambda: server.states()["scheduler"] == 150)  # 50 jobs of two choices
+        assert asyncio.run(all_streamed(server, 200)) == [(1, 40)] * 200
+        held = [resident()]
+        while not server.idle():
+            held.append(resident())
+            time.sleep(0.05)
+        for each in silent:
+            each.close()
+    # At most 4,096 tokens and log-probabilities of each wait here. Without that limit it is 29 MB.
+    assert max(held) - before < 50 * 4096 * 80
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds, which is the server's front when its engine is in others."""
+    return psutil.Process().memory_info().rss
 
 
 def test_a_long_answer_is_written_beside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

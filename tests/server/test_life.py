@@ -17,10 +17,10 @@ from minisgl.request import TokenLogprobs
 from minisgl.server.async_engine import Answer, GenerationFailed
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Update
-from tests.server.harness import MESSAGES, RunningServer, in_background, wait_until
+from tests.server.harness import MESSAGES, RunningServer, ServerThread, in_background, wait_until
 
 
-def send(server: RunningServer, **fields: Any) -> socket.socket:
+def send(server: ServerThread, **fields: Any) -> socket.socket:
     """Post a chat on a raw connection and return it, unread."""
     body = json.dumps({"model": server.model, "messages": MESSAGES, "max_tokens": 100, "ignore_eos": True, **fields})
     headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
