@@ -64,7 +64,11 @@ drafter: $(READY) ## train the drafter of the default model; MINUTES=5 on a GPU,
 # -- to work on it ---------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint unit course check-pairs notebooks book ## run everything that CI runs
+test: $(READY_FOR_ALL) model ## run everything that CI runs
+	@# First what keeps one core busy, side by side, then what runs in several processes.
+	@$(MAKE) course & course=$$!; status=0; $(MAKE) lint check-pairs book || status=$$?; \
+	wait $$course || status=$$?; exit $$status
+	@$(MAKE) unit notebooks
 
 .PHONY: lint
 lint: $(READY_FOR_ALL) ## check style, format, types and the layers of imports
@@ -81,7 +85,7 @@ model: $(READY) ## fetch the default model, unless it is in the cache
 .PHONY: unit
 unit: $(READY_FOR_ALL) model ## run the tests of the package, in three processes; WORKERS=0 for one, as tests on a GPU need it
 	@$(if $(WITHOUT),echo "Tests that need $(WITHOUT) are left out; they are counted at the end.")
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(WITHOUT:%=--without %)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(WITHOUT:%=--without %)
 
 .PHONY: course
 course: $(READY_FOR_ALL) ## prove that the tasks of all chapters can be solved one after the other; CHAPTER=6 for one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,26 @@ settings.load_profile("patient")
 settings.register_profile("failing", settings.get_profile("patient"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("long", max_examples=500, stateful_step_count=60)
 
+LONGEST = (
+    "distributed/test_faults",
+    "layers/test_compiled",
+    "bench/test_server_commands",
+    "server/test_hangs",
+    "tools/test_site",
+    "bench/test_tensor_parallel",
+    "server/test_chaos",
+    "distributed/test_tokens",
+    "course/test_grading",
+    "test_metamorphic",
+    "bench/test_simulation",
+    "distributed/test_remote_executor",
+    "distributed/test_server",
+    "book/test_player_in_jupyterlab",
+    "server/test_grammar_check",
+    "server/test_connections",
+)
+"""Files that take more than a minute. They come first: one that came last would keep a worker busy, and no other."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -51,3 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     if not isinstance(implementation, type):
         raise pytest.UsageError(f"--impl: {path} is not a class")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parents[2]
 PIP = "#!/bin/sh\necho 'Collecting torch'\nexit {status}\n"
 PYTHON = """#!/bin/sh
@@ -69,3 +71,21 @@ def test_reading_changes_no_file_of_the_book_and_no_copy_of_the_reader(checkout:
     assert trust == ".venv/bin/jupyter trust work/00-a.ipynb"
     assert ("--allow-root" in lab) == (os.getuid() == 0)
     assert subprocess.run(["git", "check-ignore", "work/x.ipynb"], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("failing", ["nothing", "lint-imports", "tools.course", "tools.mdbook", "pytest"])
+def test_what_fails_beside_something_else_fails_it_all(checkout: Path, failing: str) -> None:
+    make(checkout, "pair")  # to install
+    for name in ("ruff", "mypy", "lint-imports", "pytest", "python"):
+        program = checkout / ".venv" / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "$0 $@" >> calls\ncase "$0 $*" in *{failing}*) exit 3;; esac\n')
+        program.chmod(0o755)
+    done = make(checkout, "test")
+    assert (done.returncode == 0) == (failing == "nothing"), done.stderr
+    calls = (checkout / "calls").read_text()
+    assert "tools.course" in calls
+    assert ("--nbmake" in calls) == (failing == "nothing")
+
+
+def test_files_of_tests_that_come_first_are_there() -> None:
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in LONGEST)
