@@ -15,7 +15,7 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MemoryDemand, Policies
 from minisgl.table import RunningTable
 
-TURN = 32  # requests of one group that may leave the queue before another group's turn
+TURN = 32  # requests of one group that may leave the queue before another's turn; no option, as all get as many
 
 
 class WaitingQueue:

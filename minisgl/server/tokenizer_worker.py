@@ -27,7 +27,7 @@ from minisgl.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-TURN = 2**16  # bytes of token ids after which the next job has its turn
+TURN = 2**16  # bytes of token ids after which the next job has its turn; no option: a job loses nothing by it
 _PROMPT = 512  # bytes that a prompt counts for besides
 
 

@@ -18,7 +18,6 @@ from minisgl.chat import NoAnswer
 from minisgl.chat import _events as read_events
 from minisgl.errors import EngineDead
 from minisgl.request import TokenLogprobs
-from minisgl.server import streaming
 from minisgl.server.async_engine import Answer
 from minisgl.server.errors import ApiError, to_json
 from minisgl.server.formats import ChatFormat, CompletionFormat, Usage
@@ -136,13 +135,14 @@ def streamed(
     num_choices: int = 1,
     note: Callable[[Update | ApiError], object] = lambda news: None,
     abort: Callable[[Answer], object] = lambda answer: None,
+    max_unread: int = 4096,
 ) -> Connection:
     """What a client gets of an answer that has the ``story``."""
 
     async def scenario() -> Connection:
         connection, answer = Connection(), Answer(0, num_choices, abort)
         style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])
-        stream = EventStream(answer, style, TimeLimit(None), note)
+        stream = EventStream(answer, style, TimeLimit(None), note, max_unread)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -196,7 +196,7 @@ def test_what_comes_while_a_client_takes_nothing_is_one_event() -> None:
 
 @pytest.mark.parametrize("logprobs", [0, 20])
 def test_too_much_that_is_unread_ends_the_stream(logprobs: int) -> None:
-    most, noted, aborted = streaming.MAX_UNREAD // (1 + logprobs), [], []
+    most, noted, aborted = 210 // (1 + logprobs), [], []
     entries = [TokenLogprobs(5, -1.0, [(5, -1.0)] * logprobs)] if logprobs else []
 
     async def story(answer: Answer, connection: Connection) -> None:
@@ -207,9 +207,11 @@ def test_too_much_that_is_unread_ends_the_stream(logprobs: int) -> None:
             assert bool(aborted) == (number >= most)
         connection.takes.set()
 
-    sent = streamed(story, note=noted.append, abort=aborted.append).sent
+    sent = streamed(story, note=noted.append, abort=aborted.append, max_unread=210).sent
     assert [b'"text":"a"' in sent[1], b"does not read its answer" in sent[-2]] == [True, True]
     assert noted[-1].code == "slow_client"
+    assert f"{(most + 1) * (1 + logprobs)} tokens and log-probabilities wait, and at most 210 may" in noted[-1].detail
+    assert "raise --max-unread" in noted[-1].detail
 
 
 def test_a_stream_that_cannot_be_written_ends_alone() -> None:
@@ -220,7 +222,7 @@ def test_a_stream_that_cannot_be_written_ends_alone() -> None:
     async def scenario() -> None:
         connection, answer = Connection(), Answer(0, 1, abort=lambda answer: None)
         style = Broken("model", Words(), Usage([3], 1), False, "none", [])
-        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None, 4096)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0.01)
         put(answer, Update(0, 0, "a", [1]))  # raises nothing where other answers are delivered
