@@ -175,6 +175,7 @@ class AsyncEngine(ABC):
         streaming: bool,
         user: str = "",
         request_id: str = "",
+        client: str = "",
     ) -> Answer:
         """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
@@ -194,7 +195,7 @@ class AsyncEngine(ABC):
             raise InvalidRequest(field, f"asks for {wanted} answers, and max_queued_requests is {most}; ask for fewer")
         await self._grammars.check(params)
         job = next(self._numbers)
-        message = submit(job, prompts, params, streaming, user, request_id)
+        message = submit(job, prompts, params, streaming, user, request_id, client)
         answer = Answer(job, len(prompts) * params.n, self._abort)
         self._answers[job] = answer
         try:

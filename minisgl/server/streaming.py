@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.datastructures import Address
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -49,7 +50,7 @@ class GenerateHandler:
             asked = body.engine_request()
             self._check_stop(asked.params.stop)
             limit = TimeLimit(_shorter(asked.time_limit, self._engine.config.request_timeout))
-            work = self._begin(asked, make_format, record.request_id)
+            work = self._begin(asked, make_format, record.request_id, request.client)
             answer, usage, style = await limit.keep(until_disconnect(request.receive, work))
         except InvalidRequest as error:
             raise body.with_client_field(error) from error
@@ -77,9 +78,12 @@ class GenerateHandler:
             raise InvalidRequest("stop", f"{limit}; see --max-stop-length")
 
     async def _begin(
-        self, asked: EngineRequest, make_format: MakeFormat, request_id: str
+        self, asked: EngineRequest, make_format: MakeFormat, request_id: str, sender: Address | None
     ) -> tuple[Answer, Usage, Format]:
-        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user, request_id)
+        # Addresses tell clients apart, since all have one API key. Behind a proxy of this host, it's the forwarded one.
+        client = "" if sender is None else sender.host
+        job = (asked.prompts, asked.params, asked.streaming, asked.user, request_id, client)
+        answer = await self._engine.submit(*job)
         try:
             usage = Usage(answer.accepted.result(), asked.params.n)
             return answer, usage, await make_format(usage)
