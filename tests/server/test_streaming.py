@@ -214,6 +214,59 @@ def test_too_much_that_is_unread_ends_the_stream(logprobs: int) -> None:
     assert "raise --max-unread" in noted[-1].detail
 
 
+def test_a_backlog_is_never_written_at_once_and_not_at_all_for_a_client_that_has_left() -> None:
+    most, written = 64, []
+
+    class Counting(CompletionFormat):
+        def encoded(self, update: Update) -> list[bytes]:
+            written.append(len(update.token_ids))
+            return super().encoded(update)
+
+    async def scenario(backlog: int) -> None:
+        aborted: list[Answer] = []
+        connection, client, answer = Connection(), Client(), Answer(0, 1, aborted.append)
+        style = Counting("model", Words(), Usage([3], 1), False, "none", [])
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None, most)
+        responding = asyncio.ensure_future(stream({"type": "http"}, client.receive, connection.send))
+        await asyncio.sleep(0.01)
+        connection.takes.clear()
+        put(answer, Update(0, 0, "a", [1]))
+        for _ in range(backlog):
+            if not aborted:  # an engine sends no more then
+                put(answer, Update(0, 0, "x", [5]))
+        assert answer.unread <= most + 1
+        client.left.set()
+        await responding
+        connection.takes.set()
+        await asyncio.sleep(0.01)
+        assert written == [1], "what waited for a client that has left is not written"
+        assert len(asyncio.all_tasks()) == 1
+
+    for backlog in (most, 38_000):
+        written.clear()
+        asyncio.run(scenario(backlog))
+
+
+def test_a_client_that_reads_again_has_its_backlog_in_one_bounded_write() -> None:
+    most, sizes = 64, []
+
+    async def story(answer: Answer, connection: Connection) -> None:
+        put(answer, Update(0, 0, "a", [1]))
+        connection.takes.clear()
+        for _ in range(most + 1):
+            put(answer, Update(0, 0, "x", [5]))
+        connection.takes.set()
+        await asyncio.sleep(0.01)
+        put(answer, Update(0, 0, "!", [6], finish_reason="stop"))
+
+    def note(news: Update | ApiError) -> None:
+        assert isinstance(news, Update)
+        sizes.append(len(news.token_ids))
+
+    streamed(story, note=note, max_unread=most)
+    assert sizes == [1, 1, most, 1]
+
+
 def test_a_stream_that_cannot_be_written_ends_alone() -> None:
     class Broken(CompletionFormat):
         def encoded(self, update: Update) -> list[bytes]:
