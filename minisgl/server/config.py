@@ -45,6 +45,7 @@ class ServerConfig:
         strict: refuse requests with fields that are not known, instead of ignoring these.
         allow_control_tokens: take what messages spell like a control token, such as ``<|im_end|>``, for that token, as
             chat templates need whose users write some. Anybody can then end their message and speak as the system.
+            Where a template's marks of roles are plain letters, as Llama 2's ``[INST]``, they can do so anyway.
         tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
