@@ -70,6 +70,7 @@ class Request:
     deadline: float | None = None  # time.perf_counter value at which the request ends with an error; None is never
     user: str = ""  # client that sent it, for policies that are fair to users; empty if unknown
     group: int | None = None  # of requests that came together and take turns with others; None is one of its own
+    client: str = ""  # who sent it, as far as a server can tell; clients take turns too
     constraint: TokenConstraint | None = None  # decides which tokens may come next; None allows all
 
     state: RequestState = RequestState.WAITING

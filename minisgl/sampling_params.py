@@ -14,7 +14,7 @@ _MAX_COUNT = 2**31 - 1
 _MAX_DRAFT = 64
 _MAX_SCHEMA = 65536
 _MAX_REGEX = 8192
-_MAX_STOPS, _MAX_STOP_LENGTH = 64, 256  # they are looked for in every piece of text, before the next request's turn
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # they are looked for in every piece of text, before the next request's turn
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ def _strings(value: object) -> tuple[str, ...]:
     check_type("stop", items, Iterable, "a string or a list of strings")
     assert isinstance(items, Iterable)
     result = tuple(items)
-    if len(result) > _MAX_STOPS:
-        raise InvalidRequest("stop", f"must be at most {_MAX_STOPS} strings, got {len(result)}")
+    if len(result) > MAX_STOPS:
+        raise InvalidRequest("stop", f"must be at most {MAX_STOPS} strings, got {len(result)}")
     for item in result:
         check_type("stop", item, str, "a string or a list of strings")
-        if not 0 < len(item) <= _MAX_STOP_LENGTH:
-            raise InvalidRequest("stop", f"must be texts of 1 to {_MAX_STOP_LENGTH} characters, got {len(item)}")
+        if not 0 < len(item) <= MAX_STOP_LENGTH:
+            raise InvalidRequest("stop", f"must be texts of 1 to {MAX_STOP_LENGTH} characters, got {len(item)}")
     return result
 
 

@@ -99,6 +99,12 @@ def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
     assert str(caught.value).startswith(f"{field}: must ")
 
 
+def test_a_refused_stop_string_tells_the_limit() -> None:
+    for value, limit in (["x"] * 65, "at most 64 strings, got 65"), ("x" * 257, "1 to 256 characters, got 257"):
+        with pytest.raises(InvalidRequest, match=limit):
+            SamplingParams(stop=value)
+
+
 def test_an_unknown_field_is_refused_by_name() -> None:
     fields_of_a_request: dict[str, Any] = {"top_k": 3, "temprature": 1.0}
     with pytest.raises(InvalidRequest, match=r"known fields are .*temperature") as caught:

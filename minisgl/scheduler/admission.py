@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 
@@ -15,56 +15,42 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MemoryDemand, Policies
 from minisgl.table import RunningTable
 
-TURN = 32  # requests of one group that may leave the queue before another group's turn
+TURN = 32  # requests of one group that may leave the queue before another's turn; no option, as all get as many
 
 
 class WaitingQueue:
     """Requests in order of arrival, preempted ones before all others; at most ``limit`` new ones.
 
-    Groups of requests take turns, so that a body with thousands of prompts does not stand before all later ones.
+    Clients of a server take turns, and so do the bodies of each client: neither a body with thousands of prompts nor
+    a client with thousands of bodies stands before all later ones. Requests without a client are of one and the same.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.preempted: dict[int, Request] = {}
-        self.new: dict[int, Request] = {}
-        self._groups: dict[int, dict[int, Request]] = {}  # the new ones; the group whose turn it is comes first
-        self._turns: dict[int, int] = {}  # requests that a group may still send in its turn, if it has sent some
+        self.new = _Turns((lambda request: request.client, _body))
 
     def __len__(self) -> int:
-        return len(self.preempted) + len(self.new)
+        return len(self.preempted) + len(self.new.requests)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.preempted.values()
-        yield from self.new.values()
+        yield from self.new.requests.values()
 
     @property
     def has_room(self) -> bool:
         """True if another new request may be added."""
-        return len(self.new) < self.limit
+        return len(self.new.requests) < self.limit
 
     def add(self, request: Request) -> None:
         """Append a new request; raises `QueueFull` at the limit."""
         if not self.has_room:
             raise QueueFull(f"{self.limit} requests are waiting already (max_queued_requests); try again later")
-        self.new[request.uid] = request
-        self._groups.setdefault(_group(request), {})[request.uid] = request
+        self.new.add(request)
 
     def first(self, count: int) -> list[Request]:
-        """The next ``count`` new requests, or all: by arrival, but at most `TURN` of a group in a row."""
-        if len(self._groups) == len(self.new):  # as if there were no groups
-            return list(islice(self.new.values(), count))
-        chosen: list[Request] = []
-        turns = [(iter(requests.values()), self._turns.get(group, TURN)) for group, requests in self._groups.items()]
-        while turns and len(chosen) < count:
-            again = []
-            for requests, turn in turns:
-                part = list(islice(requests, turn))
-                chosen += part
-                if len(part) == turn:
-                    again.append((requests, TURN))
-            turns = again
-        return chosen[:count]
+        """The next ``count`` new requests, or all: by arrival, but for the turns of clients and bodies."""
+        return list(islice(self.new, count))
 
     def put_back(self, request: Request) -> None:
         """Return a preempted request to the head, before all that arrived later."""
@@ -72,31 +58,83 @@ class WaitingQueue:
         self.preempted = dict(sorted(self.preempted.items()))
 
     def note_bypass(self, admitted: Request) -> None:
-        """Count the bypass for new requests that arrived before ``admitted``: those that are next in their groups."""
-        for requests in self._groups.values():
-            request = next(iter(requests.values()))
-            if request.uid > admitted.uid:
-                return
-            request.bypassed += 1
+        """Count the bypass for new requests that arrived before ``admitted``: those that are next in their bodies."""
+        for client in self.new.groups.values():
+            for body in client.groups.values():
+                request = next(iter(body))
+                if request.uid > admitted.uid:
+                    break
+                request.bypassed += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request, preempted or new."""
-        if self.preempted.pop(request.uid, None) is not None:
+        if self.preempted.pop(request.uid, None) is None:
+            self.new.remove(request)
+
+
+class _Turns:
+    """Requests by arrival, of which groups take turns of up to `TURN`; within a group, its own groups do the same.
+
+    ``keys`` are functions of a request that name its group on each level; without keys, there are no groups.
+    """
+
+    __slots__ = ("_keys", "_left", "groups", "requests")
+
+    def __init__(self, keys: Sequence[Callable[[Request], int | str]]) -> None:
+        self.requests: dict[int, Request] = {}  # of all groups, in order of arrival
+        self.groups: dict[int | str, _Turns] = {}  # the one whose turn it is comes first
+        self._left: dict[int | str, int] = {}  # requests that a group may still send in its turn, if it has sent some
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[Request]:
+        if not self._keys:
+            return iter(self.requests.values())
+        if len(self.groups) == len(self.requests):  # one in each: quicker, since long queues are looked at in each step
+            return chain.from_iterable(map(iter, self.groups.values()))
+        return self._in_turns()
+
+    def _in_turns(self) -> Iterator[Request]:
+        # Made while they are read: of a long queue, only the beginning is.
+        turns: Iterable[_Turn] = ((iter(group), self._left.get(name, TURN)) for name, group in self.groups.items())
+        while True:
+            again: list[_Turn] = []
+            for requests, turn in turns:
+                part = list(islice(requests, turn))
+                yield from part
+                if len(part) == turn:
+                    again.append((requests, TURN))
+            if not again:
+                return
+            turns = again
+
+    def add(self, request: Request) -> None:
+        self.requests[request.uid] = request
+        if self._keys:
+            name = self._keys[0](request)
+            if name not in self.groups:
+                self.groups[name] = _Turns(self._keys[1:])
+            self.groups[name].add(request)
+
+    def remove(self, request: Request) -> None:
+        del self.requests[request.uid]
+        if not self._keys:
             return
-        del self.new[request.uid]
-        group = _group(request)
-        requests = self._groups[group]
-        del requests[request.uid]
-        turn = self._turns.pop(group, TURN) - 1
-        if not requests:
-            del self._groups[group]
+        name = self._keys[0](request)
+        group = self.groups[name]
+        group.remove(request)
+        turn = self._left.pop(name, TURN) - 1
+        if not group.requests:
+            del self.groups[name]
         elif turn:
-            self._turns[group] = turn
+            self._left[name] = turn
         else:
-            self._groups[group] = self._groups.pop(group)
+            self.groups[name] = self.groups.pop(name)
 
 
-def _group(request: Request) -> int:
+_Turn = tuple[Iterator[Request], int]  # the rest of a group, and how much of it may come in a row
+
+
+def _body(request: Request) -> int:
     return request.uid if request.group is None else request.group
 
 

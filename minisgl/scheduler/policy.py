@@ -22,7 +22,8 @@ class QueuePolicy(Protocol):
     """Orders the waiting requests."""
 
     def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
-        """Return a permutation of ``waiting``, which is in order of arrival but for turns of groups; change nothing.
+        """Return a permutation of ``waiting``, which is in order of arrival but for turns of clients and bodies; change
+        nothing.
 
         ``cached_len`` tells how many tokens of a request the prefix cache holds now.
         """

@@ -26,7 +26,6 @@ from minisgl.errors import MiniSGLError
 from minisgl.logs import FIELDS
 from minisgl.server.async_engine import AsyncEngine
 from minisgl.server.config import ServerConfig
-from minisgl.server.connections import BODY_TIMEOUT
 from minisgl.server.errors import ApiError, as_api_error
 from minisgl.server.live.page import add_live_page
 from minisgl.server.metrics import HttpRecord, ServerMetrics, monitoring_routes, record_of
@@ -58,13 +57,15 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     # FastAPI's own documentation pages load scripts from other hosts; /openapi.json itself is enough.
     app = FastAPI(title="minisgl", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.strict = config.strict
+    app.state.body_limits = config.max_body_fields, config.max_body_values
+    app.state.stop_limits = config.max_stop_strings, config.max_stop_length
     engine.model = config.served_model_name or engine.model
     for kind in (MiniSGLError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     metrics = ServerMetrics(engine)
-    handler = GenerateHandler(engine, metrics)
-    texts = TextService(engine.tokenizer.path, config.allow_control_tokens)
+    handler = GenerateHandler(engine, metrics, config)
+    texts = TextService(engine.tokenizer.path, config.max_tokenize_chars, config.allow_control_tokens)
     syntax = syntax_for(config.tool_parser, engine.tokenizer.chat_template)
     _include(app, openai_routes(engine, handler, texts, syntax))
     _include(app, native_routes(engine, handler, texts))
@@ -74,7 +75,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
     if config.live_page:
         add_live_page(app, engine)
     # The middleware added last sees a request first.
-    app.add_middleware(BodyLimit, limit=config.max_body_size)
+    app.add_middleware(BodyLimit, limit=config.max_body_size, timeout=config.body_timeout)
     if config.api_key is not None:
         app.add_middleware(KeyGuard, key=config.api_key)
     if config.cors_origin:  # browsers ask without a key whether they may send one
@@ -137,14 +138,15 @@ def is_open(path: str) -> bool:
 
 
 class BodyLimit:
-    """Middleware that refuses bodies that are late, or have more than ``limit`` bytes.
+    """Middleware that refuses bodies that come later than ``timeout`` seconds, or have more than ``limit`` bytes.
 
     The length is taken from the headers, and counted while the body is read.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self._app = app
         self._limit = limit
+        self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -155,7 +157,7 @@ class BodyLimit:
             await _refuse(self._error(), scope, receive, send)
             return
         size, complete = 0, False
-        due = asyncio.get_running_loop().time() + BODY_TIMEOUT
+        due = asyncio.get_running_loop().time() + self._timeout
 
         async def limited() -> Message:
             nonlocal size, complete
@@ -165,7 +167,8 @@ class BodyLimit:
                 async with asyncio.timeout_at(due):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"the body has not come within {BODY_TIMEOUT:g} s", code="timeout") from None
+                late = f"the body has not come within {self._timeout:g} s; send it faster, or raise --body-timeout"
+                raise ApiError(408, late, code="timeout") from None
             size += len(message.get("body", b""))
             if size > self._limit:
                 raise self._error()

@@ -12,6 +12,7 @@ import msgspec
 from minisgl.config import EngineConfig
 from minisgl.errors import EngineDead, InvalidRequest, MiniSGLError
 from minisgl.sampling_params import SamplingParams
+from minisgl.server.config import ServerConfig
 from minisgl.server.grammar_check import GrammarCheck
 from minisgl.server.live.state import LIVE, LiveFeed, LiveState
 from minisgl.server.messages import (
@@ -128,7 +129,7 @@ class AsyncEngine(ABC):
     ``tokenizer`` for small things only.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_seq_len: int) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_seq_len: int, server: ServerConfig) -> None:
         self.config = config
         self.model = config.model
         self.tokenizer = tokenizer
@@ -140,7 +141,7 @@ class AsyncEngine(ABC):
         self._stats_requests: dict[int, asyncio.Future[StatsReply]] = {}
         self._numbers = itertools.count()
         self._feed = LiveFeed(self._look)
-        self._grammars = GrammarCheck()  # to be closed by the subclass
+        self._grammars = GrammarCheck(server.grammar_timeout, server.grammar_memory)  # to be closed by the subclass
 
     # -- what a subclass provides ------------------------------------------------------------------------------
 
@@ -174,6 +175,7 @@ class AsyncEngine(ABC):
         streaming: bool,
         user: str = "",
         request_id: str = "",
+        client: str = "",
     ) -> Answer:
         """Wait until the engine has checked a job and queued it. Cancelling this withdraws the job.
 
@@ -193,7 +195,7 @@ class AsyncEngine(ABC):
             raise InvalidRequest(field, f"asks for {wanted} answers, and max_queued_requests is {most}; ask for fewer")
         await self._grammars.check(params)
         job = next(self._numbers)
-        message = submit(job, prompts, params, streaming, user, request_id)
+        message = submit(job, prompts, params, streaming, user, request_id, client)
         answer = Answer(job, len(prompts) * params.n, self._abort)
         self._answers[job] = answer
         try:

@@ -11,6 +11,7 @@ from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from minisgl.errors import ConfigError
+from minisgl.sampling_params import MAX_STOP_LENGTH, MAX_STOPS
 from minisgl.server.tools import TOOL_PARSERS
 
 
@@ -26,13 +27,25 @@ class ServerConfig:
         cors_origin: origins, such as ``https://example.org``, whose pages may call the server from a browser, separated
             by commas; ``*`` is all of them.
         max_body_size: most bytes of a request's body; a larger one is refused while it is being read.
+        max_body_fields: most fields of a body's objects, and most objects and lists.
+        max_body_values: most values in a body's objects and lists, such as token ids.
         max_connections: most connections at a time; one more is answered 503 and closed.
+        header_timeout: seconds in which all headers of a request must come; the connection is closed otherwise.
+        body_timeout: seconds in which a request's body must come.
+        stall_timeout: seconds in which a client must read some of what waits for it; it is disconnected otherwise.
+        max_unread: most tokens and log-probabilities of a stream that wait for a slow client; more end the stream.
+        max_stop_strings: most stop strings of a request, from 1 to 64.
+        max_stop_length: most characters of a stop string, from 1 to 256.
+        max_tokenize_chars: most characters of a text for ``/tokenize``, or for an answer that repeats its prompt.
+        grammar_timeout: seconds of processor time in which a new JSON schema or regular expression must compile.
+        grammar_memory: bytes that this may take.
         health_timeout: seconds that ``/health/generate`` waits for its token.
         live_page: serve ``/ui``, which shows every client of the server the requests of all others; ``false``: don't.
         served_model_name: what clients call the model; None is its path or name.
         strict: refuse requests with fields that are not known, instead of ignoring these.
         allow_control_tokens: take what messages spell like a control token, such as ``<|im_end|>``, for that token, as
             chat templates need whose users write some. Anybody can then end their message and speak as the system.
+            Where a template's marks of roles are plain letters, as Llama 2's ``[INST]``, they can do so anyway.
         tool_parser: how the model writes tool calls: ``"qwen"``, ``"llama3"`` or ``"none"``; ``"auto"`` tells by its
             chat template.
         log_format: ``"text"``, or ``"json"`` for one JSON object a line.
@@ -56,7 +69,18 @@ class ServerConfig:
     api_key: str | None = field(default=None, repr=False)
     cors_origin: tuple[str, ...] = ()
     max_body_size: int = 8 * 2**20
+    max_body_fields: int = 50_000  # more of them, or of values, would hold up the event loop for seconds
+    max_body_values: int = 2_000_000
     max_connections: int = 4096
+    header_timeout: float = 20.0
+    body_timeout: float = 60.0
+    stall_timeout: float = 30.0
+    max_unread: int = 4096
+    max_stop_strings: int = MAX_STOPS
+    max_stop_length: int = MAX_STOP_LENGTH
+    max_tokenize_chars: int = 2**20  # a second's work, and 150 MB while it lasts
+    grammar_timeout: float = 2.0
+    grammar_memory: int = 512 * 2**20
     health_timeout: float = 10.0
     live_page: bool = True
     served_model_name: str | None = None
@@ -79,12 +103,16 @@ class ServerConfig:
             raise ConfigError(f"port: must be from 0 to 65535, got {self.port}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError("api_key: must be one or more printable ASCII characters")
-        for name in ("max_body_size", "max_connections", "tokenizer_workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("health_timeout", "start_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}: must be a positive number of seconds, got {getattr(self, name)}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name.startswith("max_") or option.name in ("tokenizer_workers", "grammar_memory"):
+                if value < 1:
+                    raise ConfigError(f"{option.name}: must be at least 1, got {value}")
+            elif option.name.endswith("_timeout") and option.name != "drain_timeout" and not value > 0:
+                raise ConfigError(f"{option.name}: must be a positive number of seconds, got {value}")
+        for name, most in (("max_stop_strings", MAX_STOPS), ("max_stop_length", MAX_STOP_LENGTH)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name}: must be at most {most}, the engine's own limit, got {getattr(self, name)}")
         if not self.drain_timeout >= 0:
             raise ConfigError(f"drain_timeout: must be a number of seconds, at least 0, got {self.drain_timeout}")
         if self.kv_events is None and self.kv_events_replay is not None:

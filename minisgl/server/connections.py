@@ -10,14 +10,12 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from minisgl.server.config import ServerConfig
 from minisgl.server.errors import RETRY_AFTER, ApiError, to_json
 
 logger = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 20.0  # seconds until all headers of a request have come
-BODY_TIMEOUT = 60.0  # seconds until all of its body has come
-STALL_TIMEOUT = 30.0  # seconds in which a client must read some of what waits for it
-BACKLOG = 1024  # connections that the kernel keeps until they are accepted, many at a time
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted; it costs them nothing, so no option
 _OTHER_FILES = 256  # that this process needs beside connections
 _LOG_INTERVAL = 60.0  # seconds between two log lines about the same trouble
 
@@ -26,6 +24,8 @@ class Connection(H11Protocol):
     """A client's connection, closed when it is one too many, or when the client lets us wait for too long."""
 
     most: int  # connections at a time
+    header_timeout: float  # seconds, as is the next
+    stall_timeout: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -51,7 +51,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(STALL_TIMEOUT, self._end_stalled)
+        self._stalled = self.loop.call_later(self.stall_timeout, self._end_stalled)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -63,7 +63,7 @@ class Connection(H11Protocol):
         self._close()
 
     def _await_headers(self) -> None:
-        self._headers_due = self.loop.call_later(HEADER_TIMEOUT, self._close)
+        self._headers_due = self.loop.call_later(self.header_timeout, self._close)
 
     def _cancel_timers(self) -> None:
         for timer in (self._headers_due, self._stalled):
@@ -75,15 +75,17 @@ class Connection(H11Protocol):
         """Close once everything is written, or when the client does not read it."""
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self.loop.call_later(STALL_TIMEOUT, self.transport.abort)
+            self.loop.call_later(self.stall_timeout, self.transport.abort)
 
     def _end_stalled(self) -> None:
-        logger.warning("closed a connection: its client has read nothing for %g s", STALL_TIMEOUT)
+        seconds = self.stall_timeout
+        logger.warning("closed a connection: its client has read nothing for %g s; see --stall-timeout", seconds)
         self.transport.abort()
 
 
-def connection_class(most: int) -> type[Connection]:
-    """Make the class of connections of which ``most`` may be open; fewer, if the process may not open as many files."""
+def connection_class(config: ServerConfig) -> type[Connection]:
+    """Make the class of a server's connections; fewer may be open if the process may not open as many files."""
+    most = config.max_connections
     wanted = most + BACKLOG + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -92,7 +94,8 @@ def connection_class(most: int) -> type[Connection]:
         if soft < wanted:
             most = max(1, min(most, soft - _OTHER_FILES))
             logger.warning("takes %d connections at most: this process may open %d files (see ulimit -n)", most, soft)
-    return type("LimitedConnection", (Connection,), {"most": most})
+    timeouts = {"header_timeout": config.header_timeout, "stall_timeout": config.stall_timeout}
+    return type("LimitedConnection", (Connection,), {"most": most, **timeouts})
 
 
 def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

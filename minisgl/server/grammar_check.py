@@ -19,16 +19,19 @@ from pathlib import Path
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
 
-MAX_SECONDS = 2.0  # of processor time that a grammar may take to compile
-MAX_MEMORY = 512 * 2**20  # bytes that a grammar may take to compile
 _MAX_KNOWN = 1024  # verdicts that are remembered
 _MAX_ANSWER = 2**16  # bytes of a line in which the child answers
 
 
 class GrammarCheck:
-    """Tries grammars one by one. Belongs to one event loop; the child is started when it is first needed."""
+    """Tries grammars one by one. Belongs to one event loop; the child is started when it is first needed.
 
-    def __init__(self) -> None:
+    A grammar may take ``max_seconds`` of processor time and ``max_memory`` bytes to compile.
+    """
+
+    def __init__(self, max_seconds: float, max_memory: int) -> None:
+        self._max_seconds = max_seconds
+        self._max_memory = max_memory
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._known: OrderedDict[tuple[str, str], str | None] = OrderedDict()  # what is wrong with a grammar, if it is
@@ -65,7 +68,7 @@ class GrammarCheck:
         try:
             if self._child is None or self._child.returncode is not None:
                 self._child = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", __name__, str(MAX_SECONDS), str(MAX_MEMORY)),
+                    *(sys.executable, "-m", __name__, str(self._max_seconds), str(self._max_memory)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
@@ -84,8 +87,8 @@ class GrammarCheck:
             self._end()
             raise
         if code == -signal.SIGPROF:
-            return f"takes more than {MAX_SECONDS:g} s to compile; simplify it"
-        return f"takes more than {MAX_MEMORY >> 20} MiB to compile; simplify it"
+            return f"takes more than {self._max_seconds:g} s to compile; simplify it, or raise --grammar-timeout"
+        return f"takes more than {self._max_memory >> 20} MiB to compile; simplify it, or raise --grammar-memory"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from minisgl.core import EngineCore
 from minisgl.errors import EngineDead, QueueFull
 from minisgl.server.async_engine import SHUTTING_DOWN, AsyncEngine
+from minisgl.server.config import ServerConfig
 from minisgl.server.detokenizer_worker import DetokenizerStage
 from minisgl.server.messages import Abort, Rejected, Reply, StatsRequest, Stop, Submit
 from minisgl.server.scheduler_worker import IDLE_SECONDS, EngineStage, Views
@@ -29,14 +30,15 @@ STOP_TIMEOUT = 30.0  # seconds that `InProcessEngine.stop` waits for the step in
 class InProcessEngine(AsyncEngine):
     """Runs one `EngineCore` in a thread, which owns the core from `start` on, except for ``tokenizer.token_text``.
 
-    With ``allow_control_tokens``, messages may spell them.
+    Of ``server``, it reads the limits of grammars, and whether messages may spell control tokens.
     """
 
-    def __init__(self, core: EngineCore, views: Views | None = None, allow_control_tokens: bool = False) -> None:
-        super().__init__(core.config, core.tokenizer, core.max_seq_len)
+    def __init__(self, core: EngineCore, views: Views | None = None, server: ServerConfig | None = None) -> None:
+        server = server or ServerConfig()
+        super().__init__(core.config, core.tokenizer, core.max_seq_len, server)
         self._core = core
         self._inbox: queue.SimpleQueue[Submit | Abort | StatsRequest | None] = queue.SimpleQueue()
-        tokenizer = Tokenizer(core.tokenizer.path, True) if allow_control_tokens else core.tokenizer
+        tokenizer = Tokenizer(core.tokenizer.path, True) if server.allow_control_tokens else core.tokenizer
         self._tokenizing = TokenizerStage(tokenizer, core.max_seq_len)
         self._engine = EngineStage(core, views)
         self._detokenizing = DetokenizerStage(core.tokenizer)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from minisgl.server.config import ServerConfig
 from minisgl.server.errors import IGNORED_FIELDS, ApiError, field_name
 
 logger = logging.getLogger(__name__)
@@ -20,11 +21,8 @@ logger = logging.getLogger(__name__)
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")  # what a header must not hold
 _LONGEST_NAME, _MOST_NAMES, _MOST_LOGGED = 80, 20, 200
 _LOGGED: set[str] = set()  # each name is logged once
-MAX_NESTING = 64  # levels of objects and lists: enough for any tool's schema, safe for recursive readers
-# What may be in a body: more of it would hold up the event loop for seconds, and no request needs it.
-MAX_CONTAINERS, MAX_FIELDS, MAX_VALUES = 50_000, 50_000, 2_000_000
+MAX_NESTING = 64  # levels of objects and lists: enough for any tool's schema; no option, since readers are recursive
 _LONG_NUMBER = re.compile(rb"[0-9]{21}")
-_SMALL = 2**16  # bytes of a body that cannot be too much
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -67,7 +65,7 @@ def _log_once(names: list[str]) -> None:
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        return read_json(await self.body())
+        return read_json(await self.body(), *self.app.state.body_limits)
 
 
 def _check_content_type(given: str) -> None:
@@ -78,9 +76,14 @@ def _check_content_type(given: str) -> None:
         raise ApiError(415, "the body must be sent with Content-Type: application/json")
 
 
-def read_json(body: bytes) -> Any:
-    """Parse ``body``; `ApiError` 400 for bad UTF-8 or JSON, repeated keys, deep nesting, invalid numbers or texts."""
-    _check_size(body)
+def read_json(
+    body: bytes, max_fields: int = ServerConfig.max_body_fields, max_values: int = ServerConfig.max_body_values
+) -> Any:
+    """Parse ``body``; `ApiError` 400 for bad UTF-8 or JSON, repeated keys, deep nesting, invalid numbers or texts.
+
+    A body with more fields, objects and lists, or values than allowed is refused before any of it is parsed.
+    """
+    _check_size(body, max_fields, max_values)
     try:
         value = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_int=_parser(body))
     except UnicodeDecodeError as error:
@@ -109,19 +112,18 @@ def _constant(word: str) -> NoReturn:
     raise ApiError(400, f"the body is not valid JSON: {word} is not a JSON number")
 
 
-def _check_size(body: bytes) -> None:
-    """Raise `ApiError` if a body has too much in it, before any of it is read."""
-    if len(body) <= _SMALL:
+def _check_size(body: bytes, max_fields: int, max_values: int) -> None:
+    if len(body) <= min(max_fields, max_values):  # each takes a byte at least
         return
     rest = _TEXTS.sub(b"", body)
     counts = {
-        "objects and lists": (rest.count(b"{") + rest.count(b"["), MAX_CONTAINERS),
-        "fields": (rest.count(b":"), MAX_FIELDS),
-        "values": (rest.count(b",") + 1, MAX_VALUES),
+        "objects and lists": (rest.count(b"{") + rest.count(b"["), max_fields, "max-body-fields"),
+        "fields": (rest.count(b":"), max_fields, "max-body-fields"),
+        "values": (rest.count(b",") + 1, max_values, "max-body-values"),
     }
-    for what, (number, limit) in counts.items():
+    for what, (number, limit, option) in counts.items():
         if number > limit:
-            message = f"the body has {number} {what}; at most {limit} are read, so split it"
+            message = f"the body has {number} {what}; at most {limit} are read, so split it, or raise --{option}"
             raise ApiError(400, message, code="body_too_large")
 
 

@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(config.max_connections),
+                http=connection_class(config),
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT,
                 access_log=False,
@@ -141,7 +141,7 @@ def open_engine(engine_config: EngineConfig, config: ServerConfig) -> Iterator[A
         record_trace(core, config.trace),
         publish_kv_events(core, config.kv_events, config.kv_events_replay, config.kv_events_topic),
     ):
-        yield InProcessEngine(core, engine_views(core), config.allow_control_tokens)
+        yield InProcessEngine(core, engine_views(core), config)
 
 
 def warn_if_public(listener: socket.socket, config: ServerConfig) -> None:

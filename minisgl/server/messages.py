@@ -45,6 +45,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     streaming: bool  # send updates while the generation runs, or a single one at its end
     user: str = ""  # empty where the client does not say
     request_id: str = ""  # of the HTTP request, for logs; empty for the server's own jobs
+    client: str = ""  # address that the request came from; jobs of different clients take turns
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,6 +57,7 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=True):
     streaming: bool
     user: str = ""
     request_id: str = ""
+    client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,12 +83,18 @@ ToScheduler = Tokenized | Abort | Stop | StatsRequest
 
 
 def submit(
-    job: int, prompts: Sequence[JobPrompt], params: SamplingParams, streaming: bool, user: str, request_id: str = ""
+    job: int,
+    prompts: Sequence[JobPrompt],
+    params: SamplingParams,
+    streaming: bool,
+    user: str,
+    request_id: str = "",
+    client: str = "",
 ) -> Submit:
     """Make the message for a job. Raises `InvalidRequest` if a token id has more than 32 bits."""
     packed = [prompt if isinstance(prompt, (str, Conversation)) else TokenIds(pack(prompt)) for prompt in prompts]
     given = {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
-    return Submit(job, packed, given, streaming, user, request_id)
+    return Submit(job, packed, given, streaming, user, request_id, client)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:

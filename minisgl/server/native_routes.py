@@ -43,6 +43,7 @@ from minisgl.server.requests import (
 )
 from minisgl.server.streaming import GenerateHandler
 
+_NO_MODEL = "unknown"  # what smg writes if its client names no model
 _CLIENT_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
@@ -102,6 +103,12 @@ class GenerateRequest(ApiObject):
     ] = -1  # this and the next two count with `return_logprob` alone
     top_logprobs_num: NumLogprobs = 0
     return_text_in_logprobs: StrictBool = False
+    model: StrictStr | None = None  # this and the rest are what the router smg sends, whatever its client has sent
+    log_metrics: StrictBool = True
+    no_logs: StrictBool = False
+    background: Annotated[bool, only_default(False)] = False
+    return_bytes: Annotated[bool, only_default(False)] = False
+    return_entropy: Annotated[bool, only_default(False)] = False
 
     @property
     def _given(self) -> Any:
@@ -191,9 +198,11 @@ def native_routes(engine: AsyncEngine, handler: GenerateHandler, texts: TextServ
     router = APIRouter(route_class=JsonRoute)
     replies = stream_responses(GenerateReply | list[GenerateReply])
 
-    @router.post("/generate", responses={**replies, **error_responses(*set(GENERATES) - {404})})
+    @router.post("/generate", responses={**replies, **error_responses(*GENERATES)})
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue texts or token ids."""
+        if body.model != _NO_MODEL:
+            check_model(engine, body.model)
 
         async def generate_format(usage: Usage) -> GenerateFormat:
             scores = await body.score_format(engine, texts, usage.prompt_lens)

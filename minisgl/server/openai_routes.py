@@ -41,7 +41,6 @@ from minisgl.server.tools import ToolSyntax
 from minisgl.tokenizer import Tokenizer
 
 SCORES_AT_ONCE = 64  # beginnings of an echoed prompt that are in the engine's queue together
-MAX_CHARACTERS = 2**20  # of a text that is tokenized for a client: a second's work, and 150 MB while it lasts
 _FORCING_BIAS = 100.0
 
 
@@ -165,8 +164,9 @@ def _contents(conversation: Conversation) -> list[str]:
 class TextService:
     """Tokenizes and detokenizes in a thread, with a tokenizer that no other thread uses: they are not thread-safe."""
 
-    def __init__(self, path: Path, allow_control_tokens: bool = False) -> None:
+    def __init__(self, path: Path, max_chars: int, allow_control_tokens: bool = False) -> None:
         self._path = path
+        self._max_chars = max_chars
         self._allow_control_tokens = allow_control_tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-text")
 
@@ -184,10 +184,9 @@ class TextService:
 
     def _encode(self, prompt: str | Conversation) -> list[int]:
         field, texts = ("prompt", [prompt]) if isinstance(prompt, str) else ("messages", _contents(prompt))
-        if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
-            raise InvalidRequest(
-                field, f"must have at most {MAX_CHARACTERS} characters, got {characters}; split the text"
-            )
+        if (characters := sum(map(len, texts))) > self._max_chars:
+            limit = f"must have at most {self._max_chars} characters, got {characters}"
+            raise InvalidRequest(field, f"{limit}; split the text, or raise --max-tokenize-chars")
         if isinstance(prompt, Conversation):
             return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
         return self._tokenizer.encode(prompt)

@@ -64,6 +64,10 @@ def _document(app: FastAPI, model: str, with_key: bool) -> dict[str, Any]:
     for name, schema in schemas.items():
         if app.state.strict and schema.get("additionalProperties") is True:
             schema["additionalProperties"] = {"type": "null"}
+        if "stop" in schema.get("properties", ()):
+            text, texts = schema["properties"]["stop"]["anyOf"][0]["anyOf"]
+            texts["maxItems"], longest = app.state.stop_limits
+            text["maxLength"] = texts["items"]["maxLength"] = longest
         if name.endswith("Request") and "model" in schema["properties"]:
             required = "model" in schema.get("required", ())
             schema["properties"]["model"] = {"enum": [model] if required else [model, None], "title": "Model"}

@@ -176,7 +176,7 @@ class ProcessEngine(AsyncEngine):
             self._topology.disconnect()
             self._topology.stop()
             raise
-        super().__init__(config, tokenizer, max_seq_len)
+        super().__init__(config, tokenizer, max_seq_len, server)
         self._stopping = False
         self._restarting = False
         self._repairs: set[asyncio.Task[None]] = set()

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from minisgl.errors import InvalidRequest
-from minisgl.sampling_params import SamplingParams
+from minisgl.sampling_params import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from minisgl.server.errors import IGNORED_FIELDS, UNSUPPORTED
 from minisgl.server.json_schema import plain_schema
 from minisgl.server.messages import JobPrompt
@@ -100,8 +100,8 @@ NumLogprobs = Annotated[StrictInt, documented(minimum=0, maximum=20)]
 _TopP = Annotated[StrictFloat, documented(exclusiveMinimum=0, maximum=1)]
 _Penalty = Annotated[StrictFloat, documented(minimum=-2, maximum=2)]
 _Bias = Annotated[StrictFloat, documented(minimum=-100, maximum=100)]
-_StopString = Annotated[StrictStr, documented(minLength=1, maxLength=256)]
-_StopStrings = Annotated[list[_StopString], documented(maxItems=64)]
+_StopString = Annotated[StrictStr, documented(minLength=1, maxLength=MAX_STOP_LENGTH)]
+_StopStrings = Annotated[list[_StopString], documented(maxItems=MAX_STOPS)]
 _TokenId = Annotated[StrictInt, documented(minimum=0, maximum=2**31 - 1)]
 
 

@@ -123,7 +123,7 @@ class EngineStage:
                 processor.check_fits(choices[0])
                 requests += choices
             for request in requests:
-                request.group = requests[0].uid
+                request.group, request.client = requests[0].uid, job.client
                 self._core.add(request)
         except Exception as error:  # a malformed job, or a full queue, ends this job alone
             self._end([request.uid for request in requests], FinishReason.ABORT)

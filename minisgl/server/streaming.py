@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.datastructures import Address
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from minisgl.errors import InvalidRequest, MiniSGLError
 from minisgl.server.async_engine import Answer, AsyncEngine
+from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ApiError, as_api_error, to_json
 from minisgl.server.formats import Format, Usage
 from minisgl.server.messages import Update
@@ -23,7 +25,6 @@ from minisgl.server.metrics import HttpRecord, ServerMetrics, record_of
 from minisgl.server.requests import EngineRequest, GenerationBody
 
 T = TypeVar("T")
-MAX_UNREAD = 4096  # tokens and log-probabilities of a stream that may wait for a client, beside what is in sockets
 LONG = 1024  # tokens of an answer that takes some milliseconds to write as a whole
 MakeFormat = Callable[[Usage], Awaitable[Format]]
 
@@ -31,9 +32,10 @@ MakeFormat = Callable[[Usage], Awaitable[Format]]
 class GenerateHandler:
     """Answers the requests that ask for generations."""
 
-    def __init__(self, engine: AsyncEngine, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: AsyncEngine, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._config = config
 
     async def answer(self, body: GenerationBody, request: Request, make_format: MakeFormat) -> Response:
         """Answer one request, whole or as a stream.
@@ -46,15 +48,16 @@ class GenerateHandler:
         record = record_of(request)
         try:
             asked = body.engine_request()
+            self._check_stop(asked.params.stop)
             limit = TimeLimit(_shorter(asked.time_limit, self._engine.config.request_timeout))
-            work = self._begin(asked, make_format, record.request_id)
+            work = self._begin(asked, make_format, record.request_id, request.client)
             answer, usage, style = await limit.keep(until_disconnect(request.receive, work))
         except InvalidRequest as error:
             raise body.with_client_field(error) from error
         record.usage, record.choices, record.streamed = usage, answer.num_choices, asked.streaming
         note = partial(self._note, record, usage, asked.prompt_only)
         if asked.streaming:
-            return EventStream(answer, style, limit, note)
+            return EventStream(answer, style, limit, note, self._config.max_unread)
         try:
             updates = await limit.keep(until_disconnect(request.receive, _collect(answer)))
         finally:
@@ -66,10 +69,21 @@ class GenerateHandler:
         whole = partial(_whole, style, updates)
         return Response(whole() if size < LONG else await asyncio.to_thread(whole), media_type="application/json")
 
+    def _check_stop(self, strings: Iterable[str]) -> None:
+        most, longest = self._config.max_stop_strings, self._config.max_stop_length
+        if (number := len(tuple(strings))) > most:
+            raise InvalidRequest("stop", f"must be at most {most} strings, got {number}; see --max-stop-strings")
+        if (length := max(map(len, strings), default=0)) > longest:
+            limit = f"must be texts of 1 to {longest} characters, got {length}"
+            raise InvalidRequest("stop", f"{limit}; see --max-stop-length")
+
     async def _begin(
-        self, asked: EngineRequest, make_format: MakeFormat, request_id: str
+        self, asked: EngineRequest, make_format: MakeFormat, request_id: str, sender: Address | None
     ) -> tuple[Answer, Usage, Format]:
-        answer = await self._engine.submit(asked.prompts, asked.params, asked.streaming, asked.user, request_id)
+        # Addresses tell clients apart, since all have one API key. Behind a proxy of this host, it's the forwarded one.
+        client = "" if sender is None else sender.host
+        job = (asked.prompts, asked.params, asked.streaming, asked.user, request_id, client)
+        answer = await self._engine.submit(*job)
         try:
             usage = Usage(answer.accepted.result(), asked.params.n)
             return answer, usage, await make_format(usage)
@@ -145,8 +159,8 @@ class EventStream(StreamingResponse):
 
     Events are written where the engine's updates are delivered, so that no task is woken for a token; all of a step for
     this client are one write. While the connection takes no more, updates are merged in the `Answer`, up to
-    `MAX_UNREAD`; more of them end the stream. ``note`` is called with every update before it is sent, and with the
-    error that ends the stream, if any.
+    ``max_unread`` tokens and log-probabilities, beside what sockets hold; more of them end the stream. ``note`` is
+    called with every update before it is sent, and with the error that ends the stream, if any.
     """
 
     def __init__(
@@ -155,12 +169,14 @@ class EventStream(StreamingResponse):
         style: Format,
         limit: TimeLimit,
         note: Callable[[Update | ApiError], None],
+        max_unread: int,
     ) -> None:
         super().__init__((), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
         self._answer = answer
         self._style = style
         self._limit = limit
         self._note = note
+        self._max_unread = max_unread
         self._written = asyncio.get_running_loop().create_future()  # all updates, or the error that ends the stream
         self._blocked: asyncio.Task[None] | None = None  # a write that waits for the client
 
@@ -200,9 +216,12 @@ class EventStream(StreamingResponse):
         if self._written.done():
             return
         if self._blocked is not None:
-            if self._answer.unread > MAX_UNREAD:
+            if (unread := self._answer.unread) > self._max_unread:
                 self._answer.abort()
-                message = "the client does not read its answer as fast as it is generated, and too much of it waits"
+                message = (
+                    f"the client does not read its answer as fast as it is generated: {unread} tokens and "
+                    f"log-probabilities wait, and at most {self._max_unread} may; read faster, or raise --max-unread"
+                )
                 self._written.set_exception(ApiError(408, message, code="slow_client"))
             return
         events: list[bytes] = []

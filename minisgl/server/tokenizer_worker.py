@@ -27,33 +27,47 @@ from minisgl.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-TURN = 2**16  # bytes of token ids after which the next job has its turn
+TURN = 2**16  # bytes of token ids after which the next job has its turn; no option: a job loses nothing by it
 _PROMPT = 512  # bytes that a prompt counts for besides
+_Job = tuple[Submit, list[bytes]]  # with the prompts that are done
 
 
 class TokenizerStage:
-    """Tokenizes jobs, which take turns, and refuses texts that must have more than ``limit`` tokens, if known."""
+    """Tokenizes jobs, and refuses texts that must have more than ``limit`` tokens, if known.
+
+    Clients take turns, and so do the jobs of each client.
+    """
 
     def __init__(self, tokenizer: Tokenizer, limit: int | None) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
-        self._jobs: deque[tuple[Submit, list[bytes]]] = deque()  # with the prompts that are done
+        self._clients: dict[str, deque[_Job]] = {}  # their jobs; the first of the first client has its turn
 
     @property
     def has_work(self) -> bool:
         """Whether there is a job that is not done."""
-        return bool(self._jobs)
+        return bool(self._clients)
 
     def take(self, job: Submit) -> None:
-        """Put a job behind the others."""
-        self._jobs.append((job, []))
+        """Put a job behind the others of its client."""
+        self._clients.setdefault(job.client, deque()).append((job, []))
 
     def step(self) -> tuple[Submit, Tokenized | Rejected] | None:
         """Tokenize some texts of the first job. Return it once it is done; else it goes behind the others.
 
         An error in the texts, or in the chat template, ends this job alone.
         """
-        job, done = self._jobs.popleft()
+        client = next(iter(self._clients))
+        jobs = self._clients.pop(client)
+        job, done = jobs.popleft()
+        message = self._turn(job, done)
+        if message is None:
+            jobs.append((job, done))
+        if jobs:
+            self._clients[client] = jobs
+        return None if message is None else (job, message)
+
+    def _turn(self, job: Submit, done: list[bytes]) -> Tokenized | Rejected | None:
         budget = TURN
         try:
             while len(done) < len(job.prompts) and budget > 0:
@@ -62,11 +76,10 @@ class TokenizerStage:
         except Exception as error:
             if not isinstance(error, MiniSGLError):
                 logger.exception("job %d (%s) cannot be tokenized", job.job, job.request_id)
-            return job, Rejected(job.job, Failure.of(error))
+            return Rejected(job.job, Failure.of(error))
         if len(done) < len(job.prompts):
-            self._jobs.append((job, done))
             return None
-        return job, Tokenized(job.job, done, job.params, job.streaming, job.user, job.request_id)
+        return Tokenized(job.job, done, job.params, job.streaming, job.user, job.request_id, job.client)
 
     def _token_ids(self, prompt: PackedPrompt) -> bytes:
         if isinstance(prompt, TokenIds):

@@ -77,14 +77,36 @@ def test_groups_take_turns_and_none_stands_before_all_later_ones() -> None:
             queue.add(request(103))
     turns = [*range(1, TURN + 1), 101, *range(TURN + 1, 2 * TURN + 1), 102, 103, *range(2 * TURN + 1, 101)]
     assert left == turns
-    assert not queue._groups
-    assert not queue._turns
+    assert not queue.new.groups
+    assert not queue.new._left
 
 
-def test_what_may_come_first_is_what_comes() -> None:
+def test_clients_take_turns_however_many_bodies_they_send() -> None:
+    queue = WaitingQueue(1000)
+    for uid in range(1, 141):  # a client with 100 bodies of one request, and a body of 40
+        each = request(uid)
+        each.client, each.group = "a", min(uid, 101)
+        queue.add(each)
+    for uid in (141, 142):
+        each = request(uid)
+        each.client = "b"
+        queue.add(each)
+    left = []
+    while len(queue):
+        (first,) = queue.first(1)
+        queue.remove(first)
+        left.append(first.uid)
+    assert left[TURN : TURN + 2] == [141, 142]
+    assert left[:TURN] == list(range(1, TURN + 1))
+    assert sorted(left) == list(range(1, 143))
+
+
+@pytest.mark.parametrize("num_clients", [1, 4])
+def test_what_may_come_first_is_what_comes(num_clients: int) -> None:
     queue = WaitingQueue(1000)
     for uid in range(300):
         each = request(uid)
+        each.client = str(uid * uid % 7 % num_clients)
         each.group = uid % 3 if uid % 5 else None
         queue.add(each)
     expected, came = [each.uid for each in queue.first(1000)], []

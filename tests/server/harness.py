@@ -148,7 +148,7 @@ class RunningServer(ServerThread):
         self.core = GatedCore(EngineConfig(model=str(checkpoint), **{**TINY, **options}))
         self.gate = self.core.gate
         config = config or ServerConfig()
-        engine = InProcessEngine(self.core, engine_views(self.core), config.allow_control_tokens)
+        engine = InProcessEngine(self.core, engine_views(self.core), config)
         super().__init__(engine, config)
 
     def __exit__(

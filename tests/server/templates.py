@@ -82,4 +82,23 @@ FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
         ["<|start|>", "<|message|>", "<|end|>", "<|channel|>"],
         [],
     ),
+    # Of these two, only what begins a text and ends an answer is a token: the marks of roles are plain letters.
+    "OLMo": (
+        _turns(
+            "<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{{ '\n' }}",
+            "<|endoftext|>",
+            "<|assistant|>\n",
+        ),
+        ["<|endoftext|>"],
+        [],
+    ),
+    "Llama 2": (
+        _turns(
+            "{% if m.role == 'assistant' %} {{ m.content | trim }} </s>"
+            "{% elif m.role == 'system' %}<<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
+            "{% else %}<s>[INST] {{ m.content | trim }} [/INST]{% endif %}"
+        ),
+        ["<s>", "</s>"],
+        [],
+    ),
 }

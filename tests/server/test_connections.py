@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from minisgl.server import app, connections, streaming
+from minisgl.server import connections, streaming
 from minisgl.server.config import ServerConfig
 from minisgl.server.connections import connection_class, on_loop_error
 from tests.server.harness import ProcessServer, RunningServer, ServerThread, in_background, wait_until
@@ -47,44 +47,43 @@ def rest(connection: socket.socket) -> bytes:
     return data
 
 
+@pytest.fixture
+def hasty(checkpoint: Path) -> Iterator[RunningServer]:
+    """A server that gives its clients little time to say what they want."""
+    with RunningServer(checkpoint, ServerConfig(header_timeout=0.3, body_timeout=0.2)) as running:
+        yield running
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
 @pytest.mark.parametrize("begun", [b"", HEAD, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD])
-def test_headers_that_do_not_come_end_the_connection(
-    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch, begun: bytes
-) -> None:
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.3)
-    with connect(own_server, begun) as connection:
+def test_headers_that_do_not_come_end_the_connection(hasty: RunningServer, begun: bytes) -> None:
+    with connect(hasty, begun) as connection:
         assert rest(connection).count(b"HTTP/1.1 200") == begun.count(b"/health")
-    assert not own_server.server.server_state.connections
+    wait_until(lambda: not hasty.server.server_state.connections)
 
 
-def test_headers_that_trickle_end_it_too(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.3)
-    with connect(own_server, HEAD) as connection:
+def test_headers_that_trickle_end_it_too(hasty: RunningServer) -> None:
+    with connect(hasty, HEAD) as connection:
         end = time.monotonic() + 20
         while not select.select([connection], [], [], 0.02)[0]:  # until there is something to read: the end
             assert time.monotonic() < end
             connection.sendall(b"x: y\r\n")
 
 
-def test_a_body_that_does_not_come_is_a_408(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.3)
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.5)
-    with connect(own_server, HEAD + b"content-length: 100\r\n\r\n{") as connection:
+def test_a_body_that_does_not_come_is_a_408(hasty: RunningServer) -> None:
+    with connect(hasty, HEAD + b"content-length: 100\r\n\r\n{") as connection:
         answer = rest(connection)
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"the body has not come within 0.3 s" in answer
+    assert b"the body has not come within 0.2 s; send it faster, or raise --body-timeout" in answer
 
 
-def test_a_request_at_work_is_not_taken_for_late(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.2)
-    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
-    own_server.gate.allowed = 0
-    asked = in_background(lambda: own_server.chat().choices[0].finish_reason)
+def test_a_request_at_work_is_not_taken_for_late(hasty: RunningServer) -> None:
+    hasty.gate.allowed = 0
+    asked = in_background(lambda: hasty.chat().choices[0].finish_reason)
     time.sleep(0.8)
-    own_server.gate.allowed = None
+    hasty.gate.allowed = None
     assert asked() == "length"
 
 
@@ -106,8 +105,8 @@ def test_a_cap_leaves_room_for_other_files(monkeypatch: pytest.MonkeyPatch, capl
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2000))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
-    assert connection_class(500).most == 500
-    assert connection_class(4096).most == 2000 - 256
+    assert connection_class(ServerConfig(max_connections=500)).most == 500
+    assert connection_class(ServerConfig(max_connections=4096)).most == 2000 - 256
     assert limits == [(1780, 2000), (2000, 2000)]
     assert "1744 connections at most" in caplog.text
 
@@ -154,7 +153,8 @@ def answers(url: str) -> bool:
 @pytest.fixture
 def endless(checkpoint: Path) -> Iterator[RunningServer]:
     """A server whose answers can be long."""
-    with RunningServer(checkpoint, num_pages=4096, max_running_requests=64) as running:
+    config = ServerConfig(stall_timeout=0.5)
+    with RunningServer(checkpoint, config, num_pages=4096, max_running_requests=64) as running:
         yield running
 
 
@@ -165,12 +165,9 @@ def deaf(server: ServerThread, n: int = 8) -> socket.socket:
     return connection
 
 
-def test_a_client_that_reads_nothing_is_left(
-    endless: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(connections, "STALL_TIMEOUT", 0.5)
+def test_a_client_that_reads_nothing_is_left(endless: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), deaf(endless):
-        wait_until(lambda: "its client has read nothing for 0.5 s" in caplog.text, timeout=60.0)
+        wait_until(lambda: "its client has read nothing for 0.5 s; see --stall-timeout" in caplog.text, timeout=60.0)
         wait_until(lambda: not endless.engine.busy)
         wait_until(endless.idle)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

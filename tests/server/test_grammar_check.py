@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 
 from minisgl.errors import InvalidRequest
 from minisgl.sampling_params import SamplingParams
-from minisgl.server import grammar_check
+from minisgl.server.config import ServerConfig
 from minisgl.server.grammar_check import GrammarCheck
 from tests.server.harness import MESSAGES, RunningServer, ServerThread, in_background, wait_until
 from tests.server.test_life import send
@@ -31,11 +32,11 @@ def chat(server: ServerThread, schema: Any, **fields: Any) -> httpx.Response:
     return server.http.post("/v1/chat/completions", json=body)
 
 
-def tried(*params: SamplingParams) -> list[str]:
+def tried(*params: SamplingParams, seconds: float = 2.0, memory: int = 512 * 2**20) -> list[str]:
     """What is wrong with each."""
 
     async def scenario() -> list[str]:
-        check, reasons = GrammarCheck(), []
+        check, reasons = GrammarCheck(seconds, memory), []
         for each in params:
             try:
                 await check.check(each)
@@ -52,19 +53,17 @@ def tried(*params: SamplingParams) -> list[str]:
 def test_a_schema_that_takes_too_long_is_refused_by_name(either: ServerThread, schema: Any) -> None:
     reply = chat(either, schema)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
-    assert "takes more than 2 s to compile; simplify it" in reply.json()["error"]["message"]
+    assert "takes more than 2 s to compile; simplify it, or raise --grammar-timeout" in reply.json()["error"]["message"]
     assert chat(either, {"enum": [1, 2]}).status_code == 200
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
     body = {"model": either.model, "messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
     assert either.http.post("/v1/chat/completions", json=body).status_code == 400
 
 
-def test_what_takes_too_much_memory_ends_the_child_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "MAX_MEMORY", 2**24)
-    monkeypatch.setattr(grammar_check, "MAX_SECONDS", 60.0)
+def test_what_takes_too_much_memory_ends_the_child_alone() -> None:
     fine, large = (SamplingParams(json_schema=json.dumps(each)) for each in ({"enum": [1]}, LARGE))
-    message = "json_schema: takes more than 16 MiB to compile; simplify it"
-    assert tried(fine, large, fine, SamplingParams(regex="a|b")) == ["", message, "", ""]
+    message = "json_schema: takes more than 16 MiB to compile; simplify it, or raise --grammar-memory"
+    assert tried(fine, large, fine, SamplingParams(regex="a|b"), seconds=60.0, memory=2**24) == ["", message, "", ""]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_others_are_compiled_or_refused_for_what_they_say(params: dict[str, str]
 
 def test_a_verdict_is_remembered() -> None:
     async def scenario() -> None:
-        check = GrammarCheck()
+        check = GrammarCheck(2.0, 512 * 2**20)
         bad = SamplingParams(regex="(")
         for _ in range(2):
             with pytest.raises(InvalidRequest, match="unclosed group"):
@@ -101,16 +100,16 @@ def test_a_verdict_is_remembered() -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_ends_the_trial(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "MAX_SECONDS", 600.0)
-    connection = send(own_server, response_format=form(SLOW), ignore_eos=False)
-    check = own_server.engine._grammars
-    wait_until(lambda: check._child is not None)
-    child = check._child
-    assert child is not None
-    connection.close()
-    wait_until(lambda: child.returncode is not None)
-    assert own_server.chat().choices[0].finish_reason == "length"
+def test_a_client_that_leaves_ends_the_trial(checkpoint: Path) -> None:
+    with RunningServer(checkpoint, ServerConfig(grammar_timeout=600.0)) as server:
+        connection = send(server, response_format=form(SLOW), ignore_eos=False)
+        check = server.engine._grammars
+        wait_until(lambda: check._child is not None)
+        child = check._child
+        assert child is not None
+        connection.close()
+        wait_until(lambda: child.returncode is not None)
+        assert server.chat().choices[0].finish_reason == "length"
 
 
 def test_the_steps_of_others_do_not_wait_for_a_grammar(own_server: RunningServer) -> None:

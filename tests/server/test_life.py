@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,19 @@ def test_a_client_that_leaves_frees_its_pages(
     own_server.gate.allowed = None
     assert own_server.chat().choices[0].finish_reason == "length"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_the_scheduler_is_told_which_client_asks(server: RunningServer) -> None:
+    server.gate.allowed = 0
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 2}
+    asked = [
+        in_background(partial(server.http.post, "/v1/chat/completions", json=body, headers=headers))
+        for headers in ({}, {"x-forwarded-for": "192.0.2.7"})  # as a proxy on this host sends it
+    ]
+    wait_until(lambda: len(server.core.scheduler.requests) == 2)
+    assert {each.client for each in server.core.scheduler.requests.values()} == {"127.0.0.1", "192.0.2.7"}
+    server.gate.allowed = None
+    assert [answer().status_code for answer in asked] == [200, 200]
 
 
 def test_a_client_may_leave_before_the_engine_has_seen_its_request(own_server: RunningServer) -> None:

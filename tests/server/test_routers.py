@@ -143,6 +143,11 @@ def test_a_router_finds_its_workers_and_passes_everything_through(path: Path, tm
         again = servers[1].complete(model=NAME, prompt="one two", max_tokens=4)
         assert completion.choices[0].text == again.choices[0].text
 
+        asked = {"text": "one two", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+        generated = router.http.post("/generate", json=asked)  # it adds fields of its own, all of which we know
+        assert "x-ignored-fields" not in generated.headers
+        assert generated.json()["text"] == again.choices[0].text
+
         for server in servers:
             say(server, CALL)
         (call,) = router.chat(tools=[TOOL], max_tokens=200).choices[0].message.tool_calls

@@ -18,7 +18,6 @@ from minisgl.chat import NoAnswer
 from minisgl.chat import _events as read_events
 from minisgl.errors import EngineDead
 from minisgl.request import TokenLogprobs
-from minisgl.server import streaming
 from minisgl.server.async_engine import Answer
 from minisgl.server.errors import ApiError, to_json
 from minisgl.server.formats import ChatFormat, CompletionFormat, Usage
@@ -136,13 +135,14 @@ def streamed(
     num_choices: int = 1,
     note: Callable[[Update | ApiError], object] = lambda news: None,
     abort: Callable[[Answer], object] = lambda answer: None,
+    max_unread: int = 4096,
 ) -> Connection:
     """What a client gets of an answer that has the ``story``."""
 
     async def scenario() -> Connection:
         connection, answer = Connection(), Answer(0, num_choices, abort)
         style = CompletionFormat("model", Words(), Usage([3], num_choices), False, "none", [])
-        stream = EventStream(answer, style, TimeLimit(None), note)
+        stream = EventStream(answer, style, TimeLimit(None), note, max_unread)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -196,7 +196,7 @@ def test_what_comes_while_a_client_takes_nothing_is_one_event() -> None:
 
 @pytest.mark.parametrize("logprobs", [0, 20])
 def test_too_much_that_is_unread_ends_the_stream(logprobs: int) -> None:
-    most, noted, aborted = streaming.MAX_UNREAD // (1 + logprobs), [], []
+    most, noted, aborted = 210 // (1 + logprobs), [], []
     entries = [TokenLogprobs(5, -1.0, [(5, -1.0)] * logprobs)] if logprobs else []
 
     async def story(answer: Answer, connection: Connection) -> None:
@@ -207,9 +207,64 @@ def test_too_much_that_is_unread_ends_the_stream(logprobs: int) -> None:
             assert bool(aborted) == (number >= most)
         connection.takes.set()
 
-    sent = streamed(story, note=noted.append, abort=aborted.append).sent
+    sent = streamed(story, note=noted.append, abort=aborted.append, max_unread=210).sent
     assert [b'"text":"a"' in sent[1], b"does not read its answer" in sent[-2]] == [True, True]
     assert noted[-1].code == "slow_client"
+    assert f"{(most + 1) * (1 + logprobs)} tokens and log-probabilities wait, and at most 210 may" in noted[-1].detail
+    assert "raise --max-unread" in noted[-1].detail
+
+
+def test_a_backlog_is_never_written_at_once_and_not_at_all_for_a_client_that_has_left() -> None:
+    most, written = 64, []
+
+    class Counting(CompletionFormat):
+        def encoded(self, update: Update) -> list[bytes]:
+            written.append(len(update.token_ids))
+            return super().encoded(update)
+
+    async def scenario(backlog: int) -> None:
+        aborted: list[Answer] = []
+        connection, client, answer = Connection(), Client(), Answer(0, 1, aborted.append)
+        style = Counting("model", Words(), Usage([3], 1), False, "none", [])
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None, most)
+        responding = asyncio.ensure_future(stream({"type": "http"}, client.receive, connection.send))
+        await asyncio.sleep(0.01)
+        connection.takes.clear()
+        put(answer, Update(0, 0, "a", [1]))
+        for _ in range(backlog):
+            if not aborted:  # an engine sends no more then
+                put(answer, Update(0, 0, "x", [5]))
+        assert answer.unread <= most + 1
+        client.left.set()
+        await responding
+        connection.takes.set()
+        await asyncio.sleep(0.01)
+        assert written == [1], "what waited for a client that has left is not written"
+        assert len(asyncio.all_tasks()) == 1
+
+    for backlog in (most, 38_000):
+        written.clear()
+        asyncio.run(scenario(backlog))
+
+
+def test_a_client_that_reads_again_has_its_backlog_in_one_bounded_write() -> None:
+    most, sizes = 64, []
+
+    async def story(answer: Answer, connection: Connection) -> None:
+        put(answer, Update(0, 0, "a", [1]))
+        connection.takes.clear()
+        for _ in range(most + 1):
+            put(answer, Update(0, 0, "x", [5]))
+        connection.takes.set()
+        await asyncio.sleep(0.01)
+        put(answer, Update(0, 0, "!", [6], finish_reason="stop"))
+
+    def note(news: Update | ApiError) -> None:
+        assert isinstance(news, Update)
+        sizes.append(len(news.token_ids))
+
+    streamed(story, note=note, max_unread=most)
+    assert sizes == [1, 1, most, 1]
 
 
 def test_a_stream_that_cannot_be_written_ends_alone() -> None:
@@ -220,7 +275,7 @@ def test_a_stream_that_cannot_be_written_ends_alone() -> None:
     async def scenario() -> None:
         connection, answer = Connection(), Answer(0, 1, abort=lambda answer: None)
         style = Broken("model", Words(), Usage([3], 1), False, "none", [])
-        stream = EventStream(answer, style, TimeLimit(None), lambda news: None)
+        stream = EventStream(answer, style, TimeLimit(None), lambda news: None, 4096)
         responding = asyncio.ensure_future(stream({"type": "http"}, Client().receive, connection.send))
         await asyncio.sleep(0.01)
         put(answer, Update(0, 0, "a", [1]))  # raises nothing where other answers are delivered

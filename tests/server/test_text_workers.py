@@ -55,6 +55,20 @@ def test_a_job_of_many_texts_does_not_stand_before_others() -> None:
     assert list(done.items()) == [(2, 1), (1, 1000), (3, 1000)]
 
 
+def test_a_client_of_many_jobs_does_not_stand_before_others() -> None:
+    stage = TokenizerStage(tiny_tokenizer("byte-level"), None)
+    for job in range(101):
+        stage.take(submit(job, ["the dog"], SamplingParams(), False, "", client="b" if job == 100 else "a"))
+    done: list[int] = []
+    while stage.has_work:
+        outcome = stage.step()
+        assert outcome is not None
+        assert isinstance(outcome[1], Tokenized)
+        assert outcome[1].client == outcome[0].client
+        done.append(outcome[0].job)
+    assert done == [0, 100, *range(1, 100)]
+
+
 def test_all_kinds_of_prompts_become_token_ids() -> None:
     tokenizer = tiny_tokenizer("byte-level")
     message = tokenize("the dog", [5, 6], Conversation([USER]))
