@@ -192,11 +192,9 @@ async def all_streamed(server: ServerThread, clients: int) -> list[tuple[int, in
 
 
 @pytest.mark.slow
-def test_fifty_clients_that_read_nothing_cost_two_hundred_others_no_token(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "STALL_TIMEOUT", 5.0)
-    with ProcessServer(checkpoint, ServerConfig(), num_pages=16384, max_running_requests=300) as server:
+def test_fifty_clients_that_read_nothing_cost_two_hundred_others_no_token(checkpoint: Path) -> None:
+    config = ServerConfig(stall_timeout=5.0)
+    with ProcessServer(checkpoint, config, num_pages=16384, max_running_requests=300) as server:
         asyncio.run(all_streamed(server, 200))  # what a crowd needs once
         before = resident()
         silent = [deaf(server, n=2) for _ in range(50)]
