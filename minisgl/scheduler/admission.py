@@ -89,8 +89,11 @@ class _Turns:
     def __iter__(self) -> Iterator[Request]:
         if not self._keys:
             return iter(self.requests.values())
-        if len(self.groups) == len(self.requests):  # one in each: quicker, since long queues are looked at in each step
-            return chain.from_iterable(map(iter, self.groups.values()))
+        # Long queues are looked at in each step, and most have no turns.
+        if len(self.groups) == len(self.requests):
+            return chain.from_iterable(group.requests.values() for group in self.groups.values())
+        if len(self.groups) == 1:
+            return iter(next(iter(self.groups.values())))
         return self._in_turns()
 
     def _in_turns(self) -> Iterator[Request]:
