@@ -101,8 +101,8 @@ def test_on_a_gpu_all_is_compiled_before_the_first_request(tmp_path: Path, dtype
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu_the_compiled_sampler_draws_what_the_plain_one_draws(tmp_path: Path, dtype: str) -> None:
-    """One row is random and one greedy: with a top-k in the batch, all rows would go to the plain sampler. Compiled layers
-    round bfloat16 elsewhere, so a greedy answer may depart from theirs where the best two were about equal."""
+    """One row is random and one greedy: with a top-k in the batch, all rows would go to the plain sampler. Compiled
+    layers round bfloat16 elsewhere, so a greedy answer may depart where the best two were about equal."""
     path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=64, num_hidden_layers=1)
     options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 256, "max_running_requests": 8}
 
