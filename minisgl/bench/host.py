@@ -85,16 +85,12 @@ def run_host(
     running: Sequence[int] = (256, 512, 1024, 2048), steps: int = 300, prefix_len: int = 2048, page_size: int = 16
 ) -> Report:
     """Host time of decode steps by running requests, watched (each token is reported) or not, and of prefill."""
-    report, output_len = Report("host"), _FILLING_STEPS + _WARM_UP_STEPS + steps
+    report = Report("host")
     decode = report.table("host time of a decode step", "requests", "running", "median, µs", "95th percentile, µs")
     for kind in ("unwatched", "watched"):
         medians = []
         for count in running:
-            loop = _loop(count, _PROMPT_LENS[1] + output_len, page_size)
-            rng = np.random.default_rng(0)
-            for uid, length in enumerate(rng.integers(*_PROMPT_LENS, size=count).tolist()):
-                _add(loop, uid, rng.integers(_VOCAB, size=length, dtype=np.int32), output_len, kind == "watched")
-            micros = [1e6 * seconds for seconds in _decode_seconds(loop, count, steps, nullcontext())]
+            micros = _decode_micros(count, steps, page_size, kind == "watched")
             medians.append(median(micros))
             decode.add(kind, count, medians[-1], float(np.percentile(micros, 95)))
         few, many, growth = running[0], running[-1], medians[-1] / medians[0]
@@ -105,7 +101,35 @@ def run_host(
     prefill = report.table(f"host time of a prefill, {prompt}", "requests at once", "µs a request")
     for count in (1, 64):
         prefill.add(count, _prefill_micros(count, prefix_len, page_size))
+    columns = ("running", "pages a step", "kept back, µs a step", "published, µs a step", "µs a page")
+    published = report.table("pages that running answers fill, published in the prefix cache", *columns)
+    for count in running:
+        pages = count / page_size
+        repeats = [
+            [median(_decode_micros(count, steps, page_size, False, kind)) for kind in (_KeepsAnswersBack, KVMemory)]
+            for _ in range(_REPEATS)  # in turn, since they differ by little
+        ]
+        without, added = median(kept for kept, _ in repeats), median(more - kept for kept, more in repeats)
+        published.add(count, pages, without, without + added, added / pages)
     return report
+
+
+class _KeepsAnswersBack(KVMemory):
+    """Pages that answers fill reach the prefix cache when their requests end."""
+
+    def cache_answers(self, slots: Int32Array) -> None: ...
+
+
+def _decode_micros(
+    count: int, steps: int, page_size: int, watched: bool, memory: type[KVMemory] = KVMemory
+) -> list[float]:
+    """Microseconds of decode steps of ``count`` requests with prompts of their own."""
+    output_len = _FILLING_STEPS + _WARM_UP_STEPS + steps
+    loop = _loop(count, _PROMPT_LENS[1] + output_len, page_size, memory)
+    rng = np.random.default_rng(0)
+    for uid, length in enumerate(rng.integers(*_PROMPT_LENS, size=count).tolist()):
+        _add(loop, uid, rng.integers(_VOCAB, size=length, dtype=np.int32), output_len, watched)
+    return [1e6 * seconds for seconds in _decode_seconds(loop, count, steps, nullcontext())]
 
 
 def _decode_seconds(loop: EngineLoop, rows: int, steps: int, watched: AbstractContextManager[object]) -> list[float]:
@@ -143,11 +167,11 @@ def _prefill_micros(requests: int, prefix_len: int, page_size: int) -> float:
     return median(micros[1:])  # in the first round nothing is cached
 
 
-def _loop(max_running: int, max_seq_len: int, page_size: int) -> EngineLoop:
+def _loop(max_running: int, max_seq_len: int, page_size: int, make_memory: type[KVMemory] = KVMemory) -> EngineLoop:
     """A loop with twice the pages that all slots need: nothing is preempted, and the cache has room."""
     table = RunningTable(max_running, max_seq_len)
     num_pages = 2 * max_running * -(-max_seq_len // page_size)
-    memory = KVMemory(num_pages, table, RadixCache(page_size))
+    memory = make_memory(num_pages, table, RadixCache(page_size))
     return EngineLoop(Scheduler(table, memory, Policies()), NullExecutor())
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from minisgl.batch import Batch, DeviceBatch, build_batch, to_device
 from minisgl.config import EngineConfig
@@ -286,15 +287,19 @@ class CapturedGraph(Protocol):
 
 
 def capture_all(unit: str, capture: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
-    """Capture a graph for each of the sizes, counted in ``unit``, and log progress and free memory.
+    """Capture a graph of each size, counted in ``unit``. Log progress and free memory, and show a bar in a terminal.
 
     The largest comes first. Memory that the pool got for its intermediate results serves all smaller ones; the other
     way round, each graph would need a little more than the pool has, and the pool would grow every time.
     """
-    for number, size in enumerate(sorted(sizes, reverse=True), start=1):
+    logged = logger.isEnabledFor(logging.INFO)
+    # `disable=None` asks whether stderr is a terminal. That of a rank's process is a pipe to its driver.
+    bar = tqdm(sorted(sizes, reverse=True), desc=f"graphs by {unit}", disable=None if logged else True)
+    for number, size in enumerate(bar, start=1):
         start = time.perf_counter()
         capture(size)
-        if logger.isEnabledFor(logging.INFO):
+        if logged:
+            bar.clear()  # or the line would begin behind it
             seconds, free = time.perf_counter() - start, free_memory(device) / 1e9
             logger.info("graph %d of %d: %d %s, %.1f s, %.2f GB free", number, len(sizes), size, unit, seconds, free)
 

@@ -81,10 +81,12 @@ def test_host_measures_watched_and_unwatched_requests(tmp_path: Path, capsys: py
     sizes = ["--running", "2", "5", "--steps", "6", "--prefix-len", "64", "--page-size", "8"]
     record = bench(tmp_path, "host", *sizes)
 
-    decode, prefill = record["tables"]
+    decode, prefill, published = record["tables"]
+    assert [row[:2] for row in published["rows"]] == [[2, 0.25], [5, 0.625]]
     assert [row[:2] for row in decode["rows"]] == [["unwatched", 2], ["unwatched", 5], ["watched", 2], ["watched", 5]]
     assert [row[0] for row in prefill["rows"]] == [1, 64]
     assert all(min(row[1:]) > 0 for row in [*decode["rows"], *prefill["rows"]])
+    assert all(micros > 0 for row in published["rows"] for micros in row[2:4])
     assert len(record["targets"]) == 4
     assert "decode step of 2 watched requests" in capsys.readouterr().out
 

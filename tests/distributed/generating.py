@@ -33,8 +33,13 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 def generate(path: Path, **options: Any) -> list[list[int]]:
     """The answers of a new engine to all prompts, twice: the second time from its prefix cache."""
+    return tokens(generated(path, **options))
+
+
+def generated(path: Path, **options: Any) -> list[RequestOutput]:
+    """What `generate` shows the tokens of."""
     with LLM(path, **{**OPTIONS, "num_pages": 64, **options}) as llm:
-        return tokens(llm.generate(PROMPTS, PARAMS)) + tokens(llm.generate(PROMPTS, PARAMS))
+        return llm.generate(PROMPTS, PARAMS) + llm.generate(PROMPTS, PARAMS)
 
 
 def step_for_ever(llm: LLM) -> None:

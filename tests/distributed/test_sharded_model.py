@@ -22,8 +22,10 @@ from minisgl.models.fusions import fuse_layers
 from minisgl.models.loader import load_model
 from tests.distributed.ranks import CPU, Position, in_turns, on_ranks
 from tests.model_zoo import ARCHITECTURES, Variant, hf_logits, random_tokens, run_dense, tiny_checkpoint
+from tests.paged_runner import PagedRunner
 
 PROMPTS = random_tokens(31, 1)
+PIECES = random_tokens(30, 21, 12)
 
 
 def load(path: Path, ranks: Communicator = SINGLE_RANK, dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
@@ -35,9 +37,10 @@ def load(path: Path, ranks: Communicator = SINGLE_RANK, dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("variant", ARCHITECTURES, ids=lambda variant: variant.name)
 def test_scores_are_those_of_transformers(tmp_path: Path, variant: Variant) -> None:
-    """Row-major and, as an engine on a CPU has them, prepacked weights; ranks agree to the bit."""
+    """Row-major and, as an engine on a CPU has them, prepacked weights; whole prompts, and over a share of the pages
+    chunks, decode rows and both. Ranks agree to the bit."""
     path, hf = variant.checkpoint(tmp_path)
-    expected = [hf_logits(hf, prompt) for prompt in PROMPTS]
+    expected = [hf_logits(hf, prompt) for prompt in (*PROMPTS, *PIECES)]
     for size in (2, 4):
         assert_ranks_have_the_scores(path, expected, size)
 
@@ -46,19 +49,22 @@ def test_scores_are_those_of_transformers(tmp_path: Path, variant: Variant) -> N
 def test_eight_ranks(tmp_path: Path, architecture: str) -> None:
     """A head each, and four ranks to each KV head."""
     path, hf = tiny_checkpoint(tmp_path, architecture, num_attention_heads=8)
-    assert_ranks_have_the_scores(path, [hf_logits(hf, prompt) for prompt in PROMPTS], 8)
+    assert_ranks_have_the_scores(path, [hf_logits(hf, prompt) for prompt in (*PROMPTS, *PIECES)], 8)
 
 
 def assert_ranks_have_the_scores(path: Path, expected: list[torch.Tensor], size: int) -> None:
+    config = ModelConfig.from_dir(path)
+
     def scores(ranks: Communicator) -> list[torch.Tensor]:
         model = load(path, ranks)
-        plain = run_dense(model, *PROMPTS)
+        paged = PagedRunner.of(model, config, torch.float32, rows=3, max_len=32, page_size=4, ranks=ranks)
+        plain = run_dense(model, *PROMPTS) + paged.in_pieces(*PIECES)
         prepack_weights(model)
         assert all(module.weight.is_mkldnn for module in model.modules() if isinstance(module, Linear))
         return plain + run_dense(model, *PROMPTS)
 
     first, *others = on_ranks(size, scores)
-    for logits, wanted in zip(first, expected * 2, strict=True):
+    for logits, wanted in zip(first, [*expected, *expected[: len(PROMPTS)]], strict=True):
         torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from minisgl.config import EngineConfig
+from minisgl.engine.build import build_engine
 from minisgl.errors import ConfigError
+from minisgl.layers.sharding import Communicator
 from minisgl.llm import LLM
+from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
 from tests.distributed import broken
-from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, generate, tokens
-from tests.model_zoo import tiny_checkpoint
+from tests.distributed.generating import GREEDY, OPTIONS, PROMPTS, generate, generated, tokens
+from tests.distributed.ranks import on_ranks
+from tests.model_zoo import ARCHITECTURES, Variant, tiny_checkpoint
 
 CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "2 ranks": ("LlamaForCausalLM", {}, 2, {"overlap": True}),
@@ -52,6 +57,32 @@ def test_tokens_are_those_of_one_rank(
     path, _ = tiny_checkpoint(tmp_path, architecture, **sizes)
     expected = generate(path, **{**options, "all_reduce": "auto"})
     assert generate(path, tensor_parallel_size=ranks, **options) == expected
+
+
+FAMILIES = ("smollm3-window", "olmo3", "granite", "granite4-nope", "phi4-mini", "glm4", "gpt-oss")
+
+
+@pytest.mark.parametrize(
+    "variant", [each for each in ARCHITECTURES if each.name in FAMILIES], ids=lambda variant: variant.name
+)
+def test_two_engines_in_one_process_give_the_tokens_of_one(tmp_path: Path, variant: Variant) -> None:
+    """And its log-probabilities: cached prefixes, chunks, and steps of chunks and decode rows. Ranks are threads, which
+    start sooner than processes. Each has a scheduler of its own, and all of these decide alike."""
+    path, _ = variant.checkpoint(tmp_path)
+    options = {"batch_policy": "mixed", "max_prefill_tokens": 16}
+    config = EngineConfig.from_options(str(path), {**OPTIONS, **options, "num_pages": 64, "tensor_parallel_size": 2})
+
+    def answers(ranks: Communicator) -> list[RequestOutput]:
+        return generated(path, executor=build_engine(config, path, ranks), **options)
+
+    expected = generated(path, **options)
+    for found in on_ranks(2, answers):
+        assert tokens(found) == tokens(expected)
+        assert _logprobs(found) == pytest.approx(_logprobs(expected), rel=0, abs=1e-4)
+
+
+def _logprobs(answers: list[RequestOutput]) -> list[float]:
+    return [position.logprob for output in answers for position in output.logprobs or ()]
 
 
 @pytest.mark.parametrize("control_plane", ["shared-memory", "zmq"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Hashable, Mapping
@@ -256,3 +257,23 @@ def test_captures_are_logged_from_the_largest_down(caplog: pytest.LogCaptureFixt
     begins = [line.split(",")[0] for line in caplog.messages]
     assert begins == ["graph 1 of 3: 8 rows", "graph 2 of 3: 4 rows", "graph 3 of 3: 1 rows"]
     assert all(line.endswith("GB free") for line in caplog.messages)
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "level", "bar"), [(Terminal, "INFO", True), (Terminal, "WARNING", False), (io.StringIO, "INFO", False)]
+)
+def test_a_terminal_that_is_told_sees_a_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stderr: type[io.StringIO], level: str, bar: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr())
+    with caplog.at_level(level, "minisgl.engine.cuda_graph"):
+        capture_all("rows", lambda size: None, (1, 8, 4), torch.device("cpu"))
+    shown = sys.stderr.getvalue()
+    assert ("graphs by rows: 100%" in shown and "3/3" in shown) if bar else shown == ""

@@ -72,6 +72,16 @@ def test_a_step_that_fails_leaves_no_range_open(path: Path, ranges: Ranges) -> N
     assert ranges.stack == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_real_functions_take_what_is_pushed(path: Path, eager: bool) -> None:
+    """Graphs are captured with ranges as well. What a profiler makes of them, only the profiler sees."""
+    options = {"device": "cuda", "num_pages": 64, "enforce_eager": eager}
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    found, expected = (LLM(path, **options, nvtx=nvtx).generate([[1, 2, 3]], params)[0] for nvtx in (True, False))
+    assert (found.token_ids, found.error) == (expected.token_ids, None)
+
+
 def test_without_a_cuda_build_the_option_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mark(name: str) -> None:
         raise RuntimeError("NVTX functions not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.llm import LLM
 from minisgl.models.fusions import compile_layers, fuse_layers, select_fusions
+from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
 from tests.model_zoo import tiny_checkpoint
 from tests.models.test_fusions import load, steps
+from tests.test_gpu import agreeing_until_a_tie
 
 CPU = torch.device("cpu")
 
@@ -93,3 +96,25 @@ def test_on_a_gpu_all_is_compiled_before_the_first_request(tmp_path: Path, dtype
     assert counters["stats"]["unique_graphs"] == compiled > 0
     if dtype == "float32":
         assert [each.token_ids for each in outputs] == [each.token_ids for each in plain]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_the_compiled_sampler_draws_what_the_plain_one_draws(tmp_path: Path, dtype: str) -> None:
+    """One row is random and one greedy: with a top-k in the batch, all rows would go to the plain sampler. Compiled
+    layers round bfloat16 elsewhere, so a greedy answer may depart where the best two were about equal."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=64, num_hidden_layers=1)
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 256, "max_running_requests": 8}
+
+    def answers(**others: Any) -> list[RequestOutput]:
+        with LLM(path, **options, **others) as llm:
+            return llm.generate(PROMPTS[:2], [replace(params, logprobs=2) for params in PARAMS[:2]])
+
+    plain = answers(fusions=(), sampler="default")
+    counters.clear()
+    drawn, compiled = answers(fusions=(), sampler="compile"), counters["stats"]["unique_graphs"]
+    assert compiled > 0, "nothing but the sampler is compiled here"
+    assert [each.token_ids for each in drawn] == [each.token_ids for each in plain]
+    both = answers(fusions=("compile",))
+    assert agreeing_until_a_tie(both[1:], plain[1:], tie=0.01 if dtype == "float32" else 0.5) > 0
+    assert dtype == "bfloat16" or both[0].token_ids == plain[0].token_ids

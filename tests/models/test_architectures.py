@@ -109,22 +109,10 @@ def test_chunks_decodes_and_mixed_steps(
     pair: tuple[PreTrainedModel, torch.nn.Module, ModelConfig], dtype: torch.dtype, page_size: int
 ) -> None:
     hf, model, config = pair
-    a, b, c = random_tokens(30, 21, 12)
+    sequences = random_tokens(30, 21, 12)
     runner = PagedRunner.of(model, config, dtype, rows=3, max_len=32, page_size=page_size)
-    steps = [
-        {0: a[:7]},
-        {0: a[7:14], 1: b[:3]},
-        {1: b[3:4], 0: a[14:27], 2: c[:11]},  # decode, two prefills with and without a prefix
-        {0: a[27:28], 1: b[4:5], 2: c[11:12]},
-        {1: b[5:21], 0: a[28:29]},
-        {0: a[29:30]},
-    ]
-    got: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
-    for fed in steps:
-        for slot, logits in zip(fed, runner.step(fed), strict=True):
-            got[slot].append(logits)
-    for slot, tokens in enumerate((a, b, c)):
-        assert_equal(torch.cat(got[slot]), hf_logits(hf, tokens), dtype)
+    for tokens, logits in zip(sequences, runner.in_pieces(*sequences), strict=True):
+        assert_equal(logits, hf_logits(hf, tokens), dtype)
 
 
 class Olmo2Attention(Attention):

@@ -1,10 +1,25 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tools.links import chapter_problems, site_problems
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_book_names_nothing_that_is_not_there() -> None:
+    assert chapter_problems(ROOT) == []
+
+
+def test_every_difference_has_a_chapter() -> None:
+    """The last column of each row links to where it is worked out; that the file is there, the test above holds."""
+    lines = (ROOT / "chapters" / "differences.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("|") and not re.match(r"\| what \||\|---", line)]
+    assert len(rows) > 40
+    assert [row for row in rows if not re.search(r"\| (\[\d+\]\(\d\d-[\w-]+\.md\)(, )?)+ \|$", row)] == []
 
 
 @pytest.fixture
