@@ -54,14 +54,14 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return len(self._require("prompt"))
 
-    def encode(self, text: str, limit: int | None = None) -> list[int]:
-        """Tokenize ``text``, with the special tokens (such as BOS) that the tokenizer adds to a text.
+    def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize ``text``, by default with the special tokens (such as BOS) that the tokenizer adds to a text.
 
         Raises `InvalidRequest` without a tokenizer, or for a ``prompt`` that is no string, no valid Unicode or too
         long: a text that must exceed ``limit`` tokens is not tokenized.
         """
         check_type("prompt", text, str, "a string")
-        return self._encode("prompt", text, True, limit)
+        return self._encode("prompt", text, add_special_tokens, limit)
 
     @property
     def chat_template(self) -> str | None:

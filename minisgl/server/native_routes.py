@@ -164,13 +164,16 @@ class GenerateRequest(ApiObject):
 
 
 class TokenizeRequest(ApiObject):
-    """Body of ``POST /tokenize``: one of ``prompt`` and ``messages``."""
+    """Body of ``POST /tokenize``: one of ``prompt`` and ``messages``.
+
+    ``add_special_tokens`` is about a prompt; a chat template writes its own.
+    """
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: list[ChatMessage] | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    add_special_tokens: Annotated[bool, only_default(True)] = True
+    add_special_tokens: StrictBool = True
     add_generation_prompt: Annotated[bool, only_default(True)] = True
     continue_final_message: Annotated[bool, only_default(False)] = False
 
@@ -214,7 +217,7 @@ def native_routes(engine: AsyncEngine, handler: GenerateHandler, texts: TextServ
     async def tokenize(body: TokenizeRequest) -> Any:
         """Token ids of a text or a conversation."""
         check_model(engine, body.model)
-        tokens = await texts.tokenize(body.text)
+        tokens = await texts.tokenize(body.text, body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_seq_len}
 
     @router.post("/detokenize", response_model=DetokenizeReply, responses=error_responses(*TAKES_BODY))

@@ -170,9 +170,10 @@ class TextService:
         self._allow_control_tokens = allow_control_tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minisgl-text")
 
-    async def tokenize(self, prompt: str | Conversation) -> list[int]:
-        """Token ids, with those that the tokenizer or the template adds. Raises `InvalidRequest`."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, prompt)
+    async def tokenize(self, prompt: str | Conversation, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with those that the template or, if asked to, the tokenizer adds. Raises `InvalidRequest`."""
+        arguments = (prompt, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, *arguments)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. Raises `InvalidRequest` if an id is outside of the vocabulary."""
@@ -182,14 +183,14 @@ class TextService:
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer(self._path, self._allow_control_tokens)
 
-    def _encode(self, prompt: str | Conversation) -> list[int]:
+    def _encode(self, prompt: str | Conversation, add_special_tokens: bool) -> list[int]:
         field, texts = ("prompt", [prompt]) if isinstance(prompt, str) else ("messages", _contents(prompt))
         if (characters := sum(map(len, texts))) > self._max_chars:
             limit = f"must have at most {self._max_chars} characters, got {characters}"
             raise InvalidRequest(field, f"{limit}; split the text, or raise --max-tokenize-chars")
         if isinstance(prompt, Conversation):
             return self._tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
-        return self._tokenizer.encode(prompt)
+        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         check_token_ids("tokens", token_ids, self._tokenizer.vocab_size, limit=len(token_ids))

@@ -141,6 +141,8 @@ def test_text_to_tokens_and_back(server: RunningServer, reference: LLM) -> None:
     tokenizer = reference.tokenizer
     for body, expected in (
         ({"prompt": PROMPT}, tokenizer.encode(PROMPT)),
+        ({"prompt": PROMPT, "add_special_tokens": False}, tokenizer.encode(PROMPT, add_special_tokens=False)),
+        ({"messages": MESSAGES, "add_special_tokens": False}, tokenizer.encode_chat(MESSAGES)),
         ({"messages": MESSAGES, "model": server.model}, tokenizer.encode_chat(MESSAGES)),
     ):
         told = server.http.post("/tokenize", json=body).json()
@@ -158,7 +160,7 @@ def test_text_to_tokens_and_back(server: RunningServer, reference: LLM) -> None:
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "x" * 1_050_000}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 700_000}] * 2}, "messages"),
-        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 0}, "add_special_tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [300]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
