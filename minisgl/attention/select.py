@@ -83,7 +83,7 @@ ARCHITECTURES = (
         (9, 0),
         "cascade",
         "H200",
-        "it decodes fastest, reads shared prefixes once, and has nothing to compile for long",
+        "it decodes many rows fastest, reads shared prefixes once, and has nothing to compile for long",
     ),
     Architecture("Blackwell", (10, 0), "cascade", None, _FITS.format("227 kB")),
     Architecture("Blackwell, consumer", (12, 0), "cascade", None, _FITS.format("99 kB")),

@@ -42,8 +42,8 @@ def cache_on(device: str, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     ("device", "dtype", "triton", "name", "reason"),
     [
         ("cpu", torch.float32, True, "torch", "fastest on a CPU"),
-        ("cuda", torch.bfloat16, True, "cascade", "decodes fastest"),
-        ("cuda", torch.float32, True, "cascade", "decodes fastest"),
+        ("cuda", torch.bfloat16, True, "cascade", "decodes many rows fastest"),
+        ("cuda", torch.float32, True, "cascade", "decodes many rows fastest"),
         ("cuda", torch.float64, True, "torch", "computes in float64"),
         ("cuda", torch.bfloat16, False, "torch", "Triton, which is not installed"),
     ],
@@ -143,12 +143,17 @@ def test_auto_on_a_cpu_is_torch() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "name", "reason"),
     [
-        ("auto", "auto", "cascade", "it decodes fastest"),
+        ("auto", "auto", "cascade", "it decodes many rows fastest"),
         ("triton", "triton", "triton", "it was asked for"),
         ("flashinfer", "triton", "flashinfer + triton", "they were asked for"),
-        ("flashinfer", "auto", "flashinfer + cascade", "prefill was asked for; of decode: it decodes fastest"),
-        ("auto", "triton", "cascade + triton", "decode was asked for; of prefill: it decodes fastest"),
-        ("cascade", "auto", "cascade", "it decodes fastest"),
+        (
+            "flashinfer",
+            "auto",
+            "flashinfer + cascade",
+            "prefill was asked for; of decode: it decodes many rows",
+        ),
+        ("auto", "triton", "cascade + triton", "decode was asked for; of prefill: it decodes many rows fastest"),
+        ("cascade", "auto", "cascade", "it decodes many rows fastest"),
     ],
 )
 def test_an_engine_names_its_backends_and_says_why(prefill: str, decode: str, name: str, reason: str) -> None:
