@@ -55,7 +55,7 @@ def load(tmp_path: Path, running: RunningServer, *arguments: str) -> dict[str, d
 
 
 def test_an_open_loop_has_a_row_for_each_rate(tmp_path: Path, running: RunningServer) -> None:
-    arguments = ["--requests", "12", "--input-len", "4", "12", "--output-len", "2", "5"]
+    arguments = ["--requests", "12", "--input-len", "4", "12", "--output-len", "20", "40"]
     rows = load(tmp_path, running, "--rate", "40", "80", *arguments)
     assert list(rows) == ["40/s", "80/s"]
     for row in rows.values():
