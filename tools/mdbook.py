@@ -36,6 +36,9 @@ _DRAWING = re.compile(r"!\[[^\]]*\]\((?P<path>images/[\w-]+\.svg)\)")
 _CHECKED = re.compile(r'^check\("(?P<task>[\d.]+)"', re.MULTILINE)
 _LISTING = re.compile(r"^`(?P<path>[\w./]+\.py)`, line \d+\n+```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
+_INLINE_CODE = re.compile(r"<code>[^<]+</code>")
+_OPTION = re.compile(r"(?<![\w./-])--?[A-Za-z][\w-]*")
+
 
 def build(root: Path, site: Path) -> int:
     """Build with the Python that runs this.
@@ -57,7 +60,7 @@ def build(root: Path, site: Path) -> int:
         if done.returncode != 0:
             return done.returncode
         for page in site.rglob("*.html"):
-            _put_in(page, Path(pictures))
+            _finish(page, Path(pictures))
     problems = [*check(root), *chapter_problems(root), *site_problems(site)]
     if any(word in done.stderr for word in ("WARN", "ERROR")):
         problems.append("mdBook warns about the book: see above")
@@ -66,9 +69,12 @@ def build(root: Path, site: Path) -> int:
     return 1 if problems else 0
 
 
-def _put_in(page: Path, pictures: Path) -> None:
+def _finish(page: Path, pictures: Path) -> None:
+    """Put pictures into a page of mdBook's, and keep each option of a command in one piece."""
     text = page.read_text(encoding="utf-8")
-    if (filled := _PLACE.sub(lambda place: (pictures / place["name"]).read_text(encoding="utf-8"), text)) != text:
+    kept = _INLINE_CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), text)
+    filled = _PLACE.sub(lambda place: (pictures / place["name"]).read_text(encoding="utf-8"), kept)
+    if filled != text:
         page.write_text(filled, encoding="utf-8")
 
 
@@ -164,8 +170,15 @@ def _render(output: Any) -> str:
         return "\n".join(['<div class="output">', *lines, "</div>"])
     if "text/markdown" in data:
         text = data["text/markdown"].replace('<div style="font-family:monospace">\n\n', '<div class="output">\n\n', 1)
-        return text if text != data["text/markdown"] else f'<div class="output">\n\n{text}\n\n</div>'
+        kind = "output wide" if _is_wide(text) else "output"
+        return text if text != data["text/markdown"] else f'<div class="{kind}">\n\n{text}\n\n</div>'
     return _preformatted(data["text/plain"])
+
+
+def _is_wide(text: str) -> bool:
+    """Whether a table has both sentences and too many columns for them on a phone."""
+    rows = [line.split(" | ") for line in re.sub(r"^\|.*\n(?=\| -)", "", text, flags=re.MULTILINE).splitlines()]
+    return any(len(row) > 3 and max(map(len, row)) > 20 for row in rows if row[0].startswith("|"))
 
 
 def _picture(html: str) -> str:

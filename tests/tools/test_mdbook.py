@@ -75,6 +75,15 @@ def test_the_richest_form_is_shown(data: dict[str, str], expected: str) -> None:
     assert made == f"# A chapter\n\n```python\nf()\n```\n\n{expected}\n\nand so on.\n"
 
 
+@pytest.mark.parametrize(
+    ("heading", "cell", "kind"),
+    [("d", "a sentence of more than one word", "output wide"), ("a heading of several words", "d", "output")],
+)
+def test_tables_with_sentences_beside_many_columns_are_wide(heading: str, cell: str, kind: str) -> None:
+    table = f"| a | b | c | {heading} |\n| --- | --- | ---: | --- |\n| a | b | c | {cell} |"
+    assert f'<div class="{kind}">\n\n| a |' in shown(nbformat.v4.new_output("display_data", {"text/markdown": table}))
+
+
 def test_a_photograph_has_the_words_that_its_cell_gives() -> None:
     data, words = {"image/png": "AA==", "text/plain": "<Image object>"}, {"image/png": {"alt": "a page"}}
     assert '<img alt="a page" src=' in shown(nbformat.v4.new_output("execute_result", data, metadata=words))
@@ -228,11 +237,12 @@ def prose(book: Path, text: str) -> None:
 
 @pytest.mark.needs("mdbook")
 def test_a_sound_book_is_built(book: Path) -> None:
-    prose(book, "\n[above](#a-chapter), `tests/`, [mdBook](https://rust-lang.github.io/mdBook/), $n^2$\n")
+    prose(book, "\n[above](#a-chapter), `tests/`, [mdBook](https://rust-lang.github.io/mdBook/), $n^2$, `x --a-b`\n")
     assert build(book, book / "site") == 0
     page = (book / "site" / "00-a.html").read_text()
     assert "forty-two" in page
     assert "<msup><mi>n</mi><mn>2</mn></msup>" in page
+    assert '<code>x <span class="option">--a-b</span></code>' in page
 
 
 BROKEN = """

@@ -52,6 +52,12 @@ DARK_TEXT = """
 [...document.querySelectorAll('main svg.viz text:not([style])')]
 .filter(it => getComputedStyle(it).fill.match(/\\d+/g).every(part => part < 100)).map(it => it.textContent)
 """
+# Cells of a table that hold a sentence and have hardly room for a word of it.
+NARROW_CELLS = """
+[...document.querySelectorAll('main td')].filter(it => it.innerText.trim().length > 20 && it.clientWidth < 70)
+.map(it => it.innerText.slice(0, 100))
+"""
+LINKS = "getComputedStyle(document.querySelector('main a[href^=http]')).color"
 CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
 
 
@@ -150,6 +156,7 @@ def test_on_a_phone_drawings_scroll_and_pages_do_not(site: Path, page: Browser) 
         assert min(found, default=12) >= 11, path.name
         assert page.evaluate("document.scrollingElement.scrollWidth") <= 390, f"{path.name} scrolls sideways"
         assert page.evaluate(SMALL_CONTROLS) == [], path.name
+        assert page.evaluate(NARROW_CELLS) == [], path.name
         drawn += len(found)
     assert drawn > 1000
     page.call("Emulation.clearDeviceMetricsOverride")
@@ -170,6 +177,7 @@ def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
         page.call("Emulation.setEmulatedMedia", features=[preferred])
         page.open((site / "06-the-radix-tree.html").as_uri())
         cards[preference] = page.evaluate(CARDS)
+    assert page.evaluate(LINKS) == "rgb(95, 176, 229)", "mdBook's own blue is too dark"
     for path in chapters(site):
         page.open(path.as_uri())
         assert page.evaluate(DARK_TEXT) == [], path.name
