@@ -68,9 +68,9 @@ class Request:
     seed: int = 0
     watched: bool = False  # report every token as it comes: for streaming, stop strings and log-probabilities
     deadline: float | None = None  # time.perf_counter value at which the request ends with an error; None is never
-    user: str = ""  # client that sent it, for policies that are fair to users; empty if unknown
+    user: str = ""  # whom its client names, for policies that are fair to users; empty if unknown
     group: int | None = None  # of requests that came together and take turns with others; None is one of its own
-    client: str = ""  # who sent it, as far as a server can tell; clients take turns too
+    client: str = ""  # address that it came from, of which each has its turn; empty without a server
     constraint: TokenConstraint | None = None  # decides which tokens may come next; None allows all
 
     state: RequestState = RequestState.WAITING
