@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from minisgl.scheduler.policy import PrefillFirst, SchedulerLoad, StepPlan
 from minisgl.server.config import ServerConfig
 from minisgl.server.launch import bind
 from minisgl.server.messages import EngineStats
@@ -220,9 +222,18 @@ def test_cache_aware_routing_computes_less_than_taking_turns(
     assert cached["cache_aware"] > cached["round_robin"]
 
 
+class Unhurried(PrefillFirst):
+    """A twentieth of a second for each step: what it runs is not over when the test comes to stop it."""
+
+    def plan(self, load: SchedulerLoad) -> StepPlan:
+        time.sleep(0.05)
+        return super().plan(load)
+
+
 def test_a_worker_that_is_killed_loses_the_requests_that_it_ran(path: Path, tmp_path: Path) -> None:
     log = tmp_path / "victim"
     options = ["--served-model-name", NAME, "--device", "cpu", "--in-process", "--port", "0", "--num-pages", "200"]
+    options += ["--batch-policy", "tests.server.test_routers:Unhurried"]
     command = [sys.executable, "-m", "minisgl.serve", "--model", str(path), *options]
     config = ServerConfig(served_model_name=NAME)
     with ExitStack() as stack:
