@@ -3,7 +3,8 @@
 ``python -m tools.notebooks pair [NAME ...]`` generates the notebooks of chapters (all, or those whose names begin so)
 without executing them: cells that are as they were keep their outputs, in which listings get the source and the line
 that their code has now.
-``python -m tools.notebooks run [NAME ...]`` executes chapters into notebooks.
+``python -m tools.notebooks run [NAME ...]`` executes chapters into notebooks; with ``--into FOLDER``, into copies
+there: what a machine with a GPU shows, beside the notebooks of the book.
 ``python -m tools.notebooks check`` generates the notebooks once more, in memory, and fails if any differs from the one
 that is there, if its outputs are not sound, or if more of them are kept results than the budget allows. It looks at
 contents alone, never at the times of files, so it says the same of a fresh clone.
@@ -63,13 +64,16 @@ def pair(text: str, notebook_path: Path) -> Any:
 
 
 def run(chapter: Path, notebook_path: Path) -> None:
-    """Execute a chapter and write its notebook, without times or anything else that differs from run to run."""
+    """Execute a chapter and write its notebook, without times or anything else that differs from run to run.
+
+    Wherever it is written, it runs in the folder ``notebooks`` beside the folder of chapters.
+    """
     notebook = read_chapter(_text(chapter))
     NotebookClient(
         notebook,
         kernel_name="python3",
         timeout=CELL_TIMEOUT,
-        resources={"metadata": {"path": str(notebook_path.parent)}},
+        resources={"metadata": {"path": str(chapter.parent.parent / "notebooks")}},
         extra_arguments=["--log-level=ERROR"],
         record_timing=False,
         coalesce_streams=True,
@@ -157,7 +161,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.notebooks", description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["pair", "run", "check"])
     parser.add_argument("names", nargs="*", help="beginnings of chapter names, such as 00")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="where `run` writes, instead of notebooks/")
     options = parser.parse_args(arguments)
+    if options.into and options.command != "run":
+        parser.error(f"--into goes with run, not with {options.command}")
     root = Path.cwd()
     if options.command == "check":
         return _check_all(root)
@@ -168,6 +175,9 @@ def main(arguments: list[str]) -> int:
             nbformat.write(notebook, notebook_path)
             continue
         print(f"executing {chapter.name}", flush=True)
+        if options.into:
+            options.into.mkdir(parents=True, exist_ok=True)
+            notebook_path = options.into / notebook_path.name
         try:
             run(chapter, notebook_path)
         except CellExecutionError as error:

@@ -67,6 +67,23 @@ def test_run_writes_the_same_notebook_every_time(book: Path) -> None:
     assert path.read_bytes() == first
 
 
+def test_a_copy_is_run_into_another_folder(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = book / "notebooks" / "00-a-chapter.ipynb"
+    text = CHAPTER.replace("print(answer)", "import os; print(os.getcwd())")
+    (book / "chapters" / "00-a-chapter.md").write_text(text)
+    monkeypatch.chdir(book)
+    before, folder = path.read_bytes(), tmp_path / "on" / "a-gpu"
+    assert main(["run", "00", "--into", str(folder)]) == 0
+    assert path.read_bytes() == before
+    (copy,) = folder.iterdir()
+    assert str(path.parent.resolve()) in copy.read_text()
+    with pytest.raises(SystemExit):
+        main(["pair", "--into", str(folder)])
+    assert "--into goes with run" in capsys.readouterr().err
+
+
 @pytest.mark.needs("ipywidgets")
 def test_of_a_widget_the_other_forms_are_kept(book: Path) -> None:
     chapter, path = book / "chapters" / "00-a-chapter.md", book / "notebooks" / "00-a-chapter.ipynb"
