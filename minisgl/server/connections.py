@@ -8,6 +8,7 @@ import resource
 import time
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minisgl.server.config import ServerConfig
@@ -20,12 +21,33 @@ _OTHER_FILES = 256  # that this process needs beside connections
 _LOG_INTERVAL = 60.0  # seconds between two log lines about the same trouble
 
 
+class _Http(h11.Connection):
+    """HTTP as h11 speaks it, without its checks of each chunk: a quarter of what a streamed token costs this process.
+
+    They find nothing, as the headers of the response are out and its end is not.
+    """
+
+    _is_chunked = False  # whether the response under way is
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if type(event) is h11.Data and event.data and self._is_chunked and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        written = super().send(event)
+        if type(event) is h11.Response and written is not None:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in written.lower()
+        return written
+
+
 class Connection(H11Protocol):
     """A client's connection, closed when it is one too many, or when the client lets us wait for too long."""
 
     most: int  # connections at a time
     header_timeout: float  # seconds, as is the next
     stall_timeout: float
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.conn = _Http(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import psutil
 import pytest
@@ -233,3 +234,28 @@ def test_a_long_answer_is_written_beside_the_event_loop(server: RunningServer, m
         answer = server.complete(max_tokens=max_tokens, logprobs=2, extra_body={"ignore_eos": True})
         assert answer.usage.completion_tokens == max_tokens
     assert [name.startswith("asyncio_") for name in threads] == [False, True]
+
+
+@pytest.mark.parametrize("headers", [[], [("content-length", "5")], [("transfer-encoding", "chunked")]])
+@pytest.mark.parametrize("start", [b"GET / HTTP/1.1", b"GET / HTTP/1.0", b"HEAD / HTTP/1.1"])
+def test_each_response_is_written_as_h11_writes_it(start: bytes, headers: list[tuple[str, str]]) -> None:
+    ours, its = connections._Http(h11.SERVER), h11.Connection(h11.SERVER)
+    body = b"" if start.startswith(b"HEAD") else b"hello"
+    response = h11.Response(status_code=200, headers=[("content-type", "text/event-stream"), *headers])
+    data = [h11.Data(data=body[:2]), h11.Data(data=b""), h11.Data(data=body[2:])]
+    events = [response, *data, h11.EndOfMessage()]
+    while True:
+        for each in (ours, its):
+            each.receive_data(start + b"\r\nhost: x\r\n\r\n")
+            assert [type(each.next_event()) for _ in range(2)] == [h11.Request, h11.EndOfMessage]
+        assert [ours.send(event) for event in events] == [its.send(event) for event in events]
+        assert ours.states == its.states
+        if headers or its.our_state is not h11.DONE:
+            break
+        for each in (ours, its):
+            each.start_next_cycle()
+        headers = [("content-length", "5")]
+        events[0] = h11.Response(status_code=200, headers=headers)
+    for each in (ours, its):
+        with pytest.raises(h11.LocalProtocolError):
+            each.send(h11.Data(data=b"after the end"))
