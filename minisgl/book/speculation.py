@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -122,7 +123,10 @@ def suffix_automaton(automaton: SuffixAutomaton, decode: Decode) -> Picture:
                 canvas.text(middle, (y + high) / 2 - 4, word, "mono text")
             else:
                 canvas.arrow(start, end)
-                canvas.text((2 * start[0] + end[0]) / 3, (2 * start[1] + end[1]) / 3 - 6, word, "mono text")
+                across, down = end[0] - start[0], end[1] - start[1]
+                aside = 10 / math.hypot(across, down)  # the word stands beside the arrow, however steep that is
+                x_of_word, y_of_word = start[0] + across / 3 + down * aside, start[1] + down / 3 - across * aside + 4
+                canvas.text(x_of_word, y_of_word, word, "mono text")
         longest = decode(automaton.text[ends[state] - lengths[state] : ends[state]])
         lines = (f"{state}: {visible(longest) or '–'}", "text small strong"), (f"ends at {ends[state]}", "text small")
         link = f"link {links[state]}" if state else "no link"
