@@ -83,6 +83,7 @@ def test_a_number_of_rows_has_its_decoder(
 ) -> None:
     monkeypatch.setattr("minisgl.engine.build.prepack_weights", lambda model: None)
     monkeypatch.setattr("minisgl.engine.cuda_graph.CudaGraphCapture", lambda device: CpuGraph)
+    monkeypatch.setattr("minisgl.engine.cuda_graph.free_memory", lambda device: 0)  # of a GPU, for the log
     eager = engine(path).engine.runner
     monkeypatch.setattr(eager.attention, "capturable", True)
     with patch.object(ModelRunner, "device", torch.device("cuda")):
