@@ -220,6 +220,7 @@ def test_cache_aware_routing_computes_less_than_taking_turns(
             assert max(served) < users * 3, "no worker has all of the work"
             assert all(served) or policy != "round_robin"
     assert cached["cache_aware"] > cached["round_robin"]
+    assert cached["cache_aware"] > asked / 2, "a conversation stays with the worker that has its beginning"
 
 
 class Unhurried(PrefillFirst):
