@@ -47,7 +47,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.conn = _Http(h11.SERVER)
+        self.conn = _Http(h11.SERVER)  # its limit of the size of headers is h11's, as uvicorn's is
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
