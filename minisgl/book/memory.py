@@ -107,8 +107,9 @@ def array_map(moments: Mapping[str, Sequence[Array]], capacity: int, title: str)
             canvas.box(x, y, width, height, "shared")
             canvas.cell(x, y, used, height, color=each.row - 1)
             if width >= 60:
-                full = used > width / 2
-                ink, middle = (request_colors(each.row - 1)[1], used / 2) if full else ("", (used + width) / 2)
+                middle, ink = (used + width) / 2, ""
+                if used > width / 2:  # the name stands in the larger part
+                    middle, ink = used / 2, request_colors(each.row - 1)[1]
                 canvas.text(x + middle, y + 25, f"row {each.row}", "text small strong", fill=ink)
         given = ", ".join(f"row {each.row} {each.used} of {each.length} from {each.start} on" for each in arrays)
         canvas.says.append(f"{name}: {given}.")
