@@ -93,11 +93,11 @@ def you_are_here(chapter: int) -> Picture:
 
 
 def scoreboard(chapter: int) -> Markdown:
-    """Tokens a second after each chapter up to this one, on a CPU and on an H200, and where they were measured."""
+    """Tokens a second after each chapter up to this one, on a CPU and on a GPU, and where they were measured."""
     from minisgl.bench.workloads import STAGES
 
     headings, columns, origins = ["chapter", "what runs"], [], []
-    for machine, name in (("CPU", "scoreboard"), ("H200", "scoreboard-h200")):
+    for machine, name in (("CPU", "scoreboard"), ("GPU", "scoreboard-gpu")):
         if not (RESULTS / f"{name}.json").exists():
             headings.append(f"{machine}, output tokens/s")
             columns.append(["not measured yet"] * len(STAGES))

@@ -65,13 +65,13 @@ def test_the_scoreboard_goes_as_far_as_the_chapter(monkeypatch: pytest.MonkeyPat
         {loop: (1.25, 1.0, 1.5), cached: (12, 11, 13), engine: (123.4, 99, 1250)},
     )
     lines = scoreboard(5).text.splitlines()
-    assert lines[0] == "| chapter | what runs | CPU: default, output tokens/s | H200, output tokens/s |"
+    assert lines[0] == "| chapter | what runs | CPU: default, output tokens/s | GPU, output tokens/s |"
     assert lines[2] == f"| 1 | {loop} | 1.25 (1.00 to 1.50) | not measured yet |"
     assert lines[4] == f"| 5 | {engine} | 123 (99.0 to 1,250) | not measured yet |"
     assert lines[5] == ""
     assert "`python -m minisgl.bench scoreboard` measured this on a small CPU (2 cores" in lines[6]
     assert len(scoreboard(1).text.splitlines()) == len(lines) - 1
-    write(tmp_path, "scoreboard-h200", {"cpu": "x", "gpu": "NVIDIA H200"}, {engine: (900, 800, 1000)})
+    write(tmp_path, "scoreboard-gpu", {"cpu": "x", "gpu": "NVIDIA H200"}, {engine: (900, 800, 1000)})
     lines = scoreboard(5).text.splitlines()
     assert lines[2].endswith("| – |")
     assert lines[4].endswith("| 900 (800 to 1,000) |")
