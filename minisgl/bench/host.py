@@ -7,14 +7,16 @@ import random
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from statistics import median
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from minisgl.batch import Batch, NewRequest, PendingStep, StepLauncher, StepResult, build_batch
+from minisgl.batch import Batch, NewRequest, PendingStep, StepLauncher, StepPhase, StepResult, build_batch
 from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.workloads import make_engine
 from minisgl.distributed.control_plane import CONTROL_PLANES
@@ -29,7 +31,7 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.table import RunningTable
-from minisgl.trace import DEVICE, Trace, recorded
+from minisgl.trace import DEVICE, Trace, observed, recorded
 
 _VOCAB = 50_000
 _SUFFIX_LEN = 64  # own tokens of a request behind the shared prefix
@@ -38,11 +40,13 @@ _FILLING_STEPS = 64  # decode steps that may run before the last request is pref
 _WARM_UP_STEPS = 16
 _PREFILL_ROUNDS = 11
 _ON_OFF = {False: "off", True: "on"}
-_PHASES = ("schedule", "launch", "wait", "process")
+_PHASES: tuple[StepPhase, ...] = ("schedule", "launch", "wait", "process")
 _INPUT_LEN = 32
 _SPARE_STEPS = 8  # tokens left to generate after the last timed step, so that no request ends before it
 _REPEATS = 3
 _EXCERPT_STEPS = 8
+
+Watch = Callable[[EngineLoop], AbstractContextManager[object]]  # what lasts as long as the timed steps of a loop
 
 STEPS = {
     "decode": "256 rows in decode, 16 of them with a new page",
@@ -189,8 +193,9 @@ def run_overlap(
 ) -> Report:
     """Decode steps of one engine with and without overlap: by number of rows, and with a host that is made slower.
 
-    ``device`` is how long the device takes for a step that it finds waiting, so it is measured with overlap. All times
-    are medians over the steps. The report has traces of a few steps of the most rows.
+    What the host does is timed in the same steps. ``device`` is how long the device takes for a step that it finds
+    waiting, so it is measured with overlap, in a run that is traced. All times are medians over the steps. The report
+    has traces of a few steps of the most rows.
     """
     llm = make_engine(model, options)
     rng = random.Random(0)
@@ -199,13 +204,16 @@ def run_overlap(
     measured = report.table("decode steps", *columns)
     phases = report.table("what the host does in a step, ms", "rows", "overlap", *_PHASES)
     for count in rows:
-        repeats = {on: [_decode(llm, rng, on, count, steps) for _ in range(_REPEATS)] for on in _ON_OFF}
+        hosts = {on: HostTimes() for on in _ON_OFF}
+        repeats = {
+            on: [_decode(llm, rng, on, count, steps, watch=host.watch) for _ in range(_REPEATS)]
+            for on, host in hosts.items()
+        }
         seconds = {on: median(itertools.chain.from_iterable(runs)) for on, runs in repeats.items()}
         recordings = {on: Trace(llm.engine.device) for on in _ON_OFF}
         for on, trace in recordings.items():
-            _decode(llm, rng, on, count, steps, trace=trace)
-            spans = {name: [e.end - e.start for e in trace.events if e.name == name] for name in _PHASES}
-            phases.add(count, _ON_OFF[on], *(1e3 * median(each) for each in spans.values()))
+            _decode(llm, rng, on, count, steps, watch=partial(recorded, trace, engine=llm.engine))
+            phases.add(count, _ON_OFF[on], *(1e3 * median(hosts[on].seconds[name]) for name in _PHASES))
         device = median(event.end - event.start for event in recordings[True].events if event.track == DEVICE)
         for on, step in seconds.items():
             idle = 100 * max(1 - device / step, 0.0)
@@ -221,8 +229,29 @@ def run_overlap(
     return report
 
 
+class HostTimes:
+    """A `StepObserver` that notes how long each phase of a step takes, and nothing else: a trace costs time, too."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[StepPhase, list[float]] = defaultdict(list)
+        self._start = 0.0
+
+    def begin(self, phase: StepPhase, batch: Batch | None) -> None:
+        self._start = time.perf_counter()
+
+    def end(self, phase: StepPhase, batch: Batch | None) -> None:
+        self.seconds[phase].append(time.perf_counter() - self._start)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Not timed: it belongs to a phase."""
+
+    def watch(self, loop: EngineLoop) -> AbstractContextManager[None]:
+        """Note the phases of this loop's steps inside a ``with`` block."""
+        return observed(self, loop.observers)
+
+
 def _decode(
-    llm: LLM, rng: random.Random, overlap: bool, rows: int, steps: int, added: float = 0.0, trace: Trace | None = None
+    llm: LLM, rng: random.Random, overlap: bool, rows: int, steps: int, added: float = 0.0, watch: Watch | None = None
 ) -> list[float]:
     """Seconds from the end of each timed step to the end of the next; all decode ``rows`` requests with new prompts."""
     loop = EngineLoop(llm.scheduler, _SlowExecutor(llm.engine, added / 1e3) if added else llm.engine, int(overlap))
@@ -231,8 +260,7 @@ def _decode(
     for _ in range(rows):
         prompt = [rng.randint(0, llm.model_config.vocab_size - 1) for _ in range(_INPUT_LEN)]
         llm.scheduler.add(llm.prepare(prompt, params)[0].request)
-    watched = nullcontext() if trace is None else recorded(trace, loop, llm.engine)
-    seconds = _decode_seconds(loop, rows, steps, watched)
+    seconds = _decode_seconds(loop, rows, steps, nullcontext() if watch is None else watch(loop))
     while llm.scheduler.has_work:
         loop.step()
     return seconds

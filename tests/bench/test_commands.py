@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ import pytest
 from minisgl import demo
 from minisgl.bench import preemption, workloads
 from minisgl.bench.__main__ import COMMANDS, benchmark_function, build_parser, main
+from minisgl.bench.host import _PHASES, HostTimes
 from minisgl.bench.workloads import WORKLOADS, run_workload
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.loop import EngineLoop
 from minisgl.trace import DEVICE, Trace
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import byte_level, save
@@ -211,6 +214,25 @@ def test_overlap_measures_the_same_steps_under_both_loops(tmp_path: Path, capsys
         assert {event.args["step"] for event in trace.events} == set(range(6, 12))
         order[name] = " ".join(f"{event.name[0]}{event.args['step']}" for event in spans if event.args["step"] < 8)
     assert order == {"off": "s6 l6 w6 p6 s7 l7 w7 p7", "on": "s6 l6 s7 l7 w6 p6 w7 p7"}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_hosts_times_are_parts_of_the_steps_that_are_timed(tmp_path: Path, depth: int) -> None:
+    model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    llm = LLM(model, device="cpu", num_pages=64)
+    loop, host = EngineLoop(llm.scheduler, llm.engine, depth), HostTimes()
+    llm.scheduler.add(llm.prepare([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))[0].request)
+    for _ in range(3):
+        loop.step()
+    start = time.perf_counter()
+    with host.watch(loop):
+        for _ in range(5):
+            loop.step()
+    elapsed = time.perf_counter() - start
+    loop.step()  # is not noted any more
+    assert {phase: len(each) for phase, each in host.seconds.items()} == dict.fromkeys(_PHASES, 5)
+    assert min(map(min, host.seconds.values())) > 0
+    assert sum(map(sum, host.seconds.values())) < elapsed
 
 
 def test_a_conversation_comes_back_from_the_page_store(tmp_path: Path) -> None:
