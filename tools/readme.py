@@ -1,5 +1,5 @@
-"""Keeps README.md true: its speeds come from benchmarks/results, its list of chapters from the course, its picture from
-the code that draws it, and each of its features names a test.
+"""Keeps README.md true: its speeds come from benchmarks/results, its list of chapters from the course, its scoreboard
+and its picture from the code that draws them, and each of its features names a test.
 
 ``python -m tools.readme`` rewrites them; with ``--check`` it fails if they differ from that. Either fails if a feature
 names no test, or one that is not there.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl.book import architecture
+from minisgl.book import architecture, scoreboard
 from minisgl.book.course_table import load_table
 from tools.links import missing
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 _PICTURE = "chapters/images/architecture.svg"
 _SECTION = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
 _CHAPTERS = re.compile(r"(<!-- chapters:begin -->\n).*?(<!-- chapters:end -->)", re.DOTALL)
+_SCOREBOARD = re.compile(r"(<!-- scoreboard:begin -->\n).*?(<!-- scoreboard:end -->)", re.DOTALL)
 _FEATURES = re.compile(r"<!-- features:begin -->\n[^\n]*\n[^\n]*\n(?P<rows>.*?)<!-- features:end -->", re.DOTALL)
 _LISTED = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<name>\d\d-[\w-]+)\.md\)")
 _ROMAN = ("I", "II", "III", "IV", "V")
@@ -126,6 +127,8 @@ def main(arguments: list[str]) -> int:
         print(f"README.md: {problem}", file=sys.stderr)
     updated = _SECTION.sub(lambda match: match[1] + render(ROOT) + match[2], text)
     updated = _CHAPTERS.sub(lambda match: match[1] + chapter_list(ROOT) + match[2], updated)
+    board = scoreboard(max(load_table().chapters)).text
+    updated = _SCOREBOARD.sub(lambda match: f"{match[1]}{board}\n{match[2]}", updated)
     if "--check" in arguments:
         stale = [name for name, now in (("README.md", updated != text), (_PICTURE, _is_stale())) if now]
         for name in stale:
