@@ -4,7 +4,8 @@
 without executing them: cells that are as they were keep their outputs, in which listings get the source and the line
 that their code has now.
 ``python -m tools.notebooks run [NAME ...]`` executes chapters into notebooks; with ``--into FOLDER``, into copies
-there: what a machine with a GPU shows, beside the notebooks of the book.
+there: what a machine with a GPU shows, beside the notebooks of the book. A chapter with a cell that fails keeps the
+notebook that it has, and the next one follows.
 ``python -m tools.notebooks check`` generates the notebooks once more, in memory, and fails if any differs from the one
 that is there, if its outputs are not sound, or if more of them are kept results than the budget allows. It looks at
 contents alone, never at the times of files, so it says the same of a fresh clone.
@@ -168,6 +169,7 @@ def main(arguments: list[str]) -> int:
     root = Path.cwd()
     if options.command == "check":
         return _check_all(root)
+    status = 0
     for chapter, notebook_path in _chosen(root, options.names):
         if options.command == "pair":
             notebook = pair(_text(chapter), notebook_path)
@@ -180,10 +182,10 @@ def main(arguments: list[str]) -> int:
             notebook_path = options.into / notebook_path.name
         try:
             run(chapter, notebook_path)
-        except CellExecutionError as error:
+        except CellExecutionError as error:  # the others may be right, and time on a GPU is short
             print(error, file=sys.stderr)
-            return 1
-    return 0
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -96,16 +96,18 @@ def test_of_a_widget_the_other_forms_are_kept(book: Path) -> None:
     assert path.read_bytes() == first
 
 
-def test_run_reports_the_cell_that_fails_and_keeps_the_notebook(
+def test_run_reports_the_cell_that_fails_keeps_the_notebook_and_goes_on(
     book: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = book / "notebooks" / "00-a-chapter.ipynb"
     before = path.read_bytes()
     (book / "chapters" / "00-a-chapter.md").write_text("# A\n\n```python\nassert 1 == 2\n```\n")
     monkeypatch.chdir(book)
+    (book / "chapters" / "01-another.md").write_text("# B\n\n```python\nprint(6 * 7)\n```\n")
     assert main(["run"]) == 1
     assert "assert 1 == 2" in capsys.readouterr().err
     assert path.read_bytes() == before
+    assert "42" in (book / "notebooks" / "01-another.ipynb").read_text()
 
 
 def test_commands_take_beginnings_of_names(
