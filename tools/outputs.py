@@ -17,7 +17,8 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MARK = "minisgl.measured"
 """What `minisgl.book.measured` and `kept` leave in the metadata of its outputs."""
 _MEASURED_CALL = re.compile(r"""\b(?P<call>measured|kept)\(\s*["'](?P<name>[^"']+)["']""")
-_MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|\S*site-packages\S*|[A-Z]:\\\\\S+")
+# A word is looked at from its beginning only: a picture is one of a hundred thousand letters.
+_MACHINE_PATH = re.compile(r"/(home|root|Users|tmp|work)/\S+|(?<!\S)\S*site-packages\S*|[A-Z]:\\\\\S+")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 _LISTING = re.compile(
     r"^(?P<file>`(?P<path>minisgl/[\w/]+\.py)`, line )(?P<line>\d+)\n\n```python\n(?P<code>.*)\n```$",

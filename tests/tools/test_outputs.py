@@ -33,6 +33,7 @@ def test_a_type_variable_before_a_line_break_is_no_drive(book: Path) -> None:
         (nbformat.v4.new_output("stream", name="stderr", text="Warning!\n"), "writes to stderr"),
         (nbformat.v4.new_output("error", ename="E", evalue="v", traceback=[]), "ends in an error"),
         (nbformat.v4.new_output("stream", name="stdout", text="/home/somebody/model\n"), "/home/somebody/model"),
+        (nbformat.v4.new_output("stream", name="stdout", text="in lib/site-packages/torch"), "lib/site-packages/torch"),
         (nbformat.v4.new_output("stream", name="stdout", text="C:\\Users\\somebody\n"), "C:"),
         (nbformat.v4.new_output("stream", name="stdout", text="<f at 0x7f7554aa2520>\n"), "an address"),
         (shown("def f(self):\n    return 2"), "source that the package no longer has"),
