@@ -9,13 +9,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from statistics import median
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from minisgl.batch import Batch, NewRequest, PendingStep, StepLauncher, StepPhase, StepResult, build_batch
+from minisgl.batch import Batch, NewRequest, PendingStep, StepLauncher, StepObserver, StepPhase, StepResult, build_batch
 from minisgl.bench.report import Report, Table, Target
 from minisgl.bench.workloads import make_engine
 from minisgl.distributed.control_plane import CONTROL_PLANES
@@ -30,7 +29,7 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.table import RunningTable
-from minisgl.trace import DEVICE, Trace, observed, recorded
+from minisgl.trace import DEVICE, Trace, TraceObserver, observed
 
 _VOCAB = 50_000
 _SUFFIX_LEN = 64  # own tokens of a request behind the shared prefix
@@ -44,8 +43,6 @@ _INPUT_LEN = 32
 _SPARE_STEPS = 8  # tokens left to generate after the last timed step, so that no request ends before it
 _REPEATS = 3
 _EXCERPT_STEPS = 8
-
-Watch = Callable[[EngineLoop], AbstractContextManager[object]]  # what lasts as long as the timed steps of a loop
 
 STEPS = {
     "decode": "256 rows in decode, 16 of them with a new page",
@@ -207,11 +204,11 @@ def run_overlap(
         timed: dict[bool, list[float]] = {on: [] for on in _ON_OFF}
         for _ in range(_REPEATS):  # in turn, since a machine is not equally fast all the time
             for on, host in hosts.items():
-                timed[on] += _decode(llm, rng, on, count, steps, watch=host.watch)
+                timed[on] += _decode(llm, rng, on, count, steps, observer=host)
         seconds = {on: median(each) for on, each in timed.items()}
         recordings = {on: Trace(llm.engine.device) for on in _ON_OFF}
         for on, trace in recordings.items():
-            _decode(llm, rng, on, count, steps, watch=partial(recorded, trace, engine=llm.engine))
+            _decode(llm, rng, on, count, steps, observer=TraceObserver(trace, llm.scheduler.table))
             phases.add(count, _ON_OFF[on], *(1e3 * median(hosts[on].seconds[name]) for name in _PHASES))
         device = median(event.end - event.start for event in recordings[True].events if event.track == DEVICE)
         for on, step in seconds.items():
@@ -233,24 +230,26 @@ class HostTimes:
 
     def __init__(self) -> None:
         self.seconds: dict[StepPhase, list[float]] = defaultdict(list)
-        self._start = 0.0
+        self._starts: dict[StepPhase, float] = {}
 
     def begin(self, phase: StepPhase, batch: Batch | None) -> None:
-        self._start = time.perf_counter()
+        self._starts[phase] = time.perf_counter()
 
     def end(self, phase: StepPhase, batch: Batch | None) -> None:
-        self.seconds[phase].append(time.perf_counter() - self._start)
+        self.seconds[phase].append(time.perf_counter() - self._starts[phase])
 
     def finish(self, requests: Sequence[Request]) -> None:
         """Not timed: it belongs to a phase."""
 
-    def watch(self, loop: EngineLoop) -> AbstractContextManager[None]:
-        """Note the phases of this loop's steps inside a ``with`` block."""
-        return observed(self, loop.observers)
-
 
 def _decode(
-    llm: LLM, rng: random.Random, overlap: bool, rows: int, steps: int, added: float = 0.0, watch: Watch | None = None
+    llm: LLM,
+    rng: random.Random,
+    overlap: bool,
+    rows: int,
+    steps: int,
+    added: float = 0.0,
+    observer: StepObserver | None = None,
 ) -> list[float]:
     """Seconds from the end of each timed step to the end of the next; all decode ``rows`` requests with new prompts."""
     loop = EngineLoop(llm.scheduler, _SlowExecutor(llm.engine, added / 1e3) if added else llm.engine, int(overlap))
@@ -259,7 +258,8 @@ def _decode(
     for _ in range(rows):
         prompt = [rng.randint(0, llm.model_config.vocab_size - 1) for _ in range(_INPUT_LEN)]
         llm.scheduler.add(llm.prepare(prompt, params)[0].request)
-    seconds = _decode_seconds(loop, rows, steps, nullcontext() if watch is None else watch(loop))
+    watched = nullcontext() if observer is None else observed(observer, loop.observers, llm.engine.observers)
+    seconds = _decode_seconds(loop, rows, steps, watched)
     while llm.scheduler.has_work:
         loop.step()
     return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import re
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import EngineLoop
-from minisgl.trace import DEVICE, Trace
+from minisgl.trace import DEVICE, Trace, observed
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import byte_level, save
 
@@ -225,14 +226,15 @@ def test_the_hosts_times_are_parts_of_the_steps_that_are_timed(tmp_path: Path, d
     for _ in range(3):
         loop.step()
     start = time.perf_counter()
-    with host.watch(loop):
+    with observed(host, loop.observers, llm.engine.observers):
         for _ in range(5):
             loop.step()
     elapsed = time.perf_counter() - start
     loop.step()  # is not noted any more
-    assert {phase: len(each) for phase, each in host.seconds.items()} == dict.fromkeys(_PHASES, 5)
+    assert {phase: len(each) for phase, each in host.seconds.items()} == dict.fromkeys([*_PHASES, "compute"], 5)
     assert min(map(min, host.seconds.values())) > 0
-    assert sum(map(sum, host.seconds.values())) < elapsed
+    assert all(map(operator.lt, host.seconds["compute"], host.seconds["launch"])), "one is a part of the other"
+    assert sum(sum(host.seconds[phase]) for phase in _PHASES) < elapsed
 
 
 def test_a_conversation_comes_back_from_the_page_store(tmp_path: Path) -> None:
