@@ -27,7 +27,6 @@ TYPED = {
     "09-when-memory-runs-out.md": {"say 30 %": "an example"},
     "11-cuda-graphs.md": {"up to 1.3 times the\n   throughput": "published, with its link"},
     "12-fused-kernels.md": {
-        "close to 100 %": "a bound",
         "squares 16 times as much": "a count",
         "reached 78 %": "published, with its link",
         "measured 1.3 µs": "published, with its link",
