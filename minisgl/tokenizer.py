@@ -253,10 +253,9 @@ def _quoted(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
 
 
 def _load(path: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers  # which imports what is asked for: AutoTokenizer brings PyTorch, the general class does not
 
-    # AutoTokenizer imports half of PyTorch, so checkpoints that need no special class get the general one at once.
-    loader = PreTrainedTokenizerFast if _wants_general_class(path) else AutoTokenizer
+    loader = transformers.PreTrainedTokenizerFast if _wants_general_class(path) else transformers.AutoTokenizer
     try:
         return loader.from_pretrained(path, local_files_only=True)
     except Exception as error:  # depending on the file that is broken: OSError, ValueError, KeyError, a bare Exception

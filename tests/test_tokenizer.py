@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,14 @@ def test_text_round_trip(kind: str) -> None:
     assert max(ids) < tokenizer.vocab_size
     assert tokenizer.decode(ids) == text
     assert tokenizer.special_ids == {0, 1, 2, 3}
+
+
+def test_a_tokenizer_without_a_class_of_its_own_needs_no_pytorch(tmp_path: Path) -> None:
+    path = save(byte_level(), tmp_path)
+    code = "import pathlib, sys; from minisgl.tokenizer import Tokenizer; Tokenizer(pathlib.Path(sys.argv[1])); "
+    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True"]
 
 
 def test_a_class_that_writes_text_its_own_way_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,10 @@ class NotCompiled:
 
 @torch.inference_mode()
 def run_batch_one(
-    model: str = "Qwen3-0.6B", options: Mapping[str, Any] = {}, lengths: Sequence[int] = (1, 640, 2000), repeat: int = 20
+    model: str = "Qwen3-0.6B",
+    options: Mapping[str, Any] = {},
+    lengths: Sequence[int] = (1, 640, 2000),
+    repeat: int = 20,
 ) -> Report:
     """Time every version at some sequence lengths, and list the kernels of some, at the second length."""
     llm = make_engine(model, {**_OPTIONS, **options})

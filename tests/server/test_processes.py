@@ -46,6 +46,16 @@ def test_sockets_are_reached_by_their_owner_alone(processes: ProcessServer) -> N
     assert len(directory.name) > len("minisgl-") + 6
 
 
+def test_no_process_but_the_schedulers_has_pytorch(processes: ProcessServer) -> None:
+    """It takes seconds to start and hundreds of megabytes, in each process."""
+    assert processes.chat().choices[0].finish_reason
+    has = {
+        child.name: any("libtorch" in part.path for part in psutil.Process(child.pid).memory_maps())
+        for child in processes.engine._topology.children
+    }
+    assert has == {"scheduler": True, "detokenizer": False, "tokenizer-0": False, "tokenizer-1": False}
+
+
 async def one_request(engine: ProcessEngine, number: int, chance: random.Random) -> str:
     """A tiny request that may be given up at any time; returns how it ended."""
     length, n, stop = chance.randint(1, 4), chance.choice([1, 1, 2]), chance.choice([[], ["e"]])
