@@ -29,6 +29,7 @@ class RankOptions(ChildOptions, frozen=True, kw_only=True):
     rank: int
     config: EngineConfig
     path: str  # directory of the checkpoint
+    model_config: bytes  # pickled: the driver has read it, for which it needs seconds and half of transformers
     store_port: int
     endpoint: Endpoint
     reports: int  # file for its `StepReport` messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import socket
 import struct
@@ -49,7 +50,7 @@ def _build_engine(options: RankOptions) -> Engine:
     size, timeout = config.tensor_parallel_size, config.distributed_timeout
     group = init_process_group(options.store_port, options.rank, size, device, timeout)
     communicator = select_communicator(config.all_reduce, device, timeout)(group, device)
-    engine = build_engine(config, Path(options.path), communicator)
+    engine = build_engine(config, Path(options.path), communicator, model_config=pickle.loads(options.model_config))
     if config.nvtx:
         engine.observers.append(NvtxObserver())
     if (peers := peer_all_reduce_of(communicator)) is not None:

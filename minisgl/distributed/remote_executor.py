@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -109,6 +110,7 @@ class RemoteExecutor:
             rank=rank,
             config=self.config,
             path=str(path),
+            model_config=pickle.dumps(self.model_config),
             store_port=store_port,
             endpoint=self._plane.endpoint(rank),
             reports=writer,

@@ -56,12 +56,17 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    config: EngineConfig, path: Path, communicator: Communicator = SINGLE_RANK, split_windows: bool = True
+    config: EngineConfig,
+    path: Path,
+    communicator: Communicator = SINGLE_RANK,
+    split_windows: bool = True,
+    model_config: ModelConfig | None = None,
 ) -> Engine:
     """Build the engine that ``config`` describes, on this rank, from the checkpoint in directory ``path``.
 
     Where it can, it gives layers with a sliding window pages of their own (`can_split_windows`), unless the caller, who
-    then has to keep two page tables, says no by ``split_windows``.
+    then has to keep two page tables, says no by ``split_windows``. ``model_config`` is the checkpoint's, if it has been
+    read already.
 
     1. Device, dtypes and implementations, from the options and the checkpoint.
     2. Measure the memory that is free now, since formula A takes its share of that; ranks compare theirs.
@@ -78,15 +83,20 @@ def build_engine(
     """
     device = rank_device(config, communicator.rank)
     with device_guard(device):
-        return _build(config, path, communicator, device, split_windows)
+        model_config = model_config or ModelConfig.from_dir(path, config.architecture)
+        return _build(config, path, model_config, communicator, device, split_windows)
 
 
 def _build(
-    config: EngineConfig, path: Path, communicator: Communicator, device: torch.device, split_windows: bool
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    communicator: Communicator,
+    device: torch.device,
+    split_windows: bool,
 ) -> Engine:
     fusions = select_fusions(config.fusions, device)
     config = replace(config, device=str(device), sampler=select_sampler(config.sampler, device, fusions))
-    model_config = ModelConfig.from_dir(path, config.architecture)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
     max_seq_len = longest_sequence(config, model_config.max_position_embeddings)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from minisgl.errors import ModelLoadError
 from minisgl.layers.mlp import ClampedExperts
@@ -13,6 +11,9 @@ from minisgl.layers.rotary import NO_POSITIONS
 from minisgl.models.config import MoEConfig, rope_settings
 from minisgl.models.decoder import CausalLM
 from minisgl.models.decoder_layers import ClampedMoELayer, GemmaLayer, OlmoLayer, SandwichLayer, ScaledLayer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Llama(CausalLM):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from minisgl.errors import ModelLoadError
 from minisgl.layers.rotary import NO_POSITIONS, ROPE_TYPES, RopeSettings
@@ -123,6 +122,8 @@ class ModelConfig:
                 )
             architecture = named
         try:  # transformers knows the spellings that older checkpoints use for a field
+            from transformers import AutoConfig  # here, since it takes seconds and ranks do without it
+
             whole = AutoConfig.from_pretrained(path, local_files_only=True)
             hf = whole.get_text_config()  # of a model that also looks at images, what it does with text
         except Exception as error:  # transformers has no base class for what a config can raise

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from minisgl.attention.torch_backend import soft_cap
 from minisgl.batch import DeviceBatch
@@ -21,6 +20,9 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary, Rotation
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class DecoderLayer(nn.Module):

@@ -105,6 +105,7 @@ def test_the_options_of_a_rank_survive_the_way() -> None:
         rank=1,
         config=config,
         path="/models/x",
+        model_config=b"its sizes",
         store_port=4711,
         endpoint=Endpoint("1 of 2", [5, 6]),
         reports=7,
@@ -192,9 +193,8 @@ def test_a_rank_at_rest_and_a_driver_that_waits_send_heartbeats(monkeypatch: pyt
     monkeypatch.setattr(rank_process, "beat", lambda: beats.append("rank or reader"))
     monkeypatch.setattr(control_plane, "beat", lambda: beats.append("control plane"))
     engine: Any = SimpleNamespace(communicator=None)
-    options = RankOptions(
-        name="", rank=0, config=EngineConfig(), path="", store_port=0, endpoint=Endpoint(""), reports=0, threads=1
-    )
+    none: dict[str, Any] = {"name": "", "path": "", "model_config": b"", "store_port": 0, "reports": 0}
+    options = RankOptions(rank=0, config=EngineConfig(), endpoint=Endpoint(""), threads=1, **none)
     with pytest.raises(EOFError):
         RankWorker(engine, NothingToDo(), options).run()
     assert len(beats) == 3, "one a turn"

@@ -47,7 +47,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ranks = RankProcesses()
         started.append(ranks)
         with open(os.devnull, "wb") as reports:
-            told = {"path": "", "store_port": 0, "reports": reports.fileno(), "threads": 1}
+            told = {"path": "", "model_config": b"", "store_port": 0, "reports": reports.fileno(), "threads": 1}
             told |= {"config": EngineConfig(), "endpoint": Endpoint("nowhere")}
             ranks.start([RankOptions(name=f"rank-{rank}", rank=rank, **told) for rank in range(size)], None)
         return ranks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +18,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine, resolve_kv_dtype, warn_if_occupied
 from minisgl.engine.memory import INT32_MAX, longest_sequence
 from minisgl.errors import ConfigError
+from minisgl.models.config import ModelConfig
 from tests.model_zoo import tiny_checkpoint
 
 
@@ -101,3 +105,20 @@ def test_the_warning_comes_before_an_engine_is_sized(
     with pytest.raises(Warned):
         build_engine(EngineConfig(model=str(path), sampler="default"), path)
     assert "132.8 of 150.1 GB on this device are held by this process already" in caplog.text
+
+
+def test_an_engine_whose_config_has_been_read_needs_no_transformers(tmp_path: Path) -> None:
+    """Which takes longer to import than PyTorch; the driver of ranks has read it for all of them."""
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    code = """
+import pickle, sys
+from pathlib import Path
+from minisgl.config import EngineConfig
+from minisgl.distributed import rank_process
+from minisgl.engine.build import build_engine
+model_config = pickle.loads(bytes.fromhex(sys.argv[2]))
+build_engine(EngineConfig(num_pages=8, device="cpu"), Path(sys.argv[1]), model_config=model_config)
+print("transformers" in sys.modules)
+"""
+    command = [sys.executable, "-c", code, path, pickle.dumps(ModelConfig.from_dir(path)).hex()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
