@@ -90,6 +90,10 @@ class Measured:
             raise ConfigError(f"no title of {self.name!r} has the part {title_part!r}: {_listed(self.tables)}")
         return found
 
+    def __str__(self) -> str:
+        """The sentence on their origin, to print."""
+        return self.origin.replace("`", "")
+
     def __repr__(self) -> str:
         return "\n\n".join([f"*{self.origin}*", *map(_in_markdown, self.tables)])
 

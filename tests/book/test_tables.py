@@ -251,6 +251,14 @@ def test_the_origin_alone_is_displayed_with_the_mark(kept_results: Path, monkeyp
     assert metadata["minisgl.measured"]["name"] == "toy"
 
 
+def test_the_origin_is_what_print_shows(kept_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without Markdown's marks, which a terminal would show."""
+    print(measured("toy", never))
+    said = capsys.readouterr().out
+    assert said.startswith("No CUDA device here: python toy.py measured this on one some CPU on")
+    assert said.endswith("0123456.\n")
+
+
 def test_where_cuda_is_missing_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
