@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,8 @@ NARROW_CELLS = """
 [...document.querySelectorAll('main td')].filter(it => it.innerText.trim().length > 20 && it.clientWidth < 70)
 .map(it => it.innerText.slice(0, 100))
 """
+TEXT_SIZES = "[...document.querySelectorAll('svg.viz .viz-small')].map(it => it.getScreenCTM().a * 12)"
+PAGE_WIDTH = "document.scrollingElement.scrollWidth"
 LINKS = "getComputedStyle(document.querySelector('main a[href^=http]')).color"
 CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
 
@@ -82,27 +85,54 @@ def chapters(site: Path) -> list[Path]:
     return [*pages, *(site / f"{name}.html" for name in ("preface", "part-1", "part-4", "glossary"))]
 
 
-def test_every_page_opens_without_an_error_or_a_missing_picture(site: Path, page: Browser) -> None:
+Seen = dict[str, dict[str, Any]]
+"""What looks at a page have found, by the name of the page and by the look. Opening takes longer than looking."""
+
+
+@pytest.fixture(scope="module")
+def wide(site: Path, page: Browser) -> Seen:
+    """Every page in light, at 1,280 pixels."""
+    seen: Seen = {}
     for path in [site / "index.html", *chapters(site), site / "print.html"]:
         page.open(path.as_uri())
         page.wait_for("document.querySelector('main h1')")
-        assert page.evaluate(MISSING_PICTURES) == [], path.name
-        assert page.evaluate(UNRENDERED) == [], path.name
-        assert page.problems == [], path.name
-    assert page.evaluate("document.querySelectorAll('main figure svg').length") > 20, "print.html holds all chapters"
+        looks = (MISSING_PICTURES, UNRENDERED, SCROLLED, CUT_OFF)
+        seen[path.name] = {look: page.evaluate(look) for look in looks} | {"problems": list(page.problems)}
+    seen["print.html"]["drawings"] = page.evaluate("document.querySelectorAll('main figure svg').length")
+    return seen
 
 
-def test_lines_fit(site: Path, page: Browser) -> None:
-    for path in chapters(site):
+@pytest.fixture(scope="module")
+def phone(site: Path, page: Browser) -> Seen:
+    """Every page in dark, at 390 pixels, with all that was folded."""
+    seen: Seen = {}
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    for path in [*chapters(site), site / "differences.html", site / "adding-a-model.html"]:
         page.open(path.as_uri())
-        assert page.evaluate(SCROLLED) == [], path.name
+        page.evaluate("document.querySelectorAll('main details').forEach(it => { it.open = true })")
+        looks = (TEXT_SIZES, PAGE_WIDTH, SMALL_CONTROLS, NARROW_CELLS, DARK_TEXT)
+        seen[path.name] = {look: page.evaluate(look) for look in looks}
+    page.call("Emulation.clearDeviceMetricsOverride")
+    page.call("Emulation.setEmulatedMedia", features=[])
+    return seen
 
 
-def test_nothing_comes_from_a_network(site: Path, page: Browser) -> None:
-    for path in chapters(site):
-        page.open(path.as_uri())
+def test_every_page_opens_without_an_error_or_a_missing_picture(wide: Seen) -> None:
+    for name, seen in wide.items():
+        assert seen[MISSING_PICTURES] == [], name
+        assert seen[UNRENDERED] == [], name
+        assert seen["problems"] == [], name
+    assert wide["print.html"]["drawings"] > 20, "print.html holds all chapters"
+
+
+def test_lines_fit(wide: Seen) -> None:
+    assert {name: seen[SCROLLED] for name, seen in wide.items() if seen[SCROLLED]} == {}
+
+
+def test_nothing_comes_from_a_network(site: Path, page: Browser, wide: Seen) -> None:
     assert [url for url in page.requested if not url.startswith(("file:", "data:"))] == []
-    assert len(page.requested) > len(chapters(site))
+    assert len(page.requested) > len(wide)
     assert not [problem for problem in site_problems(site) if "network" in problem]
 
 
@@ -139,27 +169,17 @@ def test_search_finds_titles_and_terms_of_the_glossary(site: Path, page: Browser
     assert [each for each in found if title in each.split(" » ")], found
 
 
-def test_no_text_of_a_drawing_ends_beyond_its_card(site: Path, page: Browser) -> None:
-    for path in chapters(site):
-        page.open(path.as_uri())
-        assert page.evaluate(CUT_OFF) == [], path.name
+def test_no_text_of_a_drawing_ends_beyond_its_card(wide: Seen) -> None:
+    assert {name: seen[CUT_OFF] for name, seen in wide.items() if seen[CUT_OFF]} == {}
 
 
-def test_on_a_phone_drawings_scroll_and_pages_do_not(site: Path, page: Browser) -> None:
-    page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
-    sizes = "[...document.querySelectorAll('svg.viz .viz-small')].map(it => it.getScreenCTM().a * 12)"
-    drawn = 0
-    for path in [*chapters(site), site / "differences.html", site / "adding-a-model.html"]:
-        page.open(path.as_uri())
-        page.evaluate("document.querySelectorAll('main details').forEach(it => { it.open = true })")
-        found = page.evaluate(sizes)
-        assert min(found, default=12) >= 11, path.name
-        assert page.evaluate("document.scrollingElement.scrollWidth") <= 390, f"{path.name} scrolls sideways"
-        assert page.evaluate(SMALL_CONTROLS) == [], path.name
-        assert page.evaluate(NARROW_CELLS) == [], path.name
-        drawn += len(found)
-    assert drawn > 1000
-    page.call("Emulation.clearDeviceMetricsOverride")
+def test_on_a_phone_drawings_scroll_and_pages_do_not(phone: Seen) -> None:
+    for name, seen in phone.items():
+        assert min(seen[TEXT_SIZES], default=12) >= 11, name
+        assert seen[PAGE_WIDTH] <= 390, f"{name} scrolls sideways"
+        assert seen[SMALL_CONTROLS] == [], name
+        assert seen[NARROW_CELLS] == [], name
+    assert sum(len(seen[TEXT_SIZES]) for seen in phone.values()) > 1000
 
 
 def test_formulas_scroll_sideways_at_most(site: Path, page: Browser) -> None:
@@ -170,7 +190,7 @@ def test_formulas_scroll_sideways_at_most(site: Path, page: Browser) -> None:
     assert max(found) <= 0
 
 
-def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
+def test_pictures_follow_the_theme(site: Path, page: Browser, phone: Seen) -> None:
     cards = {}
     for preference in ("light", "dark"):
         preferred = {"name": "prefers-color-scheme", "value": preference}
@@ -178,11 +198,9 @@ def test_pictures_follow_the_theme(site: Path, page: Browser) -> None:
         page.open((site / "06-the-radix-tree.html").as_uri())
         cards[preference] = page.evaluate(CARDS)
     assert page.evaluate(LINKS) == "rgb(95, 176, 229)", "mdBook's own blue is too dark"
-    for path in chapters(site):
-        page.open(path.as_uri())
-        assert page.evaluate(DARK_TEXT) == [], path.name
     page.call("Emulation.setEmulatedMedia", features=[])
     assert cards == {"light": ["rgb(251, 250, 247)"], "dark": ["rgb(27, 32, 48)"]}
+    assert {name: seen[DARK_TEXT] for name, seen in phone.items() if seen[DARK_TEXT]} == {}
 
 
 def test_answers_are_folded(site: Path, page: Browser) -> None:
