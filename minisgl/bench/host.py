@@ -286,27 +286,32 @@ def measure_planes(ranks: Sequence[int], steps: int) -> Table:
     """
     columns = ("control plane", "step", "bytes", "ranks", "median", "95 %")
     table = Table("from a step decided to the last rank that can launch it, µs", columns)
+    batches = {"decode": decode_batch_of(256), "prefill": prefill_batch_of(8, 1024)}
     for size in ranks:
         for plane in CONTROL_PLANES:
-            for kind, batch in (("decode", decode_batch_of(256)), ("prefill", prefill_batch_of(8, 1024))):
-                taken = sorted(_plane_micros(plane, size, batch, steps))
-                table.add(plane, kind, len(encode_batch(batch)), size, median(taken), taken[int(0.95 * len(taken))])
+            for kind, taken in _plane_micros(plane, size, batches, steps).items():
+                num_bytes = len(encode_batch(batches[kind]))
+                table.add(plane, kind, num_bytes, size, median(taken), taken[int(0.95 * len(taken))])
     return table
 
 
-def _plane_micros(plane: str, size: int, batch: Batch, steps: int) -> list[float]:
+def _plane_micros(plane: str, size: int, batches: Mapping[str, Batch], steps: int) -> dict[str, list[float]]:
+    """Of each batch, by its name: what so many of it took, in ascending order."""
     with ExitStack() as stack:
         driver = resolve("control_plane", plane, CONTROL_PLANES)(size, lambda: None)
         stack.callback(driver.close)
         listeners = [_start_listener(plane, driver.endpoint(rank), stack) for rank in range(size)]
         driver.connect(_TIMEOUT)
-        taken = []
-        for _ in range(_WARM_UP_MESSAGES + steps):
-            time.sleep(_PAUSE)
-            decided = time.monotonic_ns()
-            driver.send(encode_batch(batch), _TIMEOUT)
-            taken.append((max(int(each.readline()) for each in listeners) - decided) / 1e3)
-    return taken[_WARM_UP_MESSAGES:]
+        micros: dict[str, list[float]] = {}
+        for name, batch in batches.items():
+            taken = []
+            for _ in range(_WARM_UP_MESSAGES + steps):
+                time.sleep(_PAUSE)
+                decided = time.monotonic_ns()
+                driver.send(encode_batch(batch), _TIMEOUT)
+                taken.append((max(int(each.readline()) for each in listeners) - decided) / 1e3)
+            micros[name] = sorted(taken[_WARM_UP_MESSAGES:])
+    return micros
 
 
 def _start_listener(plane: str, endpoint: Endpoint, stack: ExitStack) -> IO[bytes]:

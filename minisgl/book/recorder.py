@@ -100,9 +100,16 @@ def _message(report: Report) -> str:
 
 
 def _frames(error: pytest.ExceptionInfo[BaseException] | None) -> list[Frame]:
-    """File, line and text of each call in the current folder, the outermost first."""
-    here = f"{os.getcwd()}{os.sep}"
-    entries = [] if error is None else [entry for entry in error.traceback if str(entry.path).startswith(here)]
+    """File, line and text of each call in the current folder, the outermost first.
+
+    Those of an environment that was made in the folder are left out: to find their text takes longer than most tests.
+    """
+    here, environment = f"{os.getcwd()}{os.sep}", f"{sys.prefix}{os.sep}"
+    entries = [
+        entry
+        for entry in ([] if error is None else error.traceback)
+        if str(entry.path).startswith(here) and not str(entry.path).startswith(environment)
+    ]
     return [(str(entry.path)[len(here) :], entry.lineno + 1, str(entry.statement).strip()) for entry in entries]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl.bench.host import decode_batch_of, prefill_batch_of
+from minisgl.bench.report import Table
 from minisgl.bench.tensor_parallel import scaling_efficiency
 from tests.bench.test_commands import bench, small_workloads
 from tests.model_zoo import tiny_checkpoint
@@ -45,8 +46,9 @@ def test_tp_runs_every_workload_over_every_number_of_ranks(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("small_workloads")
-def test_another_all_reduce_is_named_in_the_table(tmp_path: Path) -> None:
-    """And numbers of ranks that are given twice are measured once."""
+def test_another_all_reduce_is_named_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And numbers of ranks that are given twice are measured once. The planes know nothing of it: they stay out."""
+    monkeypatch.setattr("minisgl.bench.tensor_parallel.measure_planes", lambda ranks, steps: Table("planes", ()))
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     sizes = ["--ranks", "1", "2", "1", "--work", "bs1", "--repeat", "1", "--steps", "5"]
     record = bench(tmp_path, "tp", "--model", str(model), *sizes, *OPTIONS, "all_reduce=ring")
