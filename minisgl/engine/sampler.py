@@ -136,14 +136,15 @@ class CompiledSampler(DefaultSampler):
     """The default sampler with temperature and draw as one function of torch.compile; other stages run as they are."""
 
     def __init__(self) -> None:
-        # For a CPU, PyTorch 2.13 compiles it to code that leaves its memory where rows have certain lengths.
-        self._race = torch.compile(race) if torch.cuda.is_available() else race
+        self._compiled_race = torch.compile(race)
 
     def sample(self, logits: torch.Tensor, inputs: DeviceSampling, history: TokenHistory | None) -> SampledTokens:
         if inputs.random is None or inputs.top is not None or inputs.min_p is not None:
             return super().sample(logits, inputs, history)
         adjusted = self._adjust(logits, inputs, history) if inputs.adjusts_logits else logits
-        tokens = self._race(adjusted, *inputs.random).argmax(-1)
+        # For a CPU, PyTorch 2.13 compiles it to code that leaves its memory where rows have certain lengths.
+        run = self._compiled_race if logits.is_cuda else race
+        tokens = run(adjusted, *inputs.random).argmax(-1)
         logprobs = None if inputs.logprobs is None else take_logprobs(logits, tokens, inputs.logprobs)
         return SampledTokens(tokens.int(), logprobs)
 

@@ -71,6 +71,19 @@ def test_an_engine_gives_the_tokens_of_the_plain_one(tmp_path: Path) -> None:
     assert [each.token_ids for each in llm.generate(PROMPTS, PARAMS)] == [each.token_ids for each in plain]
 
 
+def test_on_a_cpu_the_sampler_is_plain_also_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of the logits counts: an engine on the CPU may run on a machine that has a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", num_hidden_layers=1)
+    torch._dynamo.reset()
+    counters.clear()
+    with LLM(path, device="cpu", num_pages=64, fusions=(), sampler="compile") as llm:
+        assert isinstance(llm.engine.runner.sampler, CompiledSampler)
+        (answer,) = llm.generate(PROMPTS[:1], PARAMS[:1])
+    assert len(answer.token_ids) > 1
+    assert counters["stats"]["unique_graphs"] == 0
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"'compile' needs a C\+\+ compiler and there is no no-such-compiler"):
