@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import nbformat
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheel')"
 
 
-def test_the_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "minisgl", tmp_path / "minisgl", ignore=shutil.ignore_patterns("__pycache__"))
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since setuptools leaves folders behind."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "minisgl", copy / "minisgl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "minisgl").rglob("*") if path.is_file()}
-    (tmp_path / "wheel").mkdir()
-    subprocess.run([sys.executable, "-c", BUILD], cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    (wheel,) = (tmp_path / "wheel").iterdir()
+        shutil.copy(ROOT / name, copy)
+    (copy / "wheel").mkdir()
+    subprocess.run([sys.executable, "-c", BUILD], cwd=copy, check=True, capture_output=True, timeout=120)
+    (built,) = (copy / "wheel").iterdir()
+    return built
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    package = wheel.parents[1] / "minisgl"
+    there = {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()}
     with zipfile.ZipFile(wheel) as opened:
         packed = {name for name in opened.namelist() if name.startswith("minisgl/")}
     assert {path.rpartition(".")[2] for path in there} >= {"py", "toml", "html", "css", "js"}
     assert packed == there
+
+
+@pytest.mark.slow
+@pytest.mark.needs("nbclient", "ipykernel")
+def test_the_first_notebooks_need_no_more_than_the_wheel(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an empty folder, as in a hosted notebook: chapter 0 is run, and of 1 to 6 what they import and their tasks."""
+    from nbclient import NotebookClient
+
+    site, folder = tmp_path / "site", tmp_path / "empty"
+    folder.mkdir()
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(site)
+    monkeypatch.setenv("PYTHONPATH", str(site))  # before the checkout, which is installed as well
+    first, *others = (nbformat.read(path, as_version=4) for path in sorted((ROOT / "notebooks").glob("0[0-6]-*.ipynb")))
+    first.cells.append(nbformat.v4.new_code_cell("import minisgl; minisgl.__file__"))
+    NotebookClient(first, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    assert first.cells[-1].outputs[0].data["text/plain"] == repr(str(site / "minisgl" / "__init__.py"))
+    lines = [line for notebook in others for cell in notebook.cells if cell.cell_type == "code" for line in needs(cell)]
+    assert len([line for line in lines if line.startswith("your_turn(")]) > 40
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=folder, env=os.environ, check=True, timeout=120)
+
+
+def needs(cell: nbformat.NotebookNode) -> list[str]:
+    """Imports of this package anywhere in a cell, and tasks that it shows."""
+    tree = ast.parse(cell.source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "minisgl" in str(node.module)]
+    return [*map(ast.unparse, imports), *(line for line in cell.source.splitlines() if line.startswith("your_turn("))]
