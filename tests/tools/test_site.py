@@ -60,6 +60,7 @@ NARROW_CELLS = """
 """
 TEXT_SIZES = "[...document.querySelectorAll('svg.viz .viz-small')].map(it => it.getScreenCTM().a * 12)"
 PAGE_WIDTH = "document.scrollingElement.scrollWidth"
+PARTS = [f"part-{number}" for number in range(1, 6)]
 LINKS = "getComputedStyle(document.querySelector('main a[href^=http]')).color"
 CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
 
@@ -82,7 +83,7 @@ def chapters(site: Path) -> list[Path]:
     pages = sorted(site.glob("[0-9][0-9]-*.html"))
     listed = (ROOT / "chapters" / "SUMMARY.md").read_text()
     assert len(pages) == len(re.findall(r"\(\d\d-.*\.md\)", listed))
-    return [*pages, *(site / f"{name}.html" for name in ("preface", "part-1", "part-4", "glossary"))]
+    return [*pages, *(site / f"{name}.html" for name in ("preface", *PARTS, "glossary"))]
 
 
 Seen = dict[str, dict[str, Any]]
@@ -201,6 +202,17 @@ def test_pictures_follow_the_theme(site: Path, page: Browser, phone: Seen) -> No
     page.call("Emulation.setEmulatedMedia", features=[])
     assert cards == {"light": ["rgb(251, 250, 247)"], "dark": ["rgb(27, 32, 48)"]}
     assert {name: seen[DARK_TEXT] for name, seen in phone.items() if seen[DARK_TEXT]} == {}
+
+
+def test_a_player_steps(site: Path, page: Browser) -> None:
+    page.open((site / "06-the-radix-tree.html").as_uri())
+    counter = "document.querySelector('.minisgl-stepper output').innerText"
+    height = "document.querySelector('.minisgl-stepper').getBoundingClientRect().height"
+    first, tall = page.evaluate(counter), page.evaluate(height)
+    page.evaluate("document.querySelector('.minisgl-stepper').scrollIntoView({block: 'center', behavior: 'instant'})")
+    page.click(".minisgl-stepper button[aria-label='next picture']")
+    assert (first, page.evaluate(counter)) == (f"1 of {first.split()[-1]}", f"2 of {first.split()[-1]}")
+    assert page.evaluate(height) == tall
 
 
 def test_answers_are_folded(site: Path, page: Browser) -> None:
