@@ -1,0 +1,71 @@
+"""The shape of every chapter: how long it is, what stands in it, and how it is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
+TEXTS = sorted(set((ROOT / "chapters").glob("*.md")) - {ROOT / "chapters" / "SUMMARY.md"})
+FENCE = re.compile(r"^(```|~~~)(\w*)[^\n]*\n(.*?)^\1\s*$", re.DOTALL | re.MULTILINE)
+TELLTALE = re.compile(
+    r"\b(somebody|nobody|everybody|whoever|whatever|wherever|whichever|what is left|of its own|by itself|"
+    r"the same again|has to do with|in company|comes? about|what it takes|at the least|as well as that|"
+    r"beforehand|thereby|whereby|thereof)\b",
+    re.IGNORECASE,
+)
+"""Words by which a text sounds translated. One in a thousand is plain English; ten are a manner."""
+
+every_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem[:2])
+
+
+def words(path: Path) -> list[str]:
+    """Those of the prose: tables and formulas count, cells and code spans do not."""
+    return re.sub(r"`[^`]*`", "", FENCE.sub("", path.read_text(encoding="utf-8"))).split()
+
+
+def cells(path: Path) -> list[str]:
+    found = FENCE.findall(path.read_text(encoding="utf-8"))
+    return [code for fence, language, code in found if (fence, language) == ("```", "python")]
+
+
+def is_picture(output: Any) -> bool:
+    """Whether a notebook's output is drawn: an SVG, or several of them to step through."""
+    data = output.get("data", {})
+    return "image/svg+xml" in data or "svg" in data.get("text/html", "")
+
+
+@every_chapter
+def test_a_chapter_can_be_read_in_an_evening(path: Path) -> None:
+    assert 2000 <= len(words(path)) <= 3500
+
+
+@every_chapter
+def test_a_cell_fits_on_a_screen(path: Path) -> None:
+    assert [code for code in cells(path) if len(code.splitlines()) > 35] == []
+
+
+@every_chapter
+def test_a_chapter_says_where_we_are(path: Path) -> None:
+    number = int(path.stem[:2])
+    shown = "chapter_map(" if number == 0 else f"you_are_here({number})"
+    assert any(shown in code for code in cells(path))
+
+
+@every_chapter
+def test_a_chapter_has_at_least_three_pictures(path: Path) -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / f"{path.stem}.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum(map(is_picture, outputs)) >= 3
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_the_english_is_plain(path: Path) -> None:
+    text = re.sub(r"`[^`]*`", "", FENCE.sub("", path.read_text(encoding="utf-8")))
+    found = [match[0] for match in TELLTALE.finditer(text)]
+    assert len(found) < 0.001 * len(text.split()) or len(found) <= 1, found
