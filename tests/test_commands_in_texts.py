@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from minisgl.__main__ import COMMANDS
+from tools.links import FENCE
 
 ROOT = Path(__file__).parents[1]
 TEXTS = sorted(
@@ -19,7 +20,6 @@ TEXTS = sorted(
     for pattern in ("*.md", "chapters/*.md", "assignments/**/*.md", "benchmarks/**/*.md")
     for path in ROOT.glob(pattern)
 )
-FENCE = re.compile(r"^(~~~|```)(\w*)[^\n]*\n(.*?)^\1[ ]*$", re.DOTALL | re.MULTILINE)
 CODE_SPAN = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"python -m minisgl(?:\.(?P<module>\w+))?(?P<rest>[^\n]*)")
 END = re.compile(r"\s(?:#|\||&|;|>|2>).*")
@@ -31,7 +31,8 @@ class Understood(Exception):
 
 def commands(text: str) -> list[list[str]]:
     """The commands in shell blocks and code spans, each as the arguments of ``python -m minisgl``."""
-    blocks = [code.replace("\\\n", " ") for _, language, code in FENCE.findall(text) if language in ("bash", "sh")]
+    fences = [found for found in FENCE.finditer(text) if found["language"] in ("bash", "sh")]
+    blocks = [found["code"].replace("\\\n", " ") for found in fences]
     spans = [span.replace("\n", " ") for span in CODE_SPAN.findall(FENCE.sub("", text))]
     found = []
     for each in (match for piece in (*blocks, *spans) for match in COMMAND.finditer(piece)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_FENCE = re.compile(r"^(?P<fence>~~~|```).*?^(?P=fence)[ ]*$", re.DOTALL | re.MULTILINE)
+from tools.links import FENCE
+
 _CODE = re.compile(r"`[^`\n]*`")
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _ENTRY = re.compile(r"^### (?P<term>.+)\n\n(?P<text>(?:.+\n)+)", re.MULTILINE)
@@ -40,7 +41,7 @@ def glossary_problems(chapters: Path) -> list[str]:
 
 def bold_terms(text: str) -> list[str]:
     """What stands in bold in a chapter's prose, but for headings of paragraphs, which end with a sign."""
-    prose = _CODE.sub("", _FENCE.sub("", text))
+    prose = _CODE.sub("", FENCE.sub("", text))
     found = (" ".join(words.split()) for words in _BOLD.findall(prose))
     return [words for words in found if words[-1:].isalnum() and words != "Predict"]
 

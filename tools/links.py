@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
-_FENCE = re.compile(
+FENCE = re.compile(
     r"^(?P<fence>~~~|```)(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$", re.DOTALL | re.MULTILINE
 )
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
@@ -45,11 +45,11 @@ def chapter_problems(root: Path) -> list[str]:
 
 def missing(text: str, root: Path) -> Iterator[str]:
     """What a chapter's ``text`` names and the repository at ``root`` does not have."""
-    prose = _FENCE.sub("", text)
+    prose = FENCE.sub("", text)
     for target in _LINK.findall(prose):
         if not (root / "chapters" / unquote(target)).exists():
             yield f"the link to {target} is dead"
-    shell = " ".join(fence["code"] for fence in _FENCE.finditer(text) if fence["language"] in _SHELLS)
+    shell = " ".join(fence["code"] for fence in FENCE.finditer(text) if fence["language"] in _SHELLS)
     for word in [*_CODE_SPAN.findall(prose), *shell.split()]:
         if (named := _FILE.fullmatch(word)) is None:
             continue

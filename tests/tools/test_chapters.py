@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import nbformat
 import pytest
 
+from tools.links import FENCE
+from tools.notebooks import read_chapter
+
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
 TEXTS = sorted(set((ROOT / "chapters").glob("*.md")) - {ROOT / "chapters" / "SUMMARY.md"})
-FENCE = re.compile(r"^(```|~~~)(\w*)[^\n]*\n(.*?)^\1\s*$", re.DOTALL | re.MULTILINE)
 TELLTALE = re.compile(
     r"\b(somebody|nobody|everybody|whoever|whatever|wherever|whichever|what is left|of its own|by itself|"
     r"the same again|has to do with|in company|comes? about|what it takes|at the least|as well as that|"
@@ -24,14 +27,20 @@ TELLTALE = re.compile(
 every_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem[:2])
 
 
-def words(path: Path) -> list[str]:
-    """Those of the prose: tables and formulas count, cells and code spans do not."""
-    return re.sub(r"`[^`]*`", "", FENCE.sub("", path.read_text(encoding="utf-8"))).split()
+def prose(path: Path) -> str:
+    """Tables and formulas are part of it; cells, blocks and code spans are not."""
+    return re.sub(r"`[^`]*`", "", FENCE.sub("", path.read_text(encoding="utf-8")))
 
 
 def cells(path: Path) -> list[str]:
-    found = FENCE.findall(path.read_text(encoding="utf-8"))
-    return [code for fence, language, code in found if (fence, language) == ("```", "python")]
+    found = read_chapter(path.read_text(encoding="utf-8")).cells
+    return [cell.source for cell in found if cell.cell_type == "code"]
+
+
+def calls(source: str, name: str) -> bool:
+    """Whether a cell calls a function by its name; a mention in a comment or a string is no call."""
+    called = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return any(isinstance(each, ast.Name) and each.id == name for each in called)
 
 
 def is_picture(output: Any) -> bool:
@@ -42,7 +51,7 @@ def is_picture(output: Any) -> bool:
 
 @every_chapter
 def test_a_chapter_can_be_read_in_an_evening(path: Path) -> None:
-    assert 2000 <= len(words(path)) <= 3500
+    assert 2000 <= len(prose(path).split()) <= 3500
 
 
 @every_chapter
@@ -59,13 +68,23 @@ def test_a_chapter_says_where_we_are(path: Path) -> None:
 
 @every_chapter
 def test_a_chapter_has_at_least_three_pictures(path: Path) -> None:
-    notebook = nbformat.read(ROOT / "notebooks" / f"{path.stem}.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(ROOT / "notebooks" / f"{path.stem}.ipynb", as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum(map(is_picture, outputs)) >= 3
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
 def test_the_english_is_plain(path: Path) -> None:
-    text = re.sub(r"`[^`]*`", "", FENCE.sub("", path.read_text(encoding="utf-8")))
+    text = prose(path)
     found = [match[0] for match in TELLTALE.finditer(text)]
     assert len(found) < 0.001 * len(text.split()) or len(found) <= 1, found
+
+
+def test_at_least_four_chapters_have_controls_that_change_a_live_object() -> None:
+    found = [path.stem[:2] for path in CHAPTERS if any(calls(code, "live") for code in cells(path))]
+    assert {"04", "06", "08", "09"} <= set(found)
+
+
+def test_a_mention_is_no_call() -> None:
+    assert calls("x = 1\nlive(draw, {})", "live")
+    assert not calls("# live(draw)\nsaid = 'live(draw)'\nscheduler.live(1)", "live")

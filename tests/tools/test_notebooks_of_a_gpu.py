@@ -14,7 +14,7 @@ PATHS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def code_cells(path: Path) -> list[Any]:
-    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    notebook = nbformat.read(path, as_version=4)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
