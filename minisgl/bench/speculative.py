@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from minisgl.batch import Batch, StepPhase
+from minisgl.bench.host import SimulatedDevice
 from minisgl.bench.report import Report, Table, spread
 from minisgl.bench.workloads import make_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
+from minisgl.kvcache.radix import RadixCache
 from minisgl.llm import LLM
 from minisgl.models.decoder import CausalLM
 from minisgl.request import Int32Array, Request
 from minisgl.sampling_params import SamplingParams
-from minisgl.scheduler.speculation import DraftStats
+from minisgl.scheduler.loop import EngineLoop
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.policy import Policies
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.speculation import DraftStats, Speculation
+from minisgl.table import RunningTable
 from minisgl.trace import observed
 
 _PROMPT_LEN, _OUTPUT_LEN = 128, 256
@@ -30,15 +37,16 @@ _KINDS = {False: "plain step", True: "step that verifies"}
 
 
 class RightWithChance:
-    """Drafts token 0, which `_always_say_zero` makes the right one, and with a probability another instead."""
+    """Drafts ``token``, which `_always_say_zero` makes the right one, and with a probability another instead."""
 
-    chance: ClassVar[float] = 1.0
+    chance: float = 1.0
+    token: int = 0
 
-    def __init__(self, target: DraftTarget) -> None:
+    def __init__(self, target: DraftTarget | None = None) -> None:
         self._random = np.random.default_rng(0)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Int32Array]:
-        return [(self._random.random(row.count) >= self.chance).astype(np.int32) for row in rows]
+        return [self.token ^ (self._random.random(row.count) >= self.chance).astype(np.int32) for row in rows]
 
     def finish(self, uid: int, prompt_len: int, tokens: Int32Array) -> None:
         """Forget nothing, as nothing is kept."""
@@ -166,6 +174,38 @@ def _measure(
         if periods[kind]:
             report.samples[f"{name}, {count} at a time, s a {words}"] = periods[kind]
     return speeds[1:], periods
+
+
+def simulate(count: int, chance: float, cost: Callable[[int], float], draft_tokens: int = 4, rounds: int = 4) -> float:
+    """Tokens a second of ``count`` requests at once, × without drafts, by the engine's scheduler and no device.
+
+    A step that decodes takes one unit of time, and ``cost(rows)`` units if it verifies. Drafts are right with
+    probability ``chance``.
+    """
+
+    def units(batch: Batch) -> float:
+        if batch.num_tokens > len(batch.sample_rows):
+            return 0.0
+        return cost(batch.num_rows) if len(batch.drafts) else 1.0
+
+    device = SimulatedDevice(units)
+    table, page_size = RunningTable(count, _PROMPT_LEN + _OUTPUT_LEN), 16
+    num_pages = count * -(-table.tokens.shape[1] // page_size)
+    memory = KVMemory(num_pages, table, RadixCache(page_size), num_draft_tokens=draft_tokens)
+    drafter = RightWithChance()
+    drafter.chance, drafter.token = chance, 1  # the one that the device says
+    speculation = Speculation(table, drafter, draft_tokens, vocab_size=2, clock=lambda: device.now)
+    scheduler = Scheduler(table, memory, Policies(), speculation=speculation)
+    loop = EngineLoop(scheduler, device)
+    params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_LEN, ignore_eos=True)
+    for uid in range(rounds * count):
+        prompt = np.full(_PROMPT_LEN, uid, dtype=np.int32)
+        scheduler.add(Request(uid, prompt, params, max_len=_PROMPT_LEN + _OUTPUT_LEN))
+        if (uid + 1) % count == 0:
+            while scheduler.has_work:
+                loop.step()
+    speculation.close()
+    return rounds * (_OUTPUT_LEN - 1) / device.now
 
 
 _TEXT = '''def area(width, height):

@@ -314,6 +314,7 @@ class Scheduler:
         before = table.known_len[slots]
 
         rows = np.flatnonzero(fed == NO_TOKEN).astype(np.int32)
+        num_rows = len(rows)
         while len(rows):
             # A row that verifies has no later step in flight. Its KV is sound up to what the draft was fed behind.
             verifying = sampled[rows][np.isin(sampled[rows], slots)]
@@ -327,8 +328,8 @@ class Scheduler:
         accepted = table.known_len[slots] - before - 1
         self._output.decode_tokens += int(accepted.sum())
         assert self.speculation is not None, "drafts come from there"
-        for each in zip(requests, slots.tolist(), lens.tolist(), accepted.tolist(), strict=True):
-            self.speculation.verified(*each, batch.num_rows)
+        verifications = list(zip(requests, slots.tolist(), lens.tolist(), accepted.tolist(), strict=True))
+        self.speculation.verified(verifications, num_rows)
 
     def _append(self, batch: Batch, result: StepResult, rows: Int32Array) -> None:
         """Append the tokens of these sampling rows, one a request, unless the request has ended."""

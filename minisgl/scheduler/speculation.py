@@ -30,10 +30,14 @@ _NO_DRAFT: Int32Array = np.zeros(0, dtype=np.int32)
 # Pauses, in steps that decode. They begin and end at multiples of their length, so that rows probe together: a step
 # that may draft for one row has to wait for the tokens of all.
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
-_WEIGHT = 0.25  # of the newest verification in a row's mean
-_WEIGHT_OF_NONE = 0.03  # the same for a step in which the drafter had no guess, which costs only the overlap
-_FIRST_MEAN = 1.0  # accepted drafts that a new row is expected to have
-_PROBE_MARGIN = 1.2  # how much above break-even a row starts after a pause: one or two misses end the probe
+_WEIGHT = 0.15  # of a row's newest verification in the mean of all rows
+_ROW_WEIGHT = 0.25  # the same in the row's own mean
+_WEIGHT_OF_NONE = 0.03  # of a step in which the drafter had no guess, which costs only the overlap
+_FIRST_MEAN = 1.0  # accepted drafts that are expected at first
+_PROBE_MARGIN = 1.2  # how much above its bound a mean starts after a pause: one or two misses end the probe
+_HOPELESS = 0.05  # a row whose mean is lower pauses alone, though steps with drafts pay
+_ALL = -1  # all rows together: one step verifies the drafts of all, so it pays or does not pay for all
+_NEWCOMERS = 0.25  # share of running rows that have come since a pause of all began, and end it
 
 
 @dataclass(slots=True)
@@ -77,9 +81,11 @@ class Speculation:
         self._step = 0  # steps that decode
         rows = table.max_running
         self._limit = np.zeros(rows, dtype=np.int32)  # most drafts of a row
-        self._resume_at = np.zeros(rows, dtype=np.int64)  # step at which a pause ends
-        self._mean = np.zeros(rows)  # accepted drafts of a verification
-        self._pause = np.zeros(rows, dtype=np.int64)  # length of the next pause
+        # Of each row, and behind them of all rows together (`_ALL`):
+        self._resume_at = np.zeros(rows + 1, dtype=np.int64)  # step at which a pause ends
+        self._mean = np.full(rows + 1, _FIRST_MEAN)  # accepted drafts of a verification
+        self._pause = np.full(rows + 1, _FIRST_PAUSE, dtype=np.int64)  # length of the next pause
+        self._newcomers = 0  # rows since a pause of all began
 
     # -- requests come and go ----------------------------------------------------------------------------------
 
@@ -92,6 +98,12 @@ class Speculation:
         self._resume_at[slot] = 0
         self._mean[slot] = _FIRST_MEAN
         self._pause[slot] = _FIRST_PAUSE
+        self._newcomers += int(self._limit[slot] > 0)
+        if self._newcomers >= _NEWCOMERS * len(self._table.slots):
+            self._newcomers = 0
+            self._resume_at[_ALL] = 0
+            self._mean[_ALL] = max(self._mean[_ALL], _FIRST_MEAN)
+            self._pause[_ALL] = _FIRST_PAUSE
 
     def finish(self, request: Request) -> None:
         """Forget a request that has ended, with its output."""
@@ -113,7 +125,7 @@ class Speculation:
     def num_paused(self) -> int:
         """Running requests whose drafting pauses now."""
         slots = self._table.slots
-        return int(((self._limit[slots] > 0) & (self._resume_at[slots] > self._step)).sum())
+        return int(((self._limit[slots] > 0) & ~self._drafting(slots)).sum())
 
     @property
     def counts(self) -> dict[str, int]:
@@ -152,9 +164,11 @@ class Speculation:
         for i, row, guess in zip(wanted.tolist(), rows, self._ask(rows), strict=True):
             drafts[i] = guess
             if len(guess) == 0:
-                self._learn(row.slot, 0, _WEIGHT_OF_NONE, len(slots))
+                self._learn(row.slot, 0, _WEIGHT_OF_NONE, _HOPELESS)
             else:
                 self._asked = asked
+        if self._asked is None:
+            self._learn(_ALL, 0, _WEIGHT_OF_NONE, self._break_even(len(slots)))
         return drafts
 
     def begin_step(self) -> None:
@@ -163,7 +177,9 @@ class Speculation:
         self._asked = None
 
     def _drafting(self, slots: Int32Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        return (self._limit[slots] > 0) & (self._resume_at[slots] <= self._step)
+        paused = self._resume_at > self._step
+        drafting: np.ndarray[Any, np.dtype[np.bool_]] = (self._limit[slots] > 0) & ~paused[slots] & ~paused[_ALL]
+        return drafting
 
     # -- the drafter -------------------------------------------------------------------------------------------
 
@@ -212,28 +228,36 @@ class Speculation:
         if not prefills:
             self.costs.note(batch.num_rows, len(batch.drafts) > 0, now - began)
 
-    def verified(self, request: Request, slot: int, drafted: int, accepted: int, num_rows: int) -> None:
-        """Account for the drafts of a row in a step of ``num_rows`` rows."""
-        self.stats.drafted += drafted
-        self.stats.accepted += accepted
-        self.stats.verifications += 1
-        request.accepted_drafts += accepted
-        request.rejected_drafts += drafted - accepted
-        self._learn(slot, accepted, _WEIGHT, num_rows)
+    def verified(self, verifications: Sequence[tuple[Request, int, int, int]], num_rows: int) -> None:
+        """Account for a step of ``num_rows`` rows that decode: request, slot, drafts, and how many were accepted."""
+        for request, slot, drafted, accepted in verifications:
+            self.stats.drafted += drafted
+            self.stats.accepted += accepted
+            self.stats.verifications += 1
+            request.accepted_drafts += accepted
+            request.rejected_drafts += drafted - accepted
+            self._learn(slot, accepted, _ROW_WEIGHT, _HOPELESS)
+        mean = sum(accepted for *_, accepted in verifications) / num_rows
+        self._learn(_ALL, mean, 1 - (1 - _WEIGHT) ** num_rows, self._break_even(num_rows))
 
-    def _learn(self, slot: int, accepted: int, weight: float, num_rows: int) -> None:
-        """Update a row's mean, and pause its drafting where a plain step would have got further in the same time."""
-        self._mean[slot] += weight * (accepted - self._mean[slot])
-        break_even = self.costs.of_verification(num_rows) - 1
-        if self._mean[slot] >= break_even:
-            if self._mean[slot] >= 2 * break_even:
-                self._pause[slot] = _FIRST_PAUSE
+    def _break_even(self, num_rows: int) -> float:
+        """Accepted drafts of a row from which on a step with drafts gets further than plain ones in the same time."""
+        return self.costs.of_verification(num_rows) - 1
+
+    def _learn(self, row: int, accepted: float, weight: float, bound: float) -> None:
+        """Update the mean of a row, or of `_ALL`, and let it pause if the mean is below ``bound``."""
+        self._mean[row] += weight * (accepted - self._mean[row])
+        if self._mean[row] >= bound:
+            if self._mean[row] >= 2 * bound:
+                self._pause[row] = _FIRST_PAUSE
             return
-        length = int(self._pause[slot])
-        self._resume_at[slot] = (self._step // length + 1) * length
-        self._pause[slot] = min(2 * length, _LONGEST_PAUSE)
-        self._mean[slot] = break_even * _PROBE_MARGIN
+        length = int(self._pause[row])
+        self._resume_at[row] = (self._step // length + 1) * length
+        self._pause[row] = min(2 * length, _LONGEST_PAUSE)
+        self._mean[row] = bound * _PROBE_MARGIN
         self.stats.pauses += 1
+        if row == _ALL:
+            self._newcomers = 0
 
 
 _ASSUMED_COST = 1.15  # of a verification in plain steps, before both were seen
