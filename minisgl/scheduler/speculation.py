@@ -30,8 +30,7 @@ _NO_DRAFT: Int32Array = np.zeros(0, dtype=np.int32)
 # Pauses, in steps that decode. They begin and end at multiples of their length, so that rows probe together: a step
 # that may draft for one row has to wait for the tokens of all.
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
-_WEIGHT = 0.15  # of a row's newest verification in the mean of all rows
-_ROW_WEIGHT = 0.25  # the same in the row's own mean
+_WEIGHT = 0.15  # of a row's newest verification in its own mean, and in that of all rows
 _WEIGHT_OF_NONE = 0.03  # of a step in which the drafter had no guess, which costs only the overlap
 _FIRST_MEAN = 1.0  # accepted drafts that are expected at first
 _PROBE_MARGIN = 1.2  # how much above its bound a mean starts after a pause: one or two misses end the probe
@@ -236,7 +235,7 @@ class Speculation:
             self.stats.verifications += 1
             request.accepted_drafts += accepted
             request.rejected_drafts += drafted - accepted
-            self._learn(slot, accepted, _ROW_WEIGHT, _HOPELESS)
+            self._learn(slot, accepted, _WEIGHT, _HOPELESS)
         mean = sum(accepted for *_, accepted in verifications) / num_rows
         self._learn(_ALL, mean, 1 - (1 - _WEIGHT) ** num_rows, self._break_even(num_rows))
 
