@@ -2,7 +2,9 @@
 
 It must not be what it measures. A thousand streams bring tens of thousands of pieces a second, and a full HTTP library
 takes longer for each than the server does. This client knows just the HTTP/1.1 that it needs (RFC 9112): one request a
-connection, and a response in chunks, of a known length, or until its end. Bytes are parsed after the last has come.
+connection, and a response in chunks, of a known length, or until its end. Answers are parsed after their last byte has
+come, one at a time and a few events each turn of the event loop, and requests are prepared one each turn: a hundred
+that end or begin together would otherwise keep all other streams waiting, and the server would seem to have paused.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from minisgl.bench.load import LoadError, PlannedRequest, completion_body, promp
 
 _CLOSED = "the connection closed before the end of the response"
 _TICK = 0.01  # seconds between two looks at the clock
+_EVENTS_A_TURN = 16  # of an answer that are parsed before other streams get their turn, 40 µs
 
 
 class ServerAddress(NamedTuple):
@@ -152,7 +155,7 @@ class _Message(Struct):
 _decode = msgspec.json.Decoder(_Message).decode
 
 
-def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
+async def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tuple[Outcome, str]:
     """The outcome and its message. Fills in the tokens of ``record`` from the bytes of the response."""
     streamed, wanted = record.status == 200 and record.planned.stream, record.planned.output_len
     if end in (Outcome.LEFT, Outcome.UNREACHABLE, Outcome.TIMEOUT):
@@ -164,7 +167,9 @@ def _read_answer(record: RequestRecord, exchange: _Exchange, end: Outcome) -> tu
     finished, complete = False, not streamed
     events = _events(exchange) if streamed else [(bytes(exchange.body), record.ended)]
     try:
-        for data, arrived in events:
+        for number, (data, arrived) in enumerate(events):
+            if number % _EVENTS_A_TURN == 0:
+                await asyncio.sleep(0)
             if data == b"[DONE]":
                 complete = True
                 break
@@ -215,6 +220,7 @@ class Client:
         self._seed = seed
         self._timeout = timeout
         self._unfinished: set[_Exchange] = set()
+        self._preparing, self._parsing = asyncio.Lock(), asyncio.Lock()
         self.in_flight = 0  # requests that were sent and not answered yet
         self.pieces = 0  # of answers that have been read, in all
 
@@ -225,9 +231,15 @@ class Client:
 
     async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
         """Send a request now, or late if it was ``due`` before, and wait for its end. No error is raised."""
+        return await (await self.send(planned, due))
+
+    async def send(self, planned: PlannedRequest, due: float | None = None) -> asyncio.Task[RequestRecord]:
+        """The same, without waiting until the answer is parsed."""
         address, seed = self.address, self._seed
-        prompt = prompt_tokens(planned.index, planned.input_len, planned.blocks, address.vocab_size, seed)
-        body = completion_body(address.model, prompt, planned.output_len, planned.stream, planned.malformed)
+        async with self._preparing:
+            await asyncio.sleep(0)
+            prompt = prompt_tokens(planned.index, planned.input_len, planned.blocks, address.vocab_size, seed)
+            body = completion_body(address.model, prompt, planned.output_len, planned.stream, planned.malformed)
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -254,7 +266,11 @@ class Client:
             self.in_flight -= 1
             self._unfinished.discard(exchange)
             self.pieces += len(exchange.pieces)
-        record.outcome, record.message = _read_answer(record, exchange, end)
+        return asyncio.create_task(self._parse(record, exchange, end))
+
+    async def _parse(self, record: RequestRecord, exchange: _Exchange, end: Outcome) -> RequestRecord:
+        async with self._parsing:
+            record.outcome, record.message = await _read_answer(record, exchange, end)
         return record
 
 
@@ -271,15 +287,15 @@ async def open_loop(client: Client, requests: Sequence[PlannedRequest]) -> list[
 
 async def closed_loop(client: Client, requests: Sequence[PlannedRequest], users: int) -> list[RequestRecord]:
     """Have ``users`` send all requests, each waiting for an answer before the next: a slow server is asked less."""
-    records: list[RequestRecord] = []
+    parsing: list[asyncio.Task[RequestRecord]] = []
     remaining = iter(requests)
 
     async def user() -> None:
         for planned in remaining:
-            records.append(await client.ask(planned))
+            parsing.append(await client.send(planned))
 
     await asyncio.gather(*(user() for _ in range(users)))
-    return records
+    return await asyncio.gather(*parsing)
 
 
 @dataclass(slots=True)

@@ -6,10 +6,13 @@ import asyncio
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from minisgl.bench import client as client_module
 from minisgl.bench.client import (
     Client,
     ClientMonitor,
@@ -236,13 +239,18 @@ class SlowClient(Client):
         self.seconds = seconds
         self.most = 0
 
-    async def ask(self, planned: PlannedRequest, due: float | None = None) -> RequestRecord:
+    async def send(self, planned: PlannedRequest, due: float | None = None) -> asyncio.Task[RequestRecord]:
         sent = time.perf_counter()
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         await self.answer()
         self.in_flight -= 1
-        return record(sent if due is None else due, time.perf_counter(), planned=planned, sent=sent)
+        answer = record(sent if due is None else due, time.perf_counter(), planned=planned, sent=sent)
+
+        async def parsed() -> RequestRecord:
+            return answer
+
+        return asyncio.create_task(parsed())
 
     async def answer(self) -> None:
         await asyncio.sleep(self.seconds)
@@ -289,6 +297,34 @@ def test_a_closed_loop_keeps_its_users_busy_and_asks_everything_once() -> None:
     records = asyncio.run(closed_loop(client, requests, users=4))
     assert client.most == 4
     assert sorted(each.planned.index for each in records) == list(range(23))
+
+
+def test_answers_that_end_together_do_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, parsed, decode = 0, Counter[int](), client_module._decode
+
+    def noted(data: bytes) -> Any:
+        parsed[turn] += 1
+        return decode(data)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def at_once(server: Conversation) -> None:
+        if not counting:
+            counting.append(asyncio.create_task(count_turns()))
+        await server.begin_stream()
+        events = [event(text("a"))] * 99 + [event(text("b", "length")), event(usage(100)), event("[DONE]")]
+        server.writer.write(chunk(b"".join(events)) + b"0\r\n\r\n")
+
+    counting: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(client_module, "_decode", noted)
+    records = ask(at_once, *(planned(index, output_len=100) for index in range(5)))
+    assert [(each.outcome, each.tokens) for each in records] == [(Outcome.FINISHED, 100)] * 5
+    assert parsed.total() == 5 * 101
+    assert max(parsed.values()) <= 16
 
 
 def test_a_heartbeat_sees_a_client_that_is_held_up() -> None:
