@@ -105,7 +105,7 @@ class PrefillFirst:
     """Steps are prefill or decode, and prefill goes first, since a full decode batch has throughput.
 
     After ``patience`` prefill steps in a row the decode rows get one, or new prompts would stall them for ever. Two
-    steps of 8,192 tokens are a pause that readers hardly see, and more of them in a row save next to no time.
+    keep their pause short, and more of them in a row save next to no time.
     """
 
     patience = 2
