@@ -177,7 +177,7 @@ class KVMemory(PageLedger):
         if extend is None:
             return
         filled, published = self.table.known_len[slots] - 1, self._published[slots]
-        due = (filled % self.page_size == 0) & (published >= 0)
+        due = (published >= 0) & (filled >= (published + 1) * self.page_size)
         if self.window is not None:
             due &= filled < self.window
         ends = filled[due] // self.page_size

@@ -17,7 +17,7 @@ from minisgl.scheduler.constraints import Constraints
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import MAX_BYPASS, Policies, SchedulerLoad
 from minisgl.scheduler.speculation import Speculation
-from minisgl.table import NO_TOKEN, RunningTable
+from minisgl.table import RunningTable
 
 LOOKAHEAD = 8  # waiting requests that do not fit and are passed over in one step to find one that does
 
@@ -304,32 +304,14 @@ class Scheduler:
         self._release_idle(batch.slots)
 
     def _verify(self, batch: Batch, result: StepResult) -> None:
-        """Append what was sampled behind each row's newest token, then, as long as drafts are right, behind those."""
-        table, sampled = self.table, batch.slots[batch.sample_rows]
-        fed = np.full(len(sampled), NO_TOKEN, dtype=np.int32)
-        fed[batch.draft_rows] = batch.drafts
-        slots, lens = np.unique(sampled[batch.draft_rows], return_counts=True)
-        slots, lens = slots[~table.ended[slots]], lens[~table.ended[slots]]
-        requests = [table.request(slot) for slot in slots.tolist()]
-        before = table.known_len[slots]
-
-        rows = np.flatnonzero(fed == NO_TOKEN).astype(np.int32)
-        num_rows = len(rows)
-        while len(rows):
-            # A row that verifies has no later step in flight. Its KV is sound up to what the draft was fed behind.
-            verifying = sampled[rows][np.isin(sampled[rows], slots)]
-            table.kv_len[verifying] = table.known_len[verifying]
-            table.token_len[verifying] = table.known_len[verifying] + 1
-            self._append(batch, result, rows)
-            rows = rows[rows + 1 < len(sampled)]
-            rows = rows[fed[rows + 1] == result.tokens[rows]] + 1
-            rows = rows[~table.ended[sampled[rows]]]
-
-        accepted = table.known_len[slots] - before - 1
-        self._output.decode_tokens += int(accepted.sum())
+        """Take in the drafts that are right, then what was sampled behind them, or behind a row's newest token."""
         assert self.speculation is not None, "drafts come from there"
-        verifications = list(zip(requests, slots.tolist(), lens.tolist(), accepted.tolist(), strict=True))
-        self.speculation.verified(verifications, num_rows)
+        right, last = self.speculation.verify(batch, result.tokens)
+        slots, tokens = batch.slots[batch.sample_rows[right]], result.tokens[right]
+        self._constraints.accept(slots, tokens)  # none ends: drafts are clipped before
+        self._report(slots, tokens, right.tolist(), result)
+        self._output.decode_tokens += len(right)
+        self._append(batch, result, last)
 
     def _append(self, batch: Batch, result: StepResult, rows: Int32Array) -> None:
         """Append the tokens of these sampling rows, one a request, unless the request has ended."""

@@ -17,7 +17,7 @@ import numpy as np
 from minisgl.batch import Batch
 from minisgl.drafters.protocol import Drafter, DraftRow
 from minisgl.request import Int32Array, Request
-from minisgl.table import RunningTable
+from minisgl.table import NO_TOKEN, RunningTable
 
 logger = logging.getLogger(__name__)
 
@@ -227,16 +227,51 @@ class Speculation:
         if not prefills:
             self.costs.note(batch.num_rows, len(batch.drafts) > 0, now - began)
 
-    def verified(self, verifications: Sequence[tuple[Request, int, int, int]], num_rows: int) -> None:
-        """Account for a step of ``num_rows`` rows that decode: request, slot, drafts, and how many were accepted."""
-        for request, slot, drafted, accepted in verifications:
-            self.stats.drafted += drafted
-            self.stats.accepted += accepted
+    def verify(self, batch: Batch, tokens: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Append drafts that are right to their rows, and set these rows back to what is verified.
+
+        ``tokens``, int32[S], were sampled by the step. Returns indices into them: of those that were appended, and of
+        the one behind them, or behind the newest token, for each row of the step, which is still to be appended.
+        """
+        table, sampled = self._table, batch.slots[batch.sample_rows]
+        fed = np.full(len(sampled), NO_TOKEN, dtype=np.int32)
+        fed[batch.draft_rows] = batch.drafts
+        first = np.flatnonzero(fed == NO_TOKEN)  # of each row's samples
+        drafted = np.diff(first, append=len(fed)) - 1
+
+        # What is sampled behind a wrong draft, or behind the end of the answer, means nothing, nor does what follows.
+        ends = (table.stop_ids[sampled] == tokens[:, None]).any(axis=1)
+        wrong = fed != NO_TOKEN
+        wrong[1:] &= (fed[1:] != tokens[:-1]) | ends[:-1]
+        errors = np.cumsum(wrong)
+        kept = errors == np.repeat(errors[first], drafted + 1)
+        accepted = np.add.reduceat(kept, first, dtype=np.int32) - 1
+        last = first + accepted
+
+        verifying = (drafted > 0) & ~table.ended[sampled[first]]
+        first, drafted, accepted = first[verifying], drafted[verifying], accepted[verifying]
+        kept[last] = False
+        right = np.flatnonzero(kept & ~table.ended[sampled]).astype(np.int32)
+        slots, place = sampled[first], right - np.repeat(first, accepted)
+        table.tokens[sampled[right], table.known_len[sampled[right]] + place] = tokens[right]
+        table.known_len[slots] += accepted
+        # A row that verifies has no later step in flight. Its KV is sound up to its last right draft.
+        table.kv_len[slots] = table.known_len[slots]
+        table.token_len[slots] = table.known_len[slots] + 1
+        self._count(slots, drafted, accepted, len(last))
+        return right, last.astype(np.int32)
+
+    def _count(self, slots: Int32Array, drafted: Int32Array, accepted: Int32Array, num_rows: int) -> None:
+        """Account for the drafts of a step in which ``num_rows`` rows sampled."""
+        for slot, most, right in zip(slots.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
+            self.stats.drafted += most
+            self.stats.accepted += right
             self.stats.verifications += 1
-            request.accepted_drafts += accepted
-            request.rejected_drafts += drafted - accepted
-            self._learn(slot, accepted, _WEIGHT, _HOPELESS)
-        mean = sum(accepted for *_, accepted in verifications) / num_rows
+            request = self._table.request(slot)
+            request.accepted_drafts += right
+            request.rejected_drafts += most - right
+            self._learn(slot, right, _WEIGHT, _HOPELESS)
+        mean = float(accepted.sum()) / num_rows
         self._learn(_ALL, mean, 1 - (1 - _WEIGHT) ** num_rows, self._break_even(num_rows))
 
     def _break_even(self, num_rows: int) -> float:

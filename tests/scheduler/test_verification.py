@@ -54,6 +54,21 @@ def test_a_row_is_set_back_to_what_was_verified() -> None:
     assert made.batches[-1].positions.tolist() == [5, 6, 7, 8]
 
 
+def test_pages_that_are_filled_in_the_middle_of_drafts_are_published() -> None:
+    """Four tokens a step and four a page: no step ends with the last token of a page."""
+    made = Harness(drafter=Right, page_size=4)
+    request = made.add([1, 2], max_tokens=40)
+    lengths = []
+    while made.scheduler.has_work:
+        made.step()
+        slot = request.slot
+        if slot >= 0 and (known := int(made.table.known_len[slot])) > 2:
+            lengths.append(known)
+            assert len(made.memory.cache.match(made.table.tokens[slot, :known]).pages) == (known - 1) // 4
+    assert {(known - 1) % 4 for known in lengths[2:-1]} == {2}
+    made.assert_output(request)
+
+
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_a_stop_token_among_the_drafts_ends_the_request(place: int) -> None:
     vocab = 40  # so that the token occurs once
