@@ -234,7 +234,7 @@ class Client:
         return await (await self.send(planned, due))
 
     async def send(self, planned: PlannedRequest, due: float | None = None) -> asyncio.Task[RequestRecord]:
-        """The same, without waiting until the answer is parsed."""
+        """The same, but return the task that parses the answer, as soon as that has come."""
         address, seed = self.address, self._seed
         async with self._preparing:
             await asyncio.sleep(0)
