@@ -128,7 +128,7 @@ def _decode_micros(
     loop = _loop(count, _PROMPT_LENS[1] + output_len, page_size, memory)
     rng = np.random.default_rng(0)
     for uid, length in enumerate(rng.integers(*_PROMPT_LENS, size=count).tolist()):
-        _add(loop, uid, rng.integers(_VOCAB, size=length, dtype=np.int32), output_len, watched)
+        add_request(loop, uid, rng.integers(_VOCAB, size=length, dtype=np.int32), output_len, watched)
     return [1e6 * seconds for seconds in _decode_seconds(loop, count, steps, nullcontext())]
 
 
@@ -160,7 +160,7 @@ def _prefill_micros(requests: int, prefix_len: int, page_size: int) -> float:
         prompts = [np.concatenate([prefix, suffix]) for suffix in suffixes]
         start = time.perf_counter()
         for uid, prompt in enumerate(prompts, first_uid):
-            _add(loop, uid, prompt, 1, watched=False)
+            add_request(loop, uid, prompt, 1, watched=False)
         while loop.scheduler.has_work:
             loop.step()
         micros.append((time.perf_counter() - start) / requests * 1e6)
@@ -175,7 +175,8 @@ def _loop(max_running: int, max_seq_len: int, page_size: int, make_memory: type[
     return EngineLoop(Scheduler(table, memory, Policies()), NullExecutor())
 
 
-def _add(loop: EngineLoop, uid: int, prompt: Int32Array, output_len: int, watched: bool) -> None:
+def add_request(loop: EngineLoop, uid: int, prompt: Int32Array, output_len: int, watched: bool) -> None:
+    """Enqueue a request for exactly ``output_len`` tokens."""
     params = SamplingParams(max_tokens=output_len, ignore_eos=True)
     loop.scheduler.add(Request(uid, prompt, params, max_len=len(prompt) + output_len, watched=watched))
 

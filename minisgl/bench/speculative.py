@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from minisgl.batch import Batch, StepPhase
-from minisgl.bench.host import SimulatedDevice
+from minisgl.bench.host import SimulatedDevice, add_request
 from minisgl.bench.report import Report, Table, spread
 from minisgl.bench.workloads import make_engine
 from minisgl.drafters.protocol import DraftRow, DraftTarget
@@ -197,10 +197,8 @@ def simulate(count: int, chance: float, cost: Callable[[int], float], draft_toke
     speculation = Speculation(table, drafter, draft_tokens, vocab_size=2, clock=lambda: device.now)
     scheduler = Scheduler(table, memory, Policies(), speculation=speculation)
     loop = EngineLoop(scheduler, device)
-    params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_LEN, ignore_eos=True)
     for uid in range(rounds * count):
-        prompt = np.full(_PROMPT_LEN, uid, dtype=np.int32)
-        scheduler.add(Request(uid, prompt, params, max_len=_PROMPT_LEN + _OUTPUT_LEN))
+        add_request(loop, uid, np.full(_PROMPT_LEN, uid, dtype=np.int32), _OUTPUT_LEN, watched=False)
         if (uid + 1) % count == 0:
             while scheduler.has_work:
                 loop.step()

@@ -68,8 +68,6 @@ class Constraints:
         """
         rows = np.flatnonzero(self._table.constrained[slots])
         ends: dict[int, str | None] = {}
-        if len(rows) == 0:
-            return ends
         for row, token, constraint in zip(
             rows.tolist(), tokens[rows].tolist(), self._constraints_of(slots[rows]), strict=True
         ):

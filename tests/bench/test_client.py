@@ -299,12 +299,19 @@ def test_a_closed_loop_keeps_its_users_busy_and_asks_everything_once() -> None:
     assert sorted(each.planned.index for each in records) == list(range(23))
 
 
-def test_answers_that_end_together_do_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_begin_or_end_together_do_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     turn, parsed, decode = 0, Counter[int](), client_module._decode
+    prepared, prompt_tokens = Counter[int](), client_module.prompt_tokens
 
     def noted(data: bytes) -> Any:
         parsed[turn] += 1
         return decode(data)
+
+    def noted_prompt(*args: Any) -> Any:
+        if not counting:
+            counting.append(asyncio.create_task(count_turns()))
+        prepared[turn] += 1
+        return prompt_tokens(*args)
 
     async def count_turns() -> None:
         nonlocal turn
@@ -313,18 +320,18 @@ def test_answers_that_end_together_do_not_hold_up_the_others(monkeypatch: pytest
             await asyncio.sleep(0)
 
     async def at_once(server: Conversation) -> None:
-        if not counting:
-            counting.append(asyncio.create_task(count_turns()))
         await server.begin_stream()
         events = [event(text("a"))] * 99 + [event(text("b", "length")), event(usage(100)), event("[DONE]")]
         server.writer.write(chunk(b"".join(events)) + b"0\r\n\r\n")
 
     counting: list[asyncio.Task[None]] = []
     monkeypatch.setattr(client_module, "_decode", noted)
+    monkeypatch.setattr(client_module, "prompt_tokens", noted_prompt)
     records = ask(at_once, *(planned(index, output_len=100) for index in range(5)))
     assert [(each.outcome, each.tokens) for each in records] == [(Outcome.FINISHED, 100)] * 5
     assert parsed.total() == 5 * 101
     assert max(parsed.values()) <= 16
+    assert sorted(prepared.values()) == [1] * 5
 
 
 def test_a_heartbeat_sees_a_client_that_is_held_up() -> None:
