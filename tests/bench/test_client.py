@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -349,3 +350,15 @@ def test_a_heartbeat_sees_a_client_that_is_held_up() -> None:
     assert max(monitor.delays) >= 0.05
     assert 0.0 < monitor.in_flight <= 5 * monitor.seconds
     assert monitor.seconds >= 0.2
+
+
+def test_a_full_collection_of_what_was_there_before_does_not_hold_up_the_client() -> None:
+    async def scenario() -> tuple[int, int]:
+        async with monitor_client(SlowClient(0.0)):
+            return gc.get_freeze_count(), len(gc.get_objects())
+
+    before = len(gc.get_objects())
+    frozen, looked_at = asyncio.run(scenario())
+    assert frozen > 0.9 * before
+    assert looked_at < before / 10
+    assert gc.get_freeze_count() == 0, "behind it, they are collected as ever"
