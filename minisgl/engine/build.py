@@ -36,7 +36,7 @@ from minisgl.engine.memory import (
 )
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.nvtx import add_layer_ranges
-from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory, tokens_to_capture
+from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.engine.verify_graph import build_verify_runner, measure_verify_memory
 from minisgl.errors import ConfigError
@@ -171,7 +171,7 @@ def _build(
     if num_pages is None:
         trial = make_runner(num_pages=1, num_window_pages=1)
         graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
-        graph_bytes += measure_prefill_memory(trial, tokens_to_capture(config, trial))
+        graph_bytes += measure_prefill_memory(config, trial)
         graph_bytes += measure_verify_memory(config, trial)
         num_pages = pages_that_fit(
             config,

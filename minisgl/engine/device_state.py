@@ -62,8 +62,11 @@ class DeviceState:
         page_value: torch.Tensor,
     ) -> None:
         """Apply int32 updates to the flattened tables."""
-        self.tokens.view(-1)[token_index] = token_value
-        self.page_tables.view(-1)[page_index] = page_value
+        # An update of nothing would still be launched, while the device waits for the step.
+        if len(token_index):
+            self.tokens.view(-1)[token_index] = token_value
+        if len(page_index):
+            self.page_tables.view(-1)[page_index] = page_value
 
     def add_window_locs(self, inputs: DeviceBatch, token_slots: torch.Tensor) -> None:
         """Where layers have a second page table, add it to the inputs of a step, and where it places their KV."""

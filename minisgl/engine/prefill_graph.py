@@ -39,12 +39,13 @@ class PrefillGraphRunner(ModelRunner):
     """Replays steps that have prefill rows, padded to the next of ``sizes`` (tokens); runs others as a `ModelRunner`.
 
     A graph ends before the LM head, which runs eagerly for the rows that sample: there are few of them, and logits of
-    every graph would take memory.
+    every graph would take memory. Unless ``mixed``, none is captured for steps with decode rows beside prefill rows.
     """
 
-    def __init__(self, runner: ModelRunner, sizes: Sequence[int], capture: GraphCapture) -> None:
+    def __init__(self, runner: ModelRunner, sizes: Sequence[int], capture: GraphCapture, mixed: bool = True) -> None:
         super().__init__(runner.model, runner.kv_cache, runner.attention, runner.state, runner.sampler)
         self._capture = capture
+        self._mixed = mixed
         self.buffers: dict[int, StepBuffers] = {}  # by number of tokens
         # By number of tokens, and the attention backend's name for the work of the step.
         self.graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
@@ -112,7 +113,7 @@ class PrefillGraphRunner(ModelRunner):
 
     def dummy_steps(self, buffers: StepBuffers) -> Iterator[Batch]:
         """Steps over the dummy slot, one for each graph that a size may need."""
-        return _dummy_steps(buffers)
+        return _dummy_steps(buffers, self._mixed)
 
     @property
     def _model(self) -> CausalLM:
@@ -184,7 +185,7 @@ class StepBuffers:
         self.state.add_window_locs(self.inputs, self._token_slots)
 
 
-def _dummy_steps(buffers: StepBuffers) -> Iterator[Batch]:
+def _dummy_steps(buffers: StepBuffers, mixed: bool) -> Iterator[Batch]:
     """Steps over the dummy slot that differ in all that a graph may depend on: the length of rows, and decode rows."""
     tokens, longest = len(buffers.inputs.positions), buffers.state.tokens.shape[1] - 1
     most_rows = len(buffers.inputs.slots) - 1
@@ -193,7 +194,7 @@ def _dummy_steps(buffers: StepBuffers) -> Iterator[Batch]:
     for q_len in dict.fromkeys((long, short)):
         rows = min(tokens // q_len, most_rows)
         yield dummy_step(buffers, [q_len] * rows, num_decode=0)
-        if most_rows > 1 and tokens > 1:
+        if mixed and most_rows > 1 and tokens > 1:
             beside = [q_len] * min(rows - 1, most_rows - 2)
             yield dummy_step(buffers, [1, *beside, q_len - 1 or 1], num_decode=1)
 
@@ -216,12 +217,17 @@ def dummy_step(buffers: StepBuffers, q_lens: list[int], num_decode: int) -> Batc
 # -- what is captured --------------------------------------------------------------------------------------------------
 
 _MAX_TOKENS = 8192
+_SEPARATE = ("prefill-first", "static")  # batch policies whose steps never have decode rows beside prefill rows
 
 
 def build_prefill_runner(config: EngineConfig, runner: ModelRunner, capture: GraphCapture) -> ModelRunner:
     """Return ``runner``, or one that replays its prefill and mixed steps where they can be captured."""
     sizes = tokens_to_capture(config, runner)
-    return PrefillGraphRunner(runner, sizes, capture) if sizes else runner
+    return PrefillGraphRunner(runner, sizes, capture, _mixes(config)) if sizes else runner
+
+
+def _mixes(config: EngineConfig) -> bool:
+    return config.batch_policy not in _SEPARATE
 
 
 def tokens_to_capture(config: EngineConfig, runner: ModelRunner) -> tuple[int, ...]:
@@ -234,11 +240,12 @@ def tokens_to_capture(config: EngineConfig, runner: ModelRunner) -> tuple[int, .
     return token_sizes(config.max_graph_tokens or min(config.max_prefill_tokens, _MAX_TOKENS, (slots - 1) * width))
 
 
-def measure_prefill_memory(runner: ModelRunner, sizes: Sequence[int]) -> int:
-    """Bytes that graphs of these numbers of tokens will keep on the device; 0 for no sizes."""
+def measure_prefill_memory(config: EngineConfig, runner: ModelRunner) -> int:
+    """Bytes that the graphs of prefill and mixed steps will keep on the device."""
+    sizes = tokens_to_capture(config, runner)
     if not sizes:
         return 0
-    trial = PrefillGraphRunner(runner, (), CudaGraphCapture(runner.device))
+    trial = PrefillGraphRunner(runner, (), CudaGraphCapture(runner.device), _mixes(config))
     return extrapolate_memory(trial.capture, sizes, runner.device)
 
 

@@ -35,6 +35,7 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
 from minisgl.llm import LLM
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.policy import BATCH_POLICIES
 from tests.kernels.closeness import DEVICE
 from tests.model_zoo import tiny_checkpoint
 from tests.steps import step_of
@@ -194,6 +195,28 @@ def test_the_tokens_are_those_of_an_eager_engine(path: Path, batch_policy: str, 
     assert any(mixed and size is not None for size, mixed in sizes) == (batch_policy == "mixed")
 
 
+@pytest.mark.parametrize("batch_policy", BATCH_POLICIES)
+def test_every_step_of_a_policy_has_its_graph_and_no_graph_is_for_steps_that_it_never_has(
+    path: Path, batch_policy: str
+) -> None:
+    llm = engine(path, batch_policy=batch_policy, max_prefill_tokens=10)
+    asked: list[Any] = []
+
+    class Watched(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            asked.append(key)
+            return super().get(key, default)
+
+    with patch.object(prefill_graph, "tokens_to_capture", return_value=(8, 24)):
+        runner = build_prefill_runner(llm.config, llm.engine.runner, CpuGraph)
+    assert isinstance(runner, PrefillGraphRunner)
+    runner.graphs = Watched(runner.graphs)
+    llm.engine.runner = CudaGraphRunner(runner, (2, 4), CpuGraph)
+    assert tokens(llm) == tokens(engine(path, batch_policy=batch_policy, max_prefill_tokens=10))
+    assert set(asked) <= set(runner.graphs)
+    assert {decode_rows > 0 for _, (decode_rows, _) in runner.graphs} == {False, batch_policy == "mixed"}
+
+
 def test_a_step_without_its_graph_is_computed_on_the_same_inputs(path: Path) -> None:
     """More tiles than a graph of this size has room for."""
     llm = engine(path)
@@ -256,7 +279,7 @@ def test_what_can_be_captured(path: Path) -> None:
     torch_runner = engine(path, prefill_attention="torch", decode_attention="torch").engine.runner
     assert tokens_to_capture(EngineConfig(), runner) == ()  # there is no CUDA
     assert build_prefill_runner(EngineConfig(), runner, CpuGraph) is runner
-    assert measure_prefill_memory(runner, ()) == 0
+    assert measure_prefill_memory(EngineConfig(), runner) == 0
     with patch.object(ModelRunner, "device", torch.device("cuda")):
         assert tokens_to_capture(EngineConfig(max_graph_tokens=100), runner) == (64, 100)
         assert tokens_to_capture(EngineConfig(max_prefill_tokens=64), runner) == (64,)
