@@ -16,9 +16,11 @@ from minisgl.drafters.protocol import hidden_layers
 from minisgl.engine.cuda_graph import (
     CpuGraph,
     CudaGraphCapture,
+    CudaGraphRunner,
     GraphCapture,
     build_runner,
     measure_graph_memory,
+    run_once,
     sizes_to_capture,
 )
 from minisgl.engine.device_state import DeviceState
@@ -29,6 +31,7 @@ from minisgl.engine.memory import (
     can_split_windows,
     check_memory_balance,
     check_num_pages,
+    compile_prefill_kernels,
     longest_sequence,
     pages_that_fit,
     split_pages,
@@ -36,7 +39,13 @@ from minisgl.engine.memory import (
 )
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.nvtx import add_layer_ranges
-from minisgl.engine.prefill_graph import build_prefill_runner, measure_prefill_memory
+from minisgl.engine.prefill_graph import (
+    PrefillGraphRunner,
+    build_prefill_runner,
+    measure_prefill_memory,
+    mixes,
+    tokens_to_capture,
+)
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.engine.verify_graph import build_verify_runner, measure_verify_memory
 from minisgl.errors import ConfigError
@@ -71,7 +80,8 @@ def build_engine(
     1. Device, dtypes and implementations, from the options and the checkpoint.
     2. Measure the memory that is free now, since formula A takes its share of that; ranks compare theirs.
     3. The model: built on the meta device, filled from the checkpoint, laid out for the CPU or fused.
-    4. Measure the memory that CUDA graphs will need, by a trial over a KV cache of one page.
+    4. On CUDA, compile kernels, many at once, and measure the memory that CUDA graphs will need, by a trial; both over
+       a KV cache of one page.
     5. The number of KV pages, from all of these; the rank with the fewest pages decides for all.
     6. KV cache, device tables, and the attention backend, which reads the KV cache.
     7. The runner, which may capture all of these in CUDA graphs.
@@ -167,6 +177,8 @@ def _build(
         # The drafter keeps a hidden state of its own for each token, too, and keys and values like those of a layer.
         bytes_read = (len(layers_read) + 1) * config.page_size * model_config.hidden_size * dtype.itemsize
         bytes_read += page_bytes(1, model_config.num_kv_heads, model_config.head_dim, config.page_size, dtype.itemsize)
+    if device.type == "cuda" and has_triton() and "compile" not in fusions:
+        compile_ahead(config, make_runner(num_pages=1, num_window_pages=1))
     num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
         trial = make_runner(num_pages=1, num_window_pages=1)
@@ -230,6 +242,28 @@ def capture_runner(config: EngineConfig, eager: ModelRunner, fusions: Collection
     if device.type == "cuda":
         warm_up_kernels(eager, config.max_prefill_tokens)
     return runner
+
+
+@torch.inference_mode()
+def compile_ahead(config: EngineConfig, runner: ModelRunner) -> None:
+    """Compile the Triton kernels of decode and prefill steps, many at once: otherwise each is when a step needs it.
+
+    Runs some of the steps that are captured and warmed up later, with kernels that do nothing. The few that only
+    another step needs, such as the single-token decoder's, are still compiled by it.
+    """
+    from minisgl.kernels.launch import compile_only
+
+    with compile_only():
+        decode = CudaGraphRunner(runner, (), run_once, fused=True)
+        sizes = sizes_to_capture(config, runner)
+        for size in sizes:
+            if size.bit_count() == 1 or size == sizes[-1]:  # between two powers of two, kernels differ little
+                decode.capture(size)
+        prefill = PrefillGraphRunner(runner, (), run_once, mixes(config))
+        for size in tokens_to_capture(config, runner)[-1:]:
+            prefill.capture(size)
+        compile_prefill_kernels(runner, config.max_prefill_tokens)
+    torch.cuda.empty_cache()
 
 
 def warn_if_occupied(held: int, total: int) -> None:

@@ -378,6 +378,12 @@ class CpuGraph:
             kept.copy_(new)
 
 
+def run_once(work: Callable[[], Tensors]) -> CpuGraph:
+    """Run the work instead of capturing it, and keep nothing of it."""
+    work()
+    return CpuGraph(tuple)
+
+
 # -- what is captured --------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -231,6 +231,18 @@ def warm_up_kernels(runner: ModelRunner, max_prefill_tokens: int) -> None:
     for batch in _prefill_steps(runner, max_prefill_tokens):
         for params in _SAMPLING_KINDS:
             run_dummy_step(runner, batch, params)
+
+
+def compile_prefill_kernels(runner: ModelRunner, max_prefill_tokens: int) -> None:
+    """Launch the kernels of these steps inside `compile_only`, where they do nothing.
+
+    Tokens that were not sampled are what the memory held before, and may not be looked up: so without logprobs, and
+    no step finds those of the one before.
+    """
+    for batch in _prefill_steps(runner, max_prefill_tokens):
+        for params in _SAMPLING_KINDS:
+            run_dummy_step(runner, batch, replace(params, logprobs=None))
+            runner.state.tokens.zero_()
 
 
 @torch.inference_mode()

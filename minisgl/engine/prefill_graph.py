@@ -223,10 +223,11 @@ _SEPARATE = ("prefill-first", "static")  # batch policies whose steps never have
 def build_prefill_runner(config: EngineConfig, runner: ModelRunner, capture: GraphCapture) -> ModelRunner:
     """Return ``runner``, or one that replays its prefill and mixed steps where they can be captured."""
     sizes = tokens_to_capture(config, runner)
-    return PrefillGraphRunner(runner, sizes, capture, _mixes(config)) if sizes else runner
+    return PrefillGraphRunner(runner, sizes, capture, mixes(config)) if sizes else runner
 
 
-def _mixes(config: EngineConfig) -> bool:
+def mixes(config: EngineConfig) -> bool:
+    """Whether steps may have decode rows beside prefill rows."""
     return config.batch_policy not in _SEPARATE
 
 
@@ -245,7 +246,7 @@ def measure_prefill_memory(config: EngineConfig, runner: ModelRunner) -> int:
     sizes = tokens_to_capture(config, runner)
     if not sizes:
         return 0
-    trial = PrefillGraphRunner(runner, (), CudaGraphCapture(runner.device), _mixes(config))
+    trial = PrefillGraphRunner(runner, (), CudaGraphCapture(runner.device), mixes(config))
     return extrapolate_memory(trial.capture, sizes, runner.device)
 
 

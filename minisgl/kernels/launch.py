@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import JITFunction
 
 from minisgl.errors import ConfigError
 from minisgl.kernels.interpreter import prepare_once_a_launch
@@ -67,6 +71,29 @@ def without_pdl() -> Iterator[None]:
         yield
     finally:
         PDL_LAUNCH_ARGS.update(saved)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Inside the block, launching a Triton kernel runs nothing; at its end all of these are compiled, many at once.
+
+    Compilers release the lock of Python's interpreter for most of their work, so many kernels take little longer than
+    the slowest. What a kernel would have written stays what it was: nothing in the block may depend on it.
+    """
+    run, begin = JITFunction.run, Event()
+
+    def compile_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(kernel, *args, grid=grid, warmup=True, **kwargs)
+
+    # Threads that began at once would take the lock from the block, which has many short operations, time and again.
+    threads = ThreadPoolExecutor(os.cpu_count(), initializer=begin.wait)
+    with threads, triton.AsyncCompileMode(threads):
+        JITFunction.run = compile_kernel
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+            begin.set()
 
 
 # The interpreter's numbers are arrays of one element, which NumPy 2.4 does not accept as an index.

@@ -13,6 +13,7 @@ The twins are the quantisers in `minisgl.layers.quantizers`.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, 
 # From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured
 # in int4 on an H100, as the tiles below.
 DEQUANTIZE_TOKENS = 288
+# Up to so many tokens, cuBLAS with one scale and a second kernel that applies the others take less time together than
+# the product with row-wise scales, whose tiles are too few. Measured on an H200.
+SCALE_AFTERWARDS_TOKENS = 256
 LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
 _PROGRAMS = 264  # two for each multiprocessor of an H200
@@ -48,11 +52,15 @@ def fp8_linear(
     rows, columns = weight.shape
     if quantize_activations and block == (1, 0) and rows % 16 == 0 and columns % 16 == 0:
         x_fp8, x_scale = quantize_rows(x)
-        # Row-wise scales are only there with bfloat16 results.
+        # Products of e4m3 may be too large for float16, and row-wise scales are only there with bfloat16 results.
         half = None if bias is None else bias.to(torch.bfloat16)
-        out: torch.Tensor = torch._scaled_mm(
-            x_fp8, weight.T, x_scale, weight_scale.T, bias=half, out_dtype=torch.bfloat16
-        )
+        out: torch.Tensor
+        if len(x) <= SCALE_AFTERWARDS_TOKENS:
+            one = _one(x.device)
+            out = torch._scaled_mm(x_fp8, weight.T, one, one, out_dtype=torch.bfloat16)
+            scale_product(out, x_scale, weight_scale, half)
+        else:
+            out = torch._scaled_mm(x_fp8, weight.T, x_scale, weight_scale.T, bias=half, out_dtype=torch.bfloat16)
         return out.to(x.dtype)
     return _linear(x, weight, weight_scale, None, block, bias)
 
@@ -373,6 +381,58 @@ def _dequantize_kernel(
     else:
         numbers = tl.load(weight_ptr + row * width + place, mask=inside, other=0.0)
         tl.store(out_ptr + row * K + place, numbers.to(tl.float32).to(DTYPE) * scale, mask=inside)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    """The scale of a product that is scaled afterwards; kept, since graphs hold its address."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def scale_product(
+    product: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Multiply [T, N] in place by the scales of its rows, float32[T, 1], and columns, float32[N, 1]; add the bias."""
+    tokens, rows = product.shape
+    if not tokens:
+        return
+    size = 1024
+    _scale_product_kernel[(tokens, triton.cdiv(rows, size))](
+        product,
+        x_scale,
+        weight_scale,
+        product if bias is None else bias,
+        N=rows,
+        SIZE=size,
+        BIAS=bias is not None,
+        **pdl_launch_args(product),
+    )
+
+
+@triton.jit
+def _scale_product_kernel(
+    product_ptr,  # [T, N]
+    x_scale_ptr,  # float32[T]
+    weight_scale_ptr,  # float32[N]
+    bias_ptr,  # [N]
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (t, b): SIZE outputs of token t."""
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = column < N
+    scale = tl.load(weight_scale_ptr + column, mask=inside, other=0.0)  # no kernel before writes it
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    place = product_ptr + row * N + column
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * (scale * tl.load(x_scale_ptr + row))
+    if BIAS:
+        value += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, value.to(product_ptr.dtype.element_ty), mask=inside)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,7 +64,10 @@ def sample_tokens(
     _argmax_kernel[(triton.cdiv(num_rows, rows),)](score, token, out, num_rows, num_blocks, ROWS=rows, BLOCK=block_size)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Arrays of rows lie behind each other in memory, at places that differ from step to step.
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperature_ptr", "key_low_ptr", "key_high_ptr"]
+)
 def _block_argmax_kernel(
     logits_ptr: tl.tensor,  # [S, vocab]
     temperature_ptr: tl.tensor,  # float32[S], 0 for a greedy row; read if RANDOM

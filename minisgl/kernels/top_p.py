@@ -107,7 +107,8 @@ def find_thresholds(
     return thresholds
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Arrays of rows lie behind each other in memory, at places that differ from step to step.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperature_ptr"])
 def _chunks_kernel(
     logits_ptr: tl.tensor,  # [S, vocab]
     temperature_ptr: tl.tensor,  # float32[S]
@@ -133,7 +134,10 @@ def _chunks_kernel(
     tl.store(weight_ptr + pairs, tl.sum(weight, axis=1), mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_top"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_top"],
+    do_not_specialize_on_alignment=["temperature_ptr", "top_row_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"],
+)
 def _threshold_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,

@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.kernels import quantized_linear as kernels
-from minisgl.kernels.quantized_linear import dequantize, fp8_linear, int4_linear, int8_linear, quantize_rows
+from minisgl.kernels.quantized_linear import (
+    SCALE_AFTERWARDS_TOKENS,
+    dequantize,
+    fp8_linear,
+    int4_linear,
+    int8_linear,
+    quantize_rows,
+    scale_product,
+)
 from minisgl.kernels.single_token_quantized import quantized_linear
 from minisgl.layers.quantizers import FP8_MAX, Fp8, Fp8Block, Int4, Int4ZeroPoint, Int8, to_fp8
 from tests.kernels.closeness import DEVICE, TOLERANCE, assert_close, random
@@ -154,3 +162,31 @@ def test_a_quantiser_on_a_gpu_computes_what_its_twin_does(name: str, tokens: int
     assert out.dtype == torch.bfloat16
     tolerance = 2e-2 if name == "int8" else TOLERANCE[torch.bfloat16]  # whose twin rounds activations
     assert float((out.double() - expected.double()).norm() / expected.double().norm()) < tolerance
+
+
+@pytest.mark.parametrize("rows", [40, 1100])  # less than a program's outputs, and more
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_product_is_scaled_afterwards(rows: int, with_bias: bool) -> None:
+    product = random(3, rows, dtype=torch.bfloat16)
+    x_scale, weight_scale = random(3, 1, dtype=torch.float32, seed=2), random(rows, 1, dtype=torch.float32, seed=3)
+    bias = random(rows, dtype=torch.bfloat16, seed=4) if with_bias else None
+    expected = product.double() * x_scale.double() * weight_scale.double().T
+    if bias is not None:
+        expected += bias.double()
+    scale_product(product, x_scale, weight_scale, bias)
+    assert_close(product, expected, torch.bfloat16)
+    scale_product(product[:0], x_scale[:0], weight_scale, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [17, SCALE_AFTERWARDS_TOKENS, SCALE_AFTERWARDS_TOKENS + 1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_tensor_cores_multiply_what_was_rounded(tokens: int, dtype: torch.dtype) -> None:
+    tensors, weight, _ = quantized("fp8", 96, 1024)
+    x, bias = random(tokens, 1024, dtype=dtype) * 100, random(96, dtype=dtype, seed=2)
+    numbers, scale = quantize_rows(x)
+    expected = F.linear(numbers.double() * scale.double(), weight, bias.double())
+    out = fp8_linear(x, tensors["weight"], tensors["weight_scale"], (1, 0), bias, True)
+    assert out.dtype == dtype
+    # Once rounded before it is scaled, and once after.
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().mean()))
