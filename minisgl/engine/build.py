@@ -21,6 +21,7 @@ from minisgl.engine.cuda_graph import (
     build_runner,
     measure_graph_memory,
     run_once,
+    single_row_decoder,
     sizes_to_capture,
 )
 from minisgl.engine.device_state import DeviceState
@@ -48,7 +49,7 @@ from minisgl.engine.prefill_graph import (
 )
 from minisgl.engine.sampler import SAMPLERS
 from minisgl.engine.verify_graph import build_verify_runner, measure_verify_memory
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, NotEnoughMemory
 from minisgl.kernels import has_triton
 from minisgl.kvcache.host_store import STAGING_PAGES, HostPages, slots_that_fit
 from minisgl.kvcache.pool import KVCache
@@ -177,24 +178,41 @@ def _build(
         # The drafter keeps a hidden state of its own for each token, too, and keys and values like those of a layer.
         bytes_read = (len(layers_read) + 1) * config.page_size * model_config.hidden_size * dtype.itemsize
         bytes_read += page_bytes(1, model_config.num_kv_heads, model_config.head_dim, config.page_size, dtype.itemsize)
+    single_row_fusions = () if layers_read else fusions  # decoders for single tokens have no layers to keep states of
     if device.type == "cuda" and has_triton() and "compile" not in fusions:
-        compile_ahead(config, make_runner(num_pages=1, num_window_pages=1))
+        compile_ahead(config, make_runner(num_pages=1, num_window_pages=1), single_row_fusions)
     num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
         trial = make_runner(num_pages=1, num_window_pages=1)
-        graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
-        graph_bytes += measure_prefill_memory(config, trial)
-        graph_bytes += measure_verify_memory(config, trial)
-        num_pages = pages_that_fit(
-            config,
-            trial,
-            model_bytes=parameter_bytes(model),
-            graph_bytes=graph_bytes + (STAGING_PAGES * bytes_per_page if config.page_store == "host" else 0),
-            free_before=free_before,
-            page_bytes=bytes_per_page + bytes_read,
-            num_ranks=communicator.size,
-        )
-        del trial
+
+        def fit(config: EngineConfig) -> tuple[int, int]:
+            """Pages that fit beside the graphs, and the bytes of the graphs."""
+            graph_bytes = measure_graph_memory(trial, sizes_to_capture(config, trial))
+            graph_bytes += measure_prefill_memory(config, trial)
+            graph_bytes += measure_verify_memory(config, trial)
+            pages = pages_that_fit(
+                config,
+                trial,
+                model_bytes=parameter_bytes(model),
+                graph_bytes=graph_bytes + (STAGING_PAGES * bytes_per_page if config.page_store == "host" else 0),
+                free_before=free_before,
+                page_bytes=bytes_per_page + bytes_read,
+                num_ranks=communicator.size,
+            )
+            return pages, graph_bytes
+
+        try:
+            num_pages, graph_bytes = fit(config)
+        except NotEnoughMemory:
+            if not sizes_to_capture(config, trial):
+                raise
+            logger.warning(
+                "too little memory for KV pages beside all CUDA graphs, so only steps of one row get one, and others "
+                "run eagerly; lower max_graph_batch and max_graph_tokens, or choose a smaller model"
+            )
+            config = replace(config, graph_batches=None, max_graph_batch=1, max_graph_tokens=0)
+            num_pages, graph_bytes = fit(config)
+        del trial, fit
     num_pages = min(all_gather_int(num_pages, communicator, device))
     pages, bytes_of_pages = PageSplit(num_pages, num_pages), bytes_per_page + bytes_read
     if split_windows:
@@ -223,8 +241,7 @@ def _build(
 
     eager = make_runner(pages.num_pages, pages.num_window_pages)
     states = HiddenStates(model, layers_read, eager.kv_cache) if layers_read else None
-    # The decoder for single tokens has no layers to keep states of.
-    runner = capture_runner(config, eager, () if layers_read else fusions)
+    runner = capture_runner(config, eager, single_row_fusions)
     choice = attention_choice(config, eager.kv_cache, model_config.attention_features)
     copier = None
     if config.page_store == "host":
@@ -245,16 +262,16 @@ def capture_runner(config: EngineConfig, eager: ModelRunner, fusions: Collection
 
 
 @torch.inference_mode()
-def compile_ahead(config: EngineConfig, runner: ModelRunner) -> None:
+def compile_ahead(config: EngineConfig, runner: ModelRunner, fusions: Collection[str] = ()) -> None:
     """Compile the Triton kernels of decode and prefill steps, many at once: otherwise each is when a step needs it.
 
     Runs some of the steps that are captured and warmed up later, with kernels that do nothing. The few that only
-    another step needs, such as the single-token decoder's, are still compiled by it.
+    another step needs are still compiled by it.
     """
     from minisgl.kernels.launch import compile_only
 
     with compile_only():
-        decode = CudaGraphRunner(runner, (), run_once, fused=True)
+        decode = CudaGraphRunner(runner, (), run_once, fused=True, single_row=single_row_decoder(runner, fusions))
         sizes = sizes_to_capture(config, runner)
         for size in sizes:
             if size.bit_count() == 1 or size == sizes[-1]:  # between two powers of two, kernels differ little

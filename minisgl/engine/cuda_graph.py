@@ -56,15 +56,28 @@ class CudaGraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
-        """Capture a step of ``size`` rows, once for each name that the attention backend has for such steps."""
-        buffers = DecodeBuffers(self.state, self.kv_cache.page_size, size, self._fused)
-        self.buffers[size] = buffers
+        """Capture a step of ``size`` rows, once for each name that the attention backend has for such steps.
+
+        A size for which there is too little memory goes without, and its steps take a larger graph or run eagerly.
+        """
+        graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
         longest = self.state.tokens.shape[1] - 1
-        for length in (longest, 1):  # all rows are the dummy slot: with the longest, they share all of their pages
-            padded, _ = buffers.fill(_dummy_step(buffers, length), HostSampling())
-            key = self.attention.plan(padded, buffers.inputs)
-            if (size, key) not in self.graphs:
-                self.graphs[size, key] = self._capture(lambda: self._compute(buffers))
+        try:
+            buffers = DecodeBuffers(self.state, self.kv_cache.page_size, size, self._fused)
+            for length in (longest, 1):  # all rows are the dummy slot: with the longest, they share all of their pages
+                padded, _ = buffers.fill(_dummy_step(buffers, length), HostSampling())
+                key = self.attention.plan(padded, buffers.inputs)
+                if (size, key) not in graphs:
+                    graphs[size, key] = self._capture(lambda: self._compute(buffers))
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "too little memory for a CUDA graph of %d rows, so such steps take a larger one or run eagerly; lower "
+                "memory_ratio, num_pages or max_graph_batch",
+                size,
+            )
+            return
+        self.buffers[size] = buffers
+        self.graphs |= graphs
 
     @torch.inference_mode()
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
@@ -397,11 +410,12 @@ def build_runner(
     sizes = sizes_to_capture(config, runner)
     if not sizes:
         return runner
-    single_row = _single_row_decoder(runner, fusions)
+    single_row = single_row_decoder(runner, fusions)
     return CudaGraphRunner(runner, sizes, capture or CudaGraphCapture(runner.device), has_triton(), single_row)
 
 
-def _single_row_decoder(runner: ModelRunner, fusions: Collection[str]) -> Callable[[DeviceBatch], torch.Tensor] | None:
+def single_row_decoder(runner: ModelRunner, fusions: Collection[str]) -> Callable[[DeviceBatch], torch.Tensor] | None:
+    """The decoder for steps of one row that ``fusions`` ask for, if it knows the model; None means the model itself."""
     # Imported here because both need Triton, which not every machine has.
     model, kv_cache = runner.model, runner.kv_cache
     if "persistent" in fusions and kv_cache.k.dtype == kv_cache.dtype:

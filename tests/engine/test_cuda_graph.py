@@ -18,6 +18,8 @@ from minisgl import batch as staging
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.batch import Batch, DeviceBatch
 from minisgl.config import EngineConfig
+from minisgl.engine import build as engine_build
+from minisgl.engine import cuda_graph
 from minisgl.engine.cuda_graph import (
     CpuGraph,
     CudaGraphRunner,
@@ -29,6 +31,7 @@ from minisgl.engine.cuda_graph import (
     sizes_to_capture,
 )
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.errors import NotEnoughMemory
 from minisgl.llm import LLM
 from minisgl.models.fusions import fuse_layers
 from minisgl.request import Int32Array
@@ -277,3 +280,43 @@ def test_a_terminal_that_is_told_sees_a_bar(
         capture_all("rows", lambda size: None, (1, 8, 4), torch.device("cpu"))
     shown = sys.stderr.getvalue()
     assert ("graphs by rows: 100%" in shown and "3/3" in shown) if bar else shown == ""
+
+
+def test_without_memory_for_a_graph_its_rows_take_a_larger_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    with LLM(str(path), device="cpu", num_pages=64, max_seq_len=64) as llm:
+        full = [8, 2]  # sizes for which there is no memory
+
+        def capture(work: Any) -> CpuGraph:
+            graph = CpuGraph(work)
+            if len(graph.outputs[0]) in full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return graph
+
+        with caplog.at_level("WARNING", logger=cuda_graph.__name__):
+            runner = CudaGraphRunner(llm.engine.runner, (1, 2, 4, 8), capture)
+        assert sorted(runner.buffers) == sorted({rows for rows, _ in runner.graphs}) == [1, 4]
+        assert "too little memory for a CUDA graph of 2 rows" in caplog.text
+        assert [runner.size_for(step_of([1] * rows, [5] * rows)[0]) for rows in (1, 2, 5)] == [1, 4, None]
+
+
+def test_without_memory_for_pages_beside_all_graphs_there_are_fewer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    monkeypatch.setattr(
+        engine_build, "sizes_to_capture", lambda config, runner: graph_sizes(config.max_graph_batch or 8)
+    )
+    monkeypatch.setattr(engine_build, "measure_graph_memory", lambda _, sizes: 1 << 60 if 8 in sizes else 0)
+    with (
+        caplog.at_level("WARNING", logger=engine_build.__name__),
+        LLM(str(path), device="cpu", max_seq_len=64, memory_ratio=0.01) as llm,
+    ):
+        assert (llm.engine.config.max_graph_batch, llm.engine.config.max_graph_tokens) == (1, 0)
+        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))) == 1
+    assert "only steps of one row get one" in caplog.text
+    monkeypatch.setattr(engine_build, "measure_graph_memory", lambda runner, sizes: 1 << 60)
+    with pytest.raises(NotEnoughMemory):
+        LLM(str(path), device="cpu", max_seq_len=64, memory_ratio=0.01)
