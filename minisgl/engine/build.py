@@ -179,7 +179,8 @@ def _build(
         bytes_read = (len(layers_read) + 1) * config.page_size * model_config.hidden_size * dtype.itemsize
         bytes_read += page_bytes(1, model_config.num_kv_heads, model_config.head_dim, config.page_size, dtype.itemsize)
     single_row_fusions = () if layers_read else fusions  # decoders for single tokens have no layers to keep states of
-    if device.type == "cuda" and has_triton() and "compile" not in fusions:
+    # Not with several ranks yet: they would sum numbers that no kernel has written, which has not been tried.
+    if device.type == "cuda" and has_triton() and "compile" not in fusions and communicator.size == 1:
         compile_ahead(config, make_runner(num_pages=1, num_window_pages=1), single_row_fusions)
     num_pages, graph_bytes = config.num_pages, 0
     if num_pages is None:
