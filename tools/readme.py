@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,52 @@ _TEST = re.compile(r"`tests/[\w/.]+::\w+`")
 
 
 def render(root: Path) -> str:
-    """The tables in Markdown: requests that start all at once, then servers that refill, and prompts alone."""
-    others = json.loads((root / "benchmarks" / "reference" / "h200.json").read_text(encoding="utf-8"))["engines"]
+    """The tables in Markdown: requests that start all at once, servers that refill, and servers over HTTP."""
+    reference = json.loads((root / "benchmarks" / "reference" / "h200.json").read_text(encoding="utf-8"))
     parts = []
     for name, workloads in _SPEEDS.items():
-        ours = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-        parts.append(f"{_table(ours, others, workloads)}\n\n{_origin(ours, workloads)}\n")
-    return "\n".join(parts)
+        ours = _result(root, name)
+        parts.append(f"{_table(ours, reference['engines'], workloads)}\n\n{_origin(ours, workloads)}\n")
+    return "\n".join([*parts, _served(_result(root, "serve-h200"), reference["served"])])
+
+
+def _result(root: Path, name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((root / "benchmarks/results" / f"{name}.json").read_text(encoding="utf-8"))
+    return record
+
+
+def _served(ours: dict[str, Any], others: dict[str, Any]) -> str:
+    """Servers over HTTP in a closed loop: of this engine the least and the most of its runs with so many streams."""
+    columns = ["output tokens/s", "TPOT p50", "TTFT p50", "TTFT p99"]
+    values: defaultdict[tuple[str, str], list[float]] = defaultdict(list)  # of the runs, by load and column
+    for table in ours["tables"]:
+        for load, *row in table["rows"] if table["columns"][0] == "load" else ():
+            for column, value in zip(table["columns"][1:], row, strict=True):
+                values[load, column].append(value)
+    lines = [f"| {' | '.join(others['columns'])} |", "|---|" + "---:|" * (len(others["columns"]) - 1)]
+    for load in dict.fromkeys(load for load, _ in values):
+        ends = [(min(runs), max(runs)) for runs in (values[load, column] for column in columns)]
+        cells = [f"**{'–'.join(dict.fromkeys(map(_shown, pair)))}**" for pair in ends]
+        streams = load.split()[0]
+        lines.append(f"| **minisgl** | {streams} | {' | '.join(cells)} |")
+        lines += [f"| {' | '.join(map(_cell, row))} |" for row in others["rows"] if str(row[1]) == streams]
+    hardware = ours["hardware"]
+    return (
+        "\n".join(lines)
+        + f"\n\nServed over HTTP on one {hardware['gpu']}, Qwen3-0.6B's shape, 512 tokens in and 256 out in a "
+        f"closed loop; the least and the most of three runs, measured on {ours['date'][:10]}{_with_changes(ours)} by "
+        f"`{ours['command'].split(' --output ')[0]}` and the like. The other engine: {others['settings']}, on "
+        f"{others['date']}.\n"
+    )
+
+
+def _cell(value: str | float) -> str:
+    return f"{value:,}" if isinstance(value, (int, float)) else value
+
+
+def _with_changes(record: dict[str, Any]) -> str:
+    """A warning about a result whose working tree was not that of its commit."""
+    return ", from a tree with changes that were not committed," if record["modified"] else ""
 
 
 def _table(ours: dict[str, Any], others: list[dict[str, Any]], workloads: Sequence[str]) -> str:
@@ -69,8 +109,8 @@ def _origin(record: dict[str, Any], names: Sequence[str]) -> str:
     return (
         f"The least and the most of several runs on one {hardware['gpu']} (driver {hardware['driver']}, torch "
         f"{versions['torch']}), bfloat16, random weights in the shapes of the checkpoints, measured on "
-        f"{record['date'][:10]} by `{record['command']}`. {workloads}. The other engines ran the same workloads on the "
-        "same kind of machine on the date in `benchmarks/reference/h200.json`."
+        f"{record['date'][:10]}{_with_changes(record)} by `{record['command']}`. {workloads}. The other engines ran "
+        "the same workloads on the same kind of machine on the date in `benchmarks/reference/h200.json`."
     )
 
 
