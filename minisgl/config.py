@@ -95,7 +95,8 @@ class EngineConfig:
         drafter: guesses the next tokens of a request, which one step then verifies (speculative decoding); the answers
             are the same. ``"ngram"`` (what followed the last tokens where they occurred before), ``"suffix"`` (the
             same for any length of match, and in earlier answers too), ``"model"`` (what a smaller model says),
-            ``"eagle"`` (a head that was trained on the model's hidden states) or ``"none"``.
+            ``"eagle"`` (a head that was trained on the model's hidden states) or ``"none"``. ``"model"`` and
+            ``"eagle"`` work with one rank only, and are refused with several.
         draft_model: what ``"model"`` or ``"eagle"`` draft with, named like ``model``: a model with the same vocabulary,
             or an EAGLE-3 checkpoint for this model. None is the head of the default model.
         num_draft_tokens: most tokens to draft for a request in a step, from 1 to 64; a request can ask for fewer.
