@@ -24,6 +24,7 @@ from minisgl.models.loader import load_model
 from minisgl.outputs import RequestOutput
 from minisgl.registry import resolve
 from minisgl.sampling_params import SamplingParams
+from tests.drafting import draft_always, drafts_of
 from tests.model_zoo import hf_logits, random_tokens, tiny_checkpoint
 from tests.paged_runner import PagedRunner
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
@@ -129,6 +130,19 @@ def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backen
     expected = LLM(path, **common, **PLAIN).generate(prompts, params)
     outputs = LLM(path, **common, **attention(backend), enforce_eager=eager).generate(prompts, params)
     assert agreeing_until_a_tie(outputs, expected) > 100
+
+
+def test_drafts_in_bfloat16_depart_from_the_reference_at_ties_only(tmp_path: Path) -> None:
+    """A step that verifies rounds differently from a decode step."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=64, num_hidden_layers=1)
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_pages": 512, "seed": 1}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
+    prompts = [[7, 8, 9, 10 + i] * (3 + i) for i in range(12)]  # so that there is something to look up
+    expected = LLM(path, **common, **PLAIN).generate(prompts, params)
+    drafting = draft_always(LLM(path, **common, drafter="ngram"))
+    assert agreeing_until_a_tie(drafting.generate(prompts, params), expected) > 100
+    drafted, accepted = drafts_of(drafting)
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("overlap", [True, False])
