@@ -47,6 +47,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "graphs of three sizes": {"graph_batches": (1, 5, 40)},
     "graphs without fused kernels": {"fusions": (), "sampler": "default"},
 }
+STEPS = [
+    ("prefill-first", True, "scarce"),
+    ("prefill-first", False, "scarce"),
+    ("mixed", True, "scarce"),
+    ("mixed", False, "scarce"),
+    ("prefill-first", False, "ample"),
+    ("mixed", True, "ample"),
+]
+"""Batch policy, overlap and memory; where it is scarce, so that rows are preempted, all policies meet all overlaps."""
 
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"])
@@ -79,14 +88,12 @@ def wide_oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return make_oracle(tmp_path_factory.mktemp(request.param), request.param, head_dim=32)
 
 
-@pytest.mark.parametrize("memory", ["ample", "scarce"])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("composition", "overlap", "memory"), STEPS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
-    wide_oracle: Oracle, backend: str, options: dict[str, Any], overlap: bool, memory: str
+    wide_oracle: Oracle, backend: str, options: dict[str, Any], composition: str, overlap: bool, memory: str
 ) -> None:
-    composition = "mixed" if overlap else "prefill-first"
     settings = {
         "device": "cuda",
         "dtype": "float32",
