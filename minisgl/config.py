@@ -50,6 +50,8 @@ class EngineConfig:
             scale for 128 × 128 weights), ``"int4"`` or ``"int4-zero-point"`` (a scale, or also a zero point, for 128),
             or ``"int8"`` (with embedding and LM head; for the CPU). ``"auto"`` is what the checkpoint declares. Plain
             checkpoints and dummy weights are quantised while they are loaded; ``"none"`` dequantises a quantised one.
+            With ``"fp8-block"`` activations stay as they are, even if a checkpoint declares ``activation_scheme``
+            ``dynamic``.
         max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
         max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
         max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
