@@ -50,6 +50,8 @@ class EngineConfig:
             scale for 128 × 128 weights), ``"int4"`` or ``"int4-zero-point"`` (a scale, or also a zero point, for 128),
             or ``"int8"`` (with embedding and LM head; for the CPU). ``"auto"`` is what the checkpoint declares. Plain
             checkpoints and dummy weights are quantised while they are loaded; ``"none"`` dequantises a quantised one.
+            With ``"fp8-block"`` activations stay as they are, even if a checkpoint declares ``activation_scheme``
+            ``dynamic``.
         max_seq_len: most tokens of a request, prompt and output together; None is the model's own limit.
         max_running_requests: most requests that run at the same time, which is the most rows of a decode batch.
         max_queued_requests: most requests that wait; the next one is refused with `QueueFull`.
@@ -95,7 +97,8 @@ class EngineConfig:
         drafter: guesses the next tokens of a request, which one step then verifies (speculative decoding); the answers
             are the same. ``"ngram"`` (what followed the last tokens where they occurred before), ``"suffix"`` (the
             same for any length of match, and in earlier answers too), ``"model"`` (what a smaller model says),
-            ``"eagle"`` (a head that was trained on the model's hidden states) or ``"none"``.
+            ``"eagle"`` (a head that was trained on the model's hidden states) or ``"none"``. ``"model"`` and
+            ``"eagle"`` work with one rank only, and are refused with several.
         draft_model: what ``"model"`` or ``"eagle"`` draft with, named like ``model``: a model with the same vocabulary,
             or an EAGLE-3 checkpoint for this model. None is the head of the default model.
         num_draft_tokens: most tokens to draft for a request in a step, from 1 to 64; a request can ask for fewer.

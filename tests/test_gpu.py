@@ -24,6 +24,7 @@ from minisgl.models.loader import load_model
 from minisgl.outputs import RequestOutput
 from minisgl.registry import resolve
 from minisgl.sampling_params import SamplingParams
+from tests.drafting import draft_always, drafts_of
 from tests.model_zoo import hf_logits, random_tokens, tiny_checkpoint
 from tests.paged_runner import PagedRunner
 from tests.test_metamorphic import Oracle, assert_answers, make_oracle, run
@@ -46,6 +47,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "graphs of three sizes": {"graph_batches": (1, 5, 40)},
     "graphs without fused kernels": {"fusions": (), "sampler": "default"},
 }
+STEPS = [
+    ("prefill-first", True, "scarce"),
+    ("prefill-first", False, "scarce"),
+    ("mixed", True, "scarce"),
+    ("mixed", False, "scarce"),
+    ("prefill-first", False, "ample"),
+    ("mixed", True, "ample"),
+]
+"""Batch policy, overlap and memory; where it is scarce, so that rows are preempted, all policies meet all overlaps."""
 
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"])
@@ -78,14 +88,12 @@ def wide_oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return make_oracle(tmp_path_factory.mktemp(request.param), request.param, head_dim=32)
 
 
-@pytest.mark.parametrize("memory", ["ample", "scarce"])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("composition", "overlap", "memory"), STEPS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_graphs_and_overlap_give_the_tokens_of_transformers(
-    wide_oracle: Oracle, backend: str, options: dict[str, Any], overlap: bool, memory: str
+    wide_oracle: Oracle, backend: str, options: dict[str, Any], composition: str, overlap: bool, memory: str
 ) -> None:
-    composition = "mixed" if overlap else "prefill-first"
     settings = {
         "device": "cuda",
         "dtype": "float32",
@@ -129,6 +137,19 @@ def test_bfloat16_departs_from_the_reference_at_ties_only(tmp_path: Path, backen
     expected = LLM(path, **common, **PLAIN).generate(prompts, params)
     outputs = LLM(path, **common, **attention(backend), enforce_eager=eager).generate(prompts, params)
     assert agreeing_until_a_tie(outputs, expected) > 100
+
+
+def test_drafts_in_bfloat16_depart_from_the_reference_at_ties_only(tmp_path: Path) -> None:
+    """A step that verifies rounds differently from a decode step."""
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=64, num_hidden_layers=1)
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_pages": 512, "seed": 1}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
+    prompts = [[7, 8, 9, 10 + i] * (3 + i) for i in range(12)]  # so that there is something to look up
+    expected = LLM(path, **common, **PLAIN).generate(prompts, params)
+    drafting = draft_always(LLM(path, **common, drafter="ngram"))
+    assert agreeing_until_a_tie(drafting.generate(prompts, params), expected) > 100
+    drafted, accepted = drafts_of(drafting)
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("overlap", [True, False])

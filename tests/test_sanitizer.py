@@ -8,13 +8,16 @@ import sys
 
 import pytest
 
+from tests.kernels.sanitize import CASES
+
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("compute-sanitizer"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("module", ["tests.attention.sanitize", "tests.kernels.sanitize"])
-def test_kernels_are_clean(module: str, tool: str) -> None:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module]
+@pytest.mark.parametrize("script", ["tests.attention.sanitize", *(f"tests.kernels.sanitize {name}" for name in CASES)])
+def test_kernels_are_clean(script: str, tool: str) -> None:
+    python = [sys.executable, "-m", *script.split()]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *python]
     # Without PyTorch's caching an access past the end of a tensor does not land in another one.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -38,13 +38,18 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, attention_spec, prepack_weights
 from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers, select_fusions
 from minisgl.models.hub import resolve_model
-from minisgl.models.loader import load_weights, read_headers
+from minisgl.models.loader import INDEX_FILE, SINGLE_FILE, load_weights, read_headers
 from minisgl.registry import resolve
 from minisgl.request import Int32Array
 
 OF_DEFAULT_MODEL = Path(__file__).with_name("default")
 """The checkpoint of the default model's head, which ``make drafter`` writes."""
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
+_PLAIN = "LlamaForCausalLM"  # what many published heads say that they are; ``draft_vocab_size`` tells them from a model
+_CONVERT = (
+    'python -c "import torch, safetensors.torch as s; '
+    f"s.save_file(torch.load('pytorch_model.bin', weights_only=True), '{SINGLE_FILE}')\""
+)
 _TOKENS_ON_CPU = 1024  # most tokens that a call may read there
 
 
@@ -111,9 +116,17 @@ class EagleCheckpoint:
             named = self._fields["architectures"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelLoadError(f"{file}: not the config of an EAGLE-3 head: {error!r}") from error
-        if named != [_ARCHITECTURE]:
-            raise ConfigError(f"draft_model: {file} is of {named}, and drafter='eagle' needs {_ARCHITECTURE}")
-        self.model = ModelConfig.from_dir(self.path, "LlamaForCausalLM")
+        if named != [_ARCHITECTURE] and not (named == [_PLAIN] and self._fields.get("draft_vocab_size")):
+            raise ConfigError(
+                f"draft_model: {file} is of {named}, and drafter='eagle' needs {_ARCHITECTURE}, or {_PLAIN} with "
+                "draft_vocab_size"
+            )
+        if not any((self.path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+            raise ModelLoadError(
+                f"{self.path}: the head has no weights in safetensors, which are needed; convert a pytorch_model.bin "
+                f"in a directory with it and config.json: {_CONVERT}"
+            )
+        self.model = ModelConfig.from_dir(self.path, _PLAIN)
         if self.model.num_layers != 1:
             raise ConfigError(f"draft_model: {file} has {self.model.num_layers} layers, and only one is supported")
         self.draft_vocab_size = int(self._fields.get("draft_vocab_size") or self.model.vocab_size)

@@ -93,7 +93,12 @@ class Fp8WeightOnly(Fp8):
 
 
 class Fp8Block(Fp8):
-    """e4m3 weights with a scale for each block of 128 × 128, as DeepSeek-V3 (2024) and Qwen publish them."""
+    """e4m3 weights with a scale for each block of 128 × 128, as DeepSeek-V3 (2024) and Qwen publish them.
+
+    Activations stay as they are, however many tokens there are: products read fewer bytes, and compute in the model's
+    dtype. The checkpoints declare ``activation_scheme: dynamic``: fp8, with a scale for each token and 128 columns. We
+    accept that, and are more precise, and with many tokens slower.
+    """
 
     quantizes_activations = False  # a token's scale would have to change every 128 columns
     block = (128, 128)

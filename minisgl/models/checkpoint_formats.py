@@ -265,6 +265,13 @@ def _gptq(declared: _Declared) -> QuantizedCheckpoint:
             f"{declared.file}: desc_act (act-order) is not supported, because the groups of a row are then scattered; "
             "choose a checkpoint with desc_act false"
         )
+    # With these, layers differ in how they are quantised, and we would look for tensors that are not there.
+    for name in ("dynamic", "modules_in_block_to_quantize", "lm_head"):
+        if declared.get(name, None):
+            raise ModelLoadError(
+                f"{declared.file}: {name} {declared.fields[name]!r} is not supported; choose a checkpoint without it, "
+                "which quantises all linear layers but the LM head, and all alike"
+            )
     version = declared.require("checkpoint_format", "gptq", "gptq", "gptq_v2")
     size = declared.group_size()
     offset = 1 if version == "gptq" else 0

@@ -12,6 +12,7 @@ import psutil
 from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
+from tests.drafting import draft_always, drafts_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_size": 4, "verify_ranks": True}
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 4 + [1, 2], [9], list(range(40)), [3] * 25]
@@ -37,9 +38,16 @@ def generate(path: Path, **options: Any) -> list[list[int]]:
 
 
 def generated(path: Path, **options: Any) -> list[RequestOutput]:
-    """What `generate` shows the tokens of."""
+    """What `generate` shows the tokens of. With a drafter, drafts were right and wrong, whether they paid or not."""
     with LLM(path, **{**OPTIONS, "num_pages": 64, **options}) as llm:
-        return llm.generate(PROMPTS, PARAMS) + llm.generate(PROMPTS, PARAMS)
+        drafts = llm.scheduler.speculation is not None
+        if drafts:
+            draft_always(llm)
+        outputs = llm.generate(PROMPTS, PARAMS) + llm.generate(PROMPTS, PARAMS)
+        if drafts:
+            drafted, accepted = drafts_of(llm)
+            assert 0 < accepted < drafted
+        return outputs
 
 
 def step_for_ever(llm: LLM) -> None:

@@ -56,6 +56,7 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def batch(*new_requests: NewRequest) -> Batch:
+    """A decode row, and one that verifies two drafts."""
     return Batch(
         slots=ints(3, 1),
         cu_seqlens_q=ints(0, 1, 4),
@@ -63,12 +64,13 @@ def batch(*new_requests: NewRequest) -> Batch:
         positions=ints(8, 0, 1, 2),
         token_slots=ints(3, 1, 1, 1),
         out_locs=ints(40, 16, 17, 2**31 - 1),
-        sample_rows=ints(0),
-        output_index=ints(5),
+        sample_rows=ints(0, 1, 1, 1),
+        output_index=ints(5, 2, 3, 4),
         num_decode=1,
         new_requests=new_requests,
         page_index=ints(),
         page_value=ints(),
+        drafts=ints(8, 2**31 - 1),
     )
 
 

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
         2,
         {"max_prefill_tokens": 8, "overlap": True},
     ),
+    "2 ranks, drafts": ("Qwen3ForCausalLM", {}, 2, {"drafter": "ngram", "overlap": True}),
 }
 
 
@@ -55,7 +56,7 @@ def test_tokens_are_those_of_one_rank(
     tmp_path: Path, architecture: str, sizes: dict[str, Any], ranks: int, options: dict[str, Any]
 ) -> None:
     path, _ = tiny_checkpoint(tmp_path, architecture, **sizes)
-    expected = generate(path, **{**options, "all_reduce": "auto"})
+    expected = generate(path, **{**options, "all_reduce": "auto", "drafter": "none"})
     assert generate(path, tensor_parallel_size=ranks, **options) == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -279,7 +280,12 @@ def edited(head: Path, directory: Path, edit: Callable[[dict[str, Any], dict[str
     [
         (lambda c, t: c.update(vocab_size=301), ConfigError, "'eagle' has a vocabulary of 301 and the model has one"),
         (lambda c, t: c.update(hidden_size=64), ConfigError, "'eagle' has a hidden size of 64 and the model has one"),
-        (lambda c, t: c.update(architectures=["LlamaForCausalLM"]), ConfigError, "needs LlamaForCausalLMEagle3"),
+        (lambda c, t: c.update(architectures=["Qwen2ForCausalLM"]), ConfigError, "needs LlamaForCausalLMEagle3"),
+        (
+            lambda c, t: c.update(architectures=["LlamaForCausalLM"], draft_vocab_size=None),
+            ConfigError,
+            "needs LlamaForCausalLMEagle3, or LlamaForCausalLM with draft_vocab_size",
+        ),
         (lambda c, t: c.update(num_hidden_layers=2), ConfigError, "has 2 layers, and only one"),
         (lambda c, t: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ConfigError, "2, 3, 10"),
         (lambda c, t: t.pop("fc.weight"), ModelLoadError, "missing: fc.weight"),
@@ -298,10 +304,14 @@ def test_a_head_that_does_not_fit_is_refused(
         make(path, drafter="eagle", draft_model=edited(head, tmp_path, edit))
 
 
-def test_a_head_with_an_embedding_and_an_lm_head_of_its_own(path: Path, head: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"])
+def test_a_head_with_an_embedding_and_an_lm_head_of_its_own(
+    path: Path, head: Path, tmp_path: Path, architecture: str
+) -> None:
     """As published ones have them: the embedding is the model's, and the LM head is used."""
 
     def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["architectures"] = [architecture]
         tensors["embed_tokens.weight"] = torch.zeros(300, 32)
         tensors["lm_head.weight"] = torch.zeros(120, 32)
         tensors["d2t"][0] = 0
@@ -311,6 +321,21 @@ def test_a_head_with_an_embedding_and_an_lm_head_of_its_own(path: Path, head: Pa
     assert drafts_of(llm)[0] > 0
     rows = sequences_of(llm).draft([DraftRow(9, 0, np.arange(5, dtype=np.int32), 3)])
     assert rows[0].tolist() == [0, 0, 0], "all of the head's logits are zero, and its first token is 0"
+
+
+def test_the_error_about_a_head_in_another_format_converts_it(
+    path: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copyfile(head / "config.json", tmp_path / "config.json")
+    torch.save(load_file(head / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="no weights in safetensors, which are needed; convert") as raised:
+        make(path, drafter="eagle", draft_model=str(tmp_path))
+    (code,) = re.findall(r'python -c "(.*)"', str(raised.value))
+    monkeypatch.chdir(tmp_path)
+    exec(code)
+    llm = make(path, drafter="eagle", draft_model=str(tmp_path))
+    llm.generate(PROMPTS[0], GREEDY)
+    assert drafts_of(llm)[0] > 0
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(path: Path, smaller: Path, tmp_path: Path) -> None:

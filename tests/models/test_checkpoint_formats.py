@@ -138,6 +138,9 @@ def test_one_part_of_a_merged_projection_cannot_be_kept(copy_of: Callable[[str],
         ("awq", {"group_size": "large"}, "group_size must be an even number, or -1 for whole rows, got 'large'"),
         ("awq", {"group_size": 48}, "group_size 48 does not divide the 64 inputs of a layer"),
         ("gptq", {"desc_act": True}, r"desc_act \(act-order\) is not supported.*choose a checkpoint with desc_act fa"),
+        ("gptq", {"dynamic": {"-:.*q_proj": {}}}, "dynamic .*q_proj.* is not supported; choose a checkpoint without"),
+        ("gptq", {"modules_in_block_to_quantize": [["mlp.up_proj"]]}, "modules_in_block_to_quantize .* is not support"),
+        ("gptq", {"lm_head": True}, "lm_head True is not supported"),
     ],
 )
 def test_what_is_declared_and_not_supported_is_refused(
