@@ -115,6 +115,34 @@ def test_the_english_is_plain(path: Path) -> None:
     assert len(found) < 0.001 * len(text.split()) or len(found) <= 1, found
 
 
+def docstrings(source: str) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [each for each in found if each]
+
+
+def test_the_english_of_docstrings_is_plain() -> None:
+    texts = {
+        path.relative_to(ROOT).as_posix(): " ".join(docstrings(path.read_text(encoding="utf-8")))
+        for path in sorted((ROOT / "minisgl").rglob("*.py"))
+    }
+    words = sum(len(text.split()) for text in texts.values())
+    found = [f"{name}: {match[0]}" for name, text in texts.items() for match in TELLTALE.finditer(text)]
+    assert words > 10_000
+    assert len(found) <= 0.001 * words, found
+
+
+def test_docstrings_of_all_kinds_are_read() -> None:
+    source = '''"""A."""
+class B:
+    """B."""
+    async def c(self):
+        """C."""
+def d():
+    "no" + "docstring"'''
+    assert docstrings(source) == ["A.", "B.", "C."]
+
+
 @every_chapter
 def test_a_paragraph_has_few_figures(path: Path) -> None:
     found = [each for each in paragraphs(path.read_text(encoding="utf-8")) if len(figures(each)) > MOST_FIGURES]
