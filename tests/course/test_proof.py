@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,12 +140,13 @@ def shown(codes: list[str]) -> set[str]:
     return names
 
 
-def text_problems(chapter: Chapter, text: str, sources: Sources) -> list[str]:
-    """What is wrong with the tasks in the text of a chapter."""
+def text_problems(chapter: Chapter, text: str, sources: Sources, earlier: Mapping[int, str]) -> list[str]:
+    """What is wrong with the tasks in the text of a chapter, which comes after ``earlier`` ones, by their numbers."""
     found = cells(text)
     turns = [(place, call[0].strip("'")) for place, (_, code) in enumerate(found) for call in called(code, "your_turn")]
     if not turns:
         return []
+    shown_earlier = {number: shown([code for _, code in cells(each)]) for number, each in earlier.items()}
     problems = []
     wanted = [task.id for task in chapter.tasks]
     if [identifier for _, identifier in turns] != wanted:
@@ -179,6 +180,9 @@ def text_problems(chapter: Chapter, text: str, sources: Sources) -> list[str]:
             given_away = {stub.module, f"{stub.module}.{parts[0]}", f"{stub.module}.{stub.name}"}
             if given_away & shown([code for _, code in found[:place]]):
                 problems.append(f"{identifier}: {stub.name} is shown before the reader has had a turn")
+            for number, names in shown_earlier.items():
+                if given_away & names:
+                    problems.append(f"{identifier}: {stub.name} is shown in chapter {number} already")
     return problems
 
 
@@ -186,8 +190,11 @@ def text_problems(chapter: Chapter, text: str, sources: Sources) -> list[str]:
     "chapter", [each for each in load_table().chapters.values() if each.tasks], ids=lambda each: f"{each.number}"
 )
 def test_tasks_stand_in_the_text_before_they_are_shown(chapter: Chapter) -> None:
-    (path,) = (repository() / "chapters").glob(f"{chapter.number:02d}-*.md")
-    assert text_problems(chapter, path.read_text(encoding="utf-8"), Sources(repository(), load_table())) == []
+    paths = (repository() / "chapters").glob("[0-9][0-9]-*.md")
+    texts = {int(path.name[:2]): path.read_text(encoding="utf-8") for path in sorted(paths)}
+    earlier = {number: text for number, text in texts.items() if number < chapter.number}
+    assert len(earlier) == chapter.number  # they begin with 0, so none is missing
+    assert text_problems(chapter, texts[chapter.number], Sources(repository(), load_table()), earlier) == []
 
 
 GOOD = """
@@ -236,5 +243,22 @@ def test_a_text_that_gives_a_task_away_is_found_out(old: str, new: str, problem:
     lock = replace(both, number=1, stubs=both.stubs[:1])
     tasks = (lock,) if "7.2" not in new or "check" in new else (lock, replace(lock, number=2))
     table = replace(load_table(), chapters={**load_table().chapters, 7: replace(seven, tasks=tasks)})
-    problems = text_problems(table.chapters[7], GOOD.replace(old, new), Sources(repository(), table))
+    problems = text_problems(table.chapters[7], GOOD.replace(old, new), Sources(repository(), table), {})
     assert problems == [] if problem is None else any(each.startswith(problem) for each in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("code", "given_away"),
+    [
+        ("from minisgl.kvcache.block_hash import BlockHashCache\nshow(BlockHashCache.lock)", True),
+        ("from minisgl.kvcache import block_hash\nshow(block_hash.BlockHashCache)", True),
+        ("from minisgl.kvcache.block_hash import BlockHashCache\nshow(BlockHashCache.match)", False),
+    ],
+)
+def test_an_earlier_chapter_that_gives_a_task_away_is_found_out(code: str, given_away: bool) -> None:
+    both = task_with("BlockHashCache.lock")
+    seven = replace(load_table().chapters[7], tasks=(replace(both, number=1, stubs=both.stubs[:1]),))
+    table = replace(load_table(), chapters={**load_table().chapters, 7: seven})
+    earlier = {4: "```python\nshow(BlockHashCache.lock)\n```", 6: f"```python\n{code}\n```"}
+    problems = text_problems(seven, GOOD, Sources(repository(), table), earlier)
+    assert problems == (["7.1: BlockHashCache.lock is shown in chapter 6 already"] if given_away else [])

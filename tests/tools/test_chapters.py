@@ -24,6 +24,29 @@ TELLTALE = re.compile(
 )
 """Words by which a text sounds translated. One in a thousand is plain English; ten are a manner."""
 
+FIGURE = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?!\w)")
+MOST_FIGURES = 3
+NO_PARAGRAPHS = re.compile(
+    r"^ *(?P<fence>~~~|```).*?^ *(?P=fence) *$|^\$\$.*?\$\$|^ *(?:\||#).*?$", re.DOTALL | re.MULTILINE
+)
+"""Blocks of code, formulas in lines of their own, lines of tables and headings."""
+NO_FIGURES = re.compile(
+    r"`[^`]*`|\$[^$]*\$|!?\[[^\]]*\]\([^)]*\)|</?\w[^>]*>|"
+    r"\b[Cc]hapters? \d+(?:(?:, | to | (?:and|or) |, (?:and|or) )\d+)*|"
+    r"(?:\b[A-Z]\w*|[,;(]) ?(?:19|20)\d\d\b"
+)
+"""Code spans, formulas, links, tags, numbers of chapters, and years: of a conference, after a name, or in brackets."""
+EXCUSED = {
+    "12": ("Two kernels read 3 rows and write 2 altogether.",),
+    "19": (
+        "4 + 16/32 = 4.5, and with a float16 zero point",
+        "The large one is 127, so the others are 1 or 0",
+        "It reads 0.1 + 0.9/4 ≈ 0.33 of the bytes",
+        "**FP8.** Large deployments use it by default.",
+    ),
+}
+"""Paragraphs with more figures, by their chapter and first words: sums with their answers, and a list of formats."""
+
 every_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem[:2])
 
 
@@ -35,6 +58,18 @@ def prose(path: Path) -> str:
 def cells(path: Path) -> list[str]:
     found = read_chapter(path.read_text(encoding="utf-8")).cells
     return [cell.source for cell in found if cell.cell_type == "code"]
+
+
+def paragraphs(text: str) -> list[str]:
+    """The prose of a chapter, one line for each paragraph or item of a list, without what numbers the items."""
+    parts = re.split(r"\n\s*\n|\n(?= *(?:\d+\.|[-*]) )", NO_PARAGRAPHS.sub("\n\n", text))
+    lines = (re.sub(r"^(?:</?\w[^>]*>|\d+\. |[-*] )+", "", " ".join(part.split())) for part in parts)
+    return [line for line in lines if line]
+
+
+def figures(paragraph: str) -> list[str]:
+    """The numbers in digits that a reader of a paragraph has to keep in mind."""
+    return FIGURE.findall(NO_FIGURES.sub(" ", paragraph))
 
 
 def calls(source: str, name: str) -> bool:
@@ -78,6 +113,70 @@ def test_the_english_is_plain(path: Path) -> None:
     text = prose(path)
     found = [match[0] for match in TELLTALE.finditer(text)]
     assert len(found) < 0.001 * len(text.split()) or len(found) <= 1, found
+
+
+def docstrings(source: str) -> list[str]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [each for each in found if each]
+
+
+def test_the_english_of_docstrings_is_plain() -> None:
+    texts = {
+        path.relative_to(ROOT).as_posix(): " ".join(docstrings(path.read_text(encoding="utf-8")))
+        for path in sorted((ROOT / "minisgl").rglob("*.py"))
+    }
+    words = sum(len(text.split()) for text in texts.values())
+    found = [f"{name}: {match[0]}" for name, text in texts.items() for match in TELLTALE.finditer(text)]
+    assert words > 10_000
+    assert len(found) <= 0.001 * words, found
+
+
+def test_docstrings_of_all_kinds_are_read() -> None:
+    source = '''"""A."""
+class B:
+    """B."""
+    async def c(self):
+        """C."""
+def d():
+    "no" + "docstring"'''
+    assert docstrings(source) == ["A.", "B.", "C."]
+
+
+@every_chapter
+def test_a_paragraph_has_few_figures(path: Path) -> None:
+    found = [each for each in paragraphs(path.read_text(encoding="utf-8")) if len(figures(each)) > MOST_FIGURES]
+    excuses = EXCUSED.get(path.stem[:2], ())
+    assert [each for each in found if not each.startswith(excuses)] == []
+    unused = [excuse for excuse in excuses if not any(each.startswith(excuse) for each in found)]
+    assert unused == [], "take these out of EXCUSED"
+
+
+def test_figures_are_counted_where_they_burden_a_reader() -> None:
+    text = """\
+## 1, 2, 3 and 4
+
+1. It fed 40 tokens, 1,024 places
+   and 0.5 of 7 pages.
+2. As `[1, 2, 3]` and $4$ say in chapters 5, 6 and 7 ([issue 8](https://example.org/9), SOSP 2023):
+   SHA-256 of float32, once in 16-bit pages.
+
+| 1 | 2 |
+|---|---|
+
+$$1 + 2
+
+= 3$$
+
+<details><summary>Of 8 heads?</summary>
+
+~~~bash
+seq 1 2 3
+~~~
+"""
+    found = paragraphs(text)
+    assert [each.partition(" ")[0] for each in found] == ["It", "As", "Of"]
+    assert [figures(each) for each in found] == [["40", "1,024", "0.5", "7"], ["16"], ["8"]]
 
 
 def test_at_least_four_chapters_have_controls_that_change_a_live_object() -> None:

@@ -18,7 +18,6 @@ TYPED = {
     "04-paged-kv.md": {
         "25 times as many weights": "two parameter counts of the table below it",
         "Only 1.4 times as much": "40 layers by 28",
-        "0.87 TB/s\nfrom pages of 1": "published, with its link",
     },
     "05-sampling-and-the-engine.md": {
         "With 64 rows a step would wait 64 times": "a count",
@@ -38,8 +37,7 @@ TYPED = {
         "a host of 20 ms": "set in the cell that follows",
         "= 4 ms and": "a question",
         "= 3 ms, with": "a question",
-        "= 4 ms and takes": "the answer to it",
-        "= 3 ms: a third": "the answer to it",
+        "3 ms instead of 4": "the answer to it",
     },
     "14-tensor-parallelism.md": {
         "carries\n450 GB/s": "a data sheet",
