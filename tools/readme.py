@@ -68,7 +68,7 @@ def _served(ours: dict[str, Any], others: dict[str, Any]) -> str:
     return (
         "\n".join(lines)
         + f"\n\nServed over HTTP on one {hardware['gpu']}, Qwen3-0.6B's shape, 512 tokens in and 256 out in a "
-        f"closed loop; the least and the most of three runs, measured on {ours['date'][:10]}{_with_changes(ours)} by "
+        f"closed loop; the least and the most of several runs, measured on {ours['date'][:10]}{_with_changes(ours)} by "
         f"`{ours['command'].split(' --output ')[0]}` and the like. The other engine: {others['settings']}, on "
         f"{others['date']}.\n"
     )

@@ -205,7 +205,7 @@ def _build(
         try:
             num_pages, graph_bytes = fit(config)
         except NotEnoughMemory:
-            if not sizes_to_capture(config, trial):
+            if communicator.size > 1 or not sizes_to_capture(config, trial):  # ranks measure the same graphs together
                 raise
             logger.warning(
                 "too little memory for KV pages beside all CUDA graphs, so only steps of one row get one, and others "

@@ -58,7 +58,8 @@ class CudaGraphRunner(ModelRunner):
     def capture(self, size: int) -> None:
         """Capture a step of ``size`` rows, once for each name that the attention backend has for such steps.
 
-        A size for which there is too little memory goes without, and its steps take a larger graph or run eagerly.
+        A size for which there is too little memory goes without, and its steps take a larger graph or run eagerly; with
+        several ranks it is an error.
         """
         graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
         longest = self.state.tokens.shape[1] - 1
@@ -70,6 +71,8 @@ class CudaGraphRunner(ModelRunner):
                 if (size, key) not in graphs:
                     graphs[size, key] = self._capture(lambda: self._compute(buffers))
         except torch.OutOfMemoryError:
+            if self.num_ranks > 1:
+                raise
             logger.warning(
                 "too little memory for a CUDA graph of %d rows, so such steps take a larger one or run eagerly; lower "
                 "memory_ratio, num_pages or max_graph_batch",

@@ -12,6 +12,7 @@ from minisgl.engine.device_state import DeviceState
 from minisgl.engine.sampler import SampledTokens, Sampler
 from minisgl.engine.sampling import HostSampling
 from minisgl.kvcache.pool import KVCache
+from minisgl.layers.sharding import SINGLE_RANK, Communicator
 from minisgl.request import Int32Array
 
 
@@ -38,6 +39,12 @@ class ModelRunner:
     @property
     def device(self) -> torch.device:
         return self.state.tokens.device
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that compute every step together. None of them may leave one out: the others would wait for it."""
+        communicator: Communicator = getattr(self.model, "communicator", SINGLE_RANK)
+        return communicator.size
 
     def run(self, batch: Batch, sampling: HostSampling) -> SampledTokens:
         """Feed the batch, store its KV, sample [S] tokens, and append them to the token table.

@@ -55,7 +55,8 @@ class PrefillGraphRunner(ModelRunner):
     def capture(self, size: int) -> None:
         """Capture steps of ``size`` tokens, one for each name that the attention backend has for such steps.
 
-        A size for which there is too little memory goes without, and its steps take a larger graph or run eagerly.
+        A size for which there is too little memory goes without, and its steps take a larger graph or run eagerly; with
+        several ranks it is an error.
         """
         graphs: dict[tuple[int, Hashable], CapturedGraph] = {}
         try:
@@ -69,9 +70,11 @@ class PrefillGraphRunner(ModelRunner):
                 if (size, key) not in graphs:
                     graphs[size, key] = self._capture(lambda: (self._compute(buffers),))
         except torch.OutOfMemoryError:
+            if self.num_ranks > 1:
+                raise
             logger.warning(
                 "too little memory for a CUDA graph of %d tokens, so larger steps run eagerly; lower memory_ratio, "
-                "num_pages or max_graph_tokens",
+                "num_pages or max_graph_tokens (num_draft_tokens for steps with drafts)",
                 size,
             )
             return

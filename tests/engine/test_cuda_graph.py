@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -31,7 +31,9 @@ from minisgl.engine.cuda_graph import (
     sizes_to_capture,
 )
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.prefill_graph import PrefillGraphRunner
 from minisgl.errors import NotEnoughMemory
+from minisgl.layers.sharding import SINGLE_RANK
 from minisgl.llm import LLM
 from minisgl.models.fusions import fuse_layers
 from minisgl.request import Int32Array
@@ -300,6 +302,12 @@ def test_without_memory_for_a_graph_its_rows_take_a_larger_one(
         assert sorted(runner.buffers) == sorted({rows for rows, _ in runner.graphs}) == [1, 4]
         assert "too little memory for a CUDA graph of 2 rows" in caplog.text
         assert [runner.size_for(step_of([1] * rows, [5] * rows)[0]) for rows in (1, 2, 5)] == [1, 4, None]
+        # Another rank would wait for what this one leaves out.
+        llm.engine.runner.model.communicator = Mock(size=2)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.capture(8)
+        with pytest.raises(torch.OutOfMemoryError):
+            PrefillGraphRunner(llm.engine.runner, (8,), Mock(side_effect=torch.OutOfMemoryError))
 
 
 def test_without_memory_for_pages_beside_all_graphs_there_are_fewer(
@@ -317,6 +325,12 @@ def test_without_memory_for_pages_beside_all_graphs_there_are_fewer(
         assert (llm.engine.config.max_graph_batch, llm.engine.config.max_graph_tokens) == (1, 0)
         assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))) == 1
     assert "only steps of one row get one" in caplog.text
-    monkeypatch.setattr(engine_build, "measure_graph_memory", lambda runner, sizes: 1 << 60)
+    tried: list[int] = []
+    monkeypatch.setattr(engine_build, "measure_graph_memory", lambda _, sizes: tried.append(max(sizes)) or 1 << 60)
     with pytest.raises(NotEnoughMemory):
         LLM(str(path), device="cpu", max_seq_len=64, memory_ratio=0.01)
+    assert tried == [8, 1]
+    ranks = Mock(wraps=SINGLE_RANK, size=2, rank=0)
+    with pytest.raises(NotEnoughMemory):  # the other rank would not measure a second time
+        engine_build.build_engine(EngineConfig(device="cpu", max_seq_len=64, memory_ratio=0.01), path, ranks)
+    assert tried == [8, 1, 8]
