@@ -24,7 +24,7 @@ from typing import Any
 from minisgl.book.course_table import Stub, load_table
 from tools.links import chapter_problems, site_problems
 from tools.maths import with_maths
-from tools.notebooks import check, pair
+from tools.notebooks import HOSTED, check, pair
 
 _TOOLS = Path(__file__).parent.parent
 _PICTURES = "BOOK_PICTURES"
@@ -133,6 +133,8 @@ def as_markdown(notebook: Any) -> str:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             blocks.append(with_maths(cell.source))
+            continue
+        if HOSTED in cell.metadata.get("tags", []):
             continue
         blocks.append(f"```python\n{cell.source}\n```")
         for output in cell.outputs:

@@ -18,7 +18,9 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import jupytext
@@ -31,6 +33,27 @@ from tools.outputs import drop_widgets, kept_results, output_problems, over_budg
 CHAPTER_FILES = "[0-9][0-9]-*.md"
 CELL_TIMEOUT = 900
 """Seconds that one cell may run: the first one fetches the default model, which takes minutes on a slow line."""
+
+HOSTED = "hosted"
+"""Tag of the cell that chapters don't have and notebooks begin with, below their title. The site leaves it out."""
+_HOSTED_CELL = nbformat.v4.new_code_cell(
+    """# @title In a hosted notebook this cell installs the book. On your own machine it does nothing.
+REPOSITORY = "https://github.com/YOUR-NAME/minisgl"  # there, put the address of your copy here
+
+from importlib.util import find_spec
+
+if find_spec("minisgl") is None:
+    import sys
+
+    if "YOUR-NAME" in REPOSITORY:
+        raise ValueError("minisgl isn't installed here: put your copy's address into REPOSITORY, in this cell")
+    !git clone --quiet --depth 1 {REPOSITORY} minisgl-book
+    %pip install --quiet --editable "./minisgl-book[book]"
+    sys.path.append("minisgl-book")""",
+    id=HOSTED,
+    # Folded in JupyterLab, and in Colab, which shows the title alone.
+    metadata={"tags": [HOSTED], "jupyter": {"source_hidden": True}, "cellView": "form"},
+)
 
 _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -49,10 +72,18 @@ def read_chapter(text: str) -> Any:
     return notebook
 
 
-def pair(text: str, notebook_path: Path) -> Any:
-    """The notebook that a chapter generates, with what the one at ``notebook_path`` has below the same cells."""
+def _generate(text: str) -> Any:
+    """The notebook of a chapter, without outputs: its cells, and the one for hosted notebooks."""
     notebook = read_chapter(text)
     notebook.metadata = nbformat.from_dict(_METADATA)
+    title = bool(notebook.cells and notebook.cells[0].cell_type == "markdown")
+    notebook.cells.insert(int(title), deepcopy(_HOSTED_CELL))
+    return notebook
+
+
+def pair(text: str, notebook_path: Path) -> Any:
+    """The notebook that a chapter generates, with what the one at ``notebook_path`` has below the same cells."""
+    notebook = _generate(text)
     if not notebook_path.is_file():
         return notebook
     before = {cell.get("id"): cell for cell in _read(notebook_path).cells}
@@ -69,7 +100,7 @@ def run(chapter: Path, notebook_path: Path) -> None:
 
     Wherever it is written, it runs in the folder ``notebooks`` beside the folder of chapters.
     """
-    notebook = read_chapter(_text(chapter))
+    notebook = _generate(_text(chapter))
     NotebookClient(
         notebook,
         kernel_name="python3",
@@ -177,11 +208,13 @@ def main(arguments: list[str]) -> int:
             nbformat.write(notebook, notebook_path)
             continue
         print(f"executing {chapter.name}", flush=True)
+        begin = perf_counter()
         if options.into:
             options.into.mkdir(parents=True, exist_ok=True)
             notebook_path = options.into / notebook_path.name
         try:
             run(chapter, notebook_path)
+            print(f"  took {perf_counter() - begin:.0f} s", flush=True)
         except CellExecutionError as error:  # the others may be right, and time on a GPU is short
             print(error, file=sys.stderr)
             status = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import nbformat
 
-from tools.notebooks import pair
+from tools.notebooks import HOSTED, pair
 
 CHAPTER = """# A chapter
 
@@ -47,9 +47,9 @@ def make(root: Path) -> None:
     chapter = root / "chapters" / "00-a-chapter.md"
     chapter.write_text(CHAPTER)
     notebook = pair(CHAPTER, root / "notebooks" / "none.ipynb")
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for count, cell in enumerate(code, start=1):
+    for count, cell in enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), start=1):
         cell.execution_count = count
+    code = code_cells(notebook)
     code[0].outputs = [nbformat.v4.new_output("stream", name="stdout", text="42\n")]
     code[1].outputs = [shown("def f(self):\n    return 1")]
     save(root, notebook)
@@ -70,4 +70,6 @@ def save(root: Path, notebook: Any) -> None:
 
 
 def code_cells(notebook: Any) -> list[Any]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+    """Those of the chapter, without the one for hosted notebooks."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell for cell in code if HOSTED not in cell.metadata.get("tags", [])]

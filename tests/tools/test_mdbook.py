@@ -14,7 +14,7 @@ import pytest
 from minisgl.book import memory_budget, player
 from minisgl.book.course_table import load_table
 from tools.mdbook import as_markdown, build, main, preprocess
-from tools.notebooks import read_chapter
+from tools.notebooks import pair, read_chapter
 
 CHAPTER = """# A chapter
 
@@ -30,15 +30,10 @@ ROOT = Path(__file__).parents[2]
 
 def notebook(*outputs: Any) -> Any:
     """What a run of the chapter leaves."""
-    made = read_chapter(CHAPTER)
-    made.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-            "language_info": {"name": "python"},
-        }
-    )
-    made.cells[1].execution_count = 1
-    made.cells[1].outputs = list(outputs)
+    made = pair(CHAPTER, Path("no notebook yet"))
+    hosted, called = (cell for cell in made.cells if cell.cell_type == "code")
+    hosted.execution_count, called.execution_count = 1, 2
+    called.outputs = list(outputs)
     return made
 
 
@@ -231,7 +226,7 @@ def prose(book: Path, text: str) -> None:
     """Add to the chapter what needs no run."""
     (book / "chapters" / "00-a.md").write_text(CHAPTER + text)
     made = notebook(result(text__plain="forty-two"))
-    made.cells[2:] = read_chapter(CHAPTER + text).cells[2:]
+    made.cells[3:] = read_chapter(CHAPTER + text).cells[2:]
     nbformat.write(made, book / "notebooks" / "00-a.ipynb")
 
 
@@ -290,7 +285,7 @@ def test_cells_without_their_output_fail_the_build(book: Path, capfd: pytest.Cap
     (book / "chapters" / "00-a.md").write_text(CHAPTER.replace("f()", "g()"))
     assert build(book, book / "site") == 1
     told = capfd.readouterr().err
-    assert "notebooks/00-a.ipynb: cell 1 differs from the chapter: 'f()'" in told
+    assert "notebooks/00-a.ipynb: cell 2 differs from the chapter: 'f()'" in told
     assert "chapters/01-b.md: no notebook" in told
     assert "forty-two" not in (book / "site" / "00-a.html").read_text()
 

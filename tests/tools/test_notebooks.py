@@ -23,7 +23,7 @@ def test_an_edited_chapter(book: Path, capsys: pytest.CaptureFixture[str], monke
     path = book / "chapters" / "00-a-chapter.md"
     path.write_text(CHAPTER.replace("40 + 2", "41 + 1"))
     assert check(book) == [
-        "notebooks/00-a-chapter.ipynb: cell 1 differs from the chapter: 'answer = 40 + 2\\nprint(answer)'"
+        "notebooks/00-a-chapter.ipynb: cell 2 differs from the chapter: 'answer = 40 + 2\\nprint(answer)'"
     ]
     monkeypatch.chdir(book)
     assert main(["check"]) == 1
@@ -32,12 +32,12 @@ def test_an_edited_chapter(book: Path, capsys: pytest.CaptureFixture[str], monke
 
 def test_a_lost_tag(book: Path) -> None:
     (book / "chapters" / "00-a-chapter.md").write_text(CHAPTER.replace(' tags=["measured"]', ""))
-    assert "cell 2 differs" in check(book)[0]
+    assert "cell 3 differs" in check(book)[0]
 
 
 def test_a_cell_more(book: Path) -> None:
     (book / "chapters" / "00-a-chapter.md").write_text(CHAPTER + "\n```python\n1\n```\n")
-    assert "4 cells, the chapter has 5" in check(book)[0]
+    assert "5 cells, the chapter has 6" in check(book)[0]
 
 
 def test_a_chapter_that_a_save_in_jupyterlab_would_rewrite(book: Path) -> None:
@@ -131,7 +131,7 @@ def test_after_a_change_of_prose_pairing_is_enough(book: Path, monkeypatch: pyte
     assert main(["pair"]) == 0
     assert check(book) == []
     assert path.read_bytes() != before
-    assert [cell.execution_count for cell in code_cells(load(book))] == [1, 2]
+    assert [cell.execution_count for cell in code_cells(load(book))] == [2, 3]
 
 
 def test_what_jupyterlab_saves_is_paired_again(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_pairing_does_not_keep_the_output_of_other_code(book: Path, monkeypatch:
     assert main(["pair"]) == 0
     changed, same = code_cells(load(book))
     assert (changed.outputs, changed.execution_count) == ([], None)
-    assert same.execution_count == 2
+    assert same.execution_count == 3
     assert "not every code cell was executed" in check(book)[0]
 
 

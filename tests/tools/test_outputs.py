@@ -127,7 +127,7 @@ def test_a_measurement_that_is_not_shown(book: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(book)
     main(["pair"])
     notebook = load(book)
-    code_cells(notebook)[0].execution_count = 1
+    code_cells(notebook)[0].execution_count = 2
     save(book, notebook)
     assert "measured('kernels') is not shown" in check(book)[0]
     code_cells(notebook)[1].outputs = [marked(live=False)]
