@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "int4": {"quantization": "int4"},
     "fp8": {"quantization": "fp8"},
     "float32, KV in fp8": {"quantization": "none", "kv_dtype": "fp8"},
+    "int8, KV in fp8": {"quantization": "int8", "kv_dtype": "fp8"},
     "bfloat16": {"quantization": "none", "dtype": "bfloat16"},
     "int4-zero-point": {"quantization": "int4-zero-point"},
 }
