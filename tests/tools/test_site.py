@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,61 @@ NARROW_CELLS = """
 [...document.querySelectorAll('main td')].filter(it => it.innerText.trim().length > 20 && it.clientWidth < 70)
 .map(it => it.innerText.slice(0, 100))
 """
+# Text whose contrast to what is behind it is below WCAG's 4.5, and how many texts were looked at. Behind the text of a
+# drawing is the last shape before it that its middle lies in.
+FAINT = """
+(() => {
+    const parts = color => (color.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+    const over = ([r, g, b, alpha = 1], under) => [r, g, b].map((part, i) => part * alpha + under[i] * (1 - alpha));
+    const linear = part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    const luminance = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, w, i) => sum + w * linear(rgb[i] / 255), 0.05);
+    const painted = it => parts(getComputedStyle(it).backgroundColor);
+    const behind = it => it ? over(painted(it), behind(it.parentElement)) : [255, 255, 255];
+    const filled = (style, under) => {
+        const [r, g, b, alpha = 1] = parts(style.fill);
+        return over([r, g, b, alpha * style.fillOpacity * style.opacity], under);
+    };
+    const faint = [];
+    let count = 0;
+    const look = (color, ground, text) => {
+        const [less, more] = [luminance(color), luminance(ground)].sort((a, b) => a - b);
+        count += 1;
+        if (more / less < 4.5) faint.push(`${text.slice(0, 40)}: ${(more / less).toFixed(2)}`);
+    };
+    const kinds = 'p, li, td, th, h1, h2, h3, a, strong, em, summary, code, pre span, figcaption';
+    for (const it of document.querySelectorAll(`main :is(${kinds})`)) {
+        const words = [...it.childNodes].filter(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
+        if (!words.length || !it.checkVisibility()) continue;
+        const ground = behind(it);
+        look(over(parts(getComputedStyle(it).color), ground), ground, words[0].data.trim());
+    }
+    for (const text of document.querySelectorAll('main svg.viz text')) {
+        const box = text.getBBox(), svg = text.ownerSVGElement;
+        if (!box.width || !svg.checkVisibility()) continue;
+        const middle = new DOMPoint(box.x + box.width / 2, box.y + box.height / 2).matrixTransform(text.getScreenCTM());
+        let ground = behind(svg);
+        for (const shape of svg.querySelectorAll('rect, path, circle, ellipse, polygon')) {
+            const style = getComputedStyle(shape);
+            const before = shape.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING;
+            if (!before || !style.fill.startsWith('rgb')) continue;
+            const inside = shape.isPointInFill(middle.matrixTransform(shape.getScreenCTM().inverse()));
+            if (inside) ground = filled(style, ground);
+        }
+        look(filled(getComputedStyle(text), ground), ground, text.textContent);
+    }
+    return {faint, count};
+})()
+"""
 TEXT_SIZES = "[...document.querySelectorAll('svg.viz .viz-small')].map(it => it.getScreenCTM().a * 12)"
-PAGE_WIDTH = "document.scrollingElement.scrollWidth"
+# How far a page scrolls sideways, in pixels: the document does not, but what holds its text may.
+OVERHANG = """
+Math.max(...[document.scrollingElement, ...document.querySelectorAll('#mdbook-content, main')]
+.map(it => it.scrollWidth - it.clientWidth))
+"""
+UNFOLD = "document.querySelectorAll('main details').forEach(it => { it.open = true })"
+WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
+# Prose, players, lanes and bars, coloured bits and formulas, tables and definitions.
+REPRESENTATIVE = ("preface", "06-the-radix-tree", "11-cuda-graphs", "19-quantised-weights", "glossary")
 PARTS = [f"part-{number}" for number in range(1, 6)]
 LINKS = "getComputedStyle(document.querySelector('main a[href^=http]')).color"
 CARDS = "[...new Set([...document.querySelectorAll('.viz-card')].map(it => getComputedStyle(it).fill))]"
@@ -103,19 +157,29 @@ def wide(site: Path, page: Browser) -> Seen:
     return seen
 
 
+@contextmanager
+def shown_as(page: Browser, scheme: str, width: int) -> Iterator[None]:
+    """The page in light or dark, and at a width at which it is a phone's or not."""
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+    page.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        yield
+    finally:
+        page.call("Emulation.clearDeviceMetricsOverride")
+        page.call("Emulation.setEmulatedMedia", features=[])
+
+
 @pytest.fixture(scope="module")
 def phone(site: Path, page: Browser) -> Seen:
     """Every page in dark, at 390 pixels, with all that was folded."""
     seen: Seen = {}
-    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
-    for path in [*chapters(site), site / "differences.html", site / "adding-a-model.html"]:
-        page.open(path.as_uri())
-        page.evaluate("document.querySelectorAll('main details').forEach(it => { it.open = true })")
-        looks = (TEXT_SIZES, PAGE_WIDTH, SMALL_CONTROLS, NARROW_CELLS, DARK_TEXT)
-        seen[path.name] = {look: page.evaluate(look) for look in looks}
-    page.call("Emulation.clearDeviceMetricsOverride")
-    page.call("Emulation.setEmulatedMedia", features=[])
+    with shown_as(page, "dark", 390):
+        for path in [*chapters(site), site / "differences.html", site / "adding-a-model.html"]:
+            page.open(path.as_uri())
+            page.evaluate(UNFOLD)
+            looks = (TEXT_SIZES, OVERHANG, SMALL_CONTROLS, NARROW_CELLS, DARK_TEXT)
+            seen[path.name] = {look: page.evaluate(look) for look in looks}
     return seen
 
 
@@ -177,10 +241,34 @@ def test_no_text_of_a_drawing_ends_beyond_its_card(wide: Seen) -> None:
 def test_on_a_phone_drawings_scroll_and_pages_do_not(phone: Seen) -> None:
     for name, seen in phone.items():
         assert min(seen[TEXT_SIZES], default=12) >= 11, name
-        assert seen[PAGE_WIDTH] <= 390, f"{name} scrolls sideways"
+        assert seen[OVERHANG] <= 0, f"{name} scrolls sideways"
         assert seen[SMALL_CONTROLS] == [], name
         assert seen[NARROW_CELLS] == [], name
     assert sum(len(seen[TEXT_SIZES]) for seen in phone.values()) > 1000
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pages_can_be_read_in_light_and_dark_on_a_screen_and_a_phone(
+    site: Path, page: Browser, scheme: str, width: int
+) -> None:
+    with shown_as(page, scheme, width):
+        for name in REPRESENTATIVE:
+            page.open((site / f"{name}.html").as_uri())
+            page.evaluate(UNFOLD)
+            contrast = page.evaluate(FAINT)
+            assert contrast["faint"] == [], name
+            assert contrast["count"] > 100, name
+            assert page.evaluate(OVERHANG) <= 0, f"{name} scrolls sideways"
+            assert min(page.evaluate(TEXT_SIZES), default=12) >= 11, name
+            assert page.evaluate(CUT_OFF) == [], name
+
+
+@pytest.mark.parametrize("style", ["main p { color: #999 }", "main svg.viz :is(rect, path) { fill: #555 !important }"])
+def test_faint_text_is_noticed(site: Path, page: Browser, style: str) -> None:
+    page.open((site / "06-the-radix-tree.html").as_uri())
+    page.evaluate(f"document.head.append(Object.assign(document.createElement('style'), {{textContent: `{style}`}}))")
+    assert len(page.evaluate(FAINT)["faint"]) > 10
 
 
 def test_formulas_scroll_sideways_at_most(site: Path, page: Browser) -> None:
