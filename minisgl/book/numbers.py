@@ -53,6 +53,23 @@ class Stored(NamedTuple):
         return f"{digits(self.scale)} × {number} = {self.meaning:.6f}"
 
 
+def rounding_error(weight: torch.Tensor, bits: int, group: int) -> tuple[float, float]:
+    """The error of a weight, [N, K], as integers of so many bits with a scale for each ``group`` weights of a row.
+
+    Integers go as far down as up, so the largest weight of a group becomes 2^(bits − 1) − 1, up to its sign.
+
+    Returns:
+        The root mean square of the error, as a share of the weight's own: measured, and as s / √12 says it, where s is
+        the step of a group.
+    """
+    groups = weight.unflatten(1, (-1, group))
+    step = groups.abs().amax(dim=2, keepdim=True) / (2 ** (bits - 1) - 1)
+    error = (groups / step).round() * step - groups
+    expected = (step**2 / 12).mean().sqrt()
+    size = groups.square().mean().sqrt()
+    return float(error.square().mean().sqrt() / size), float(expected / size)
+
+
 def number_bits(weight: float, formats: Mapping[str, Stored]) -> Picture:
     """Draw how formats store the same weight, with what each bit is for and what comes back."""
     canvas = Canvas(f"The weight {weight:.6f}, bit by bit", legend="a weight comes back as scale × (number − zero)")

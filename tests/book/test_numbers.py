@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minisgl.book import Stored, nibbles, number_bits, number_line
+from minisgl.book.numbers import rounding_error
 from minisgl.layers.quantizers import to_fp8
 from tests.book.drawing import assert_sound, boxes, texts
 
@@ -52,3 +53,25 @@ def test_nibbles_are_read_from_the_lowest_bits() -> None:
     assert "column 0 is 0, column 2 is 2, column 4 is 4, column 6 is 6, column 1 is 1" in picture.text
     assert "0111 = 7" in texts(picture)
     assert "0x75316420" in texts(picture)
+
+
+def test_the_error_is_that_of_the_nearest_integers() -> None:
+    """With 3 bits and 3 as the largest weight a step is 1; 0.25 and 1.25 each are a quarter too large."""
+    weight = torch.tensor([[0.25, -3.0, 1.25, 3.0]])
+    measured, _ = rounding_error(weight, 3, 4)
+    assert measured == pytest.approx((2 * 0.25**2 / float(weight.square().sum())) ** 0.5)
+
+
+def test_a_bit_less_doubles_the_error_and_the_equation_says_so() -> None:
+    weight = 2 * torch.rand(64, 256, generator=torch.Generator().manual_seed(0)) - 1
+    errors = [rounding_error(weight, bits, 64) for bits in (8, 7, 6, 5, 4)]
+    assert [measured for measured, _ in errors] == pytest.approx([expected for _, expected in errors], rel=0.03)
+    assert errors[1][0] / errors[0][0] == pytest.approx(127 / 63, rel=0.03)
+
+
+def test_each_group_has_its_own_step() -> None:
+    """A large group does not make the steps of a small one coarse: alone, both have the same relative error."""
+    small = torch.rand(8, 32, generator=torch.Generator().manual_seed(1))
+    weight = torch.cat([small, 3 * small], dim=1)
+    assert rounding_error(weight, 4, 32) == pytest.approx(rounding_error(small, 4, 32))
+    assert rounding_error(weight, 4, 64)[0] > 1.2 * rounding_error(weight, 4, 32)[0]
