@@ -33,6 +33,8 @@ DEQUANTIZE_TOKENS = 288
 SCALE_AFTERWARDS_TOKENS = 256
 LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
+# Whether tensor cores keep sums of products of e4m3 to themselves, in fewer bits than float32 has: faster, less exact.
+FAST_ACCUMULATION = False
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _MAX_SPLITS = 8
 
@@ -51,18 +53,35 @@ def fp8_linear(
     """
     rows, columns = weight.shape
     if quantize_activations and block == (1, 0) and rows % 16 == 0 and columns % 16 == 0:
-        x_fp8, x_scale = quantize_rows(x)
-        # Products of e4m3 may be too large for float16, and row-wise scales are only there with bfloat16 results.
-        half = None if bias is None else bias.to(torch.bfloat16)
-        out: torch.Tensor
-        if len(x) <= SCALE_AFTERWARDS_TOKENS:
-            one = _one(x.device)
-            out = torch._scaled_mm(x_fp8, weight.T, one, one, out_dtype=torch.bfloat16)
-            scale_product(out, x_scale, weight_scale, half)
-        else:
-            out = torch._scaled_mm(x_fp8, weight.T, x_scale, weight_scale.T, bias=half, out_dtype=torch.bfloat16)
-        return out.to(x.dtype)
+        return rounded_linear(*quantize_rows(x), weight, weight_scale, bias).to(x.dtype)
     return _linear(x, weight, weight_scale, None, block, bias)
+
+
+def rounded_linear(
+    numbers: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``x Wᵀ + b`` in bfloat16 for rows as `quantize_rows` rounds them; N and K of the weight are multiples of 16."""
+    # Products of e4m3 may be too large for float16, and row-wise scales are only there with bfloat16 results.
+    half = None if bias is None else bias.to(torch.bfloat16)
+    if len(numbers) > SCALE_AFTERWARDS_TOKENS:
+        return _multiply_fp8(numbers, weight, scale, weight_scale.T, half)
+    one = _one(numbers.device)
+    out = _multiply_fp8(numbers, weight, one, one, None)
+    scale_product(out, scale, weight_scale, half)
+    return out
+
+
+def _multiply_fp8(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    out: torch.Tensor = torch._scaled_mm(
+        x, weight.T, x_scale, weight_scale, bias, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUMULATION
+    )
+    return out
 
 
 def int8_linear(

@@ -11,6 +11,7 @@ from minisgl.context import AttentionSpec, get_forward_context
 from minisgl.layers.linear import QKVParallelLinear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.quantization import QuantizedWeight, reorder_rows
+from minisgl.layers.quantizers import RoundedRows
 from minisgl.layers.rotary import Rotation, rotate
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, ShardSpec, divide, divide_kv_heads, empty_parameter
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         self._heads = heads
         self.sinks = empty_parameter(heads.size) if sinks else None
 
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | RoundedRows, rotation: Rotation) -> torch.Tensor:
         """[T, hidden_size] → [T, hidden_size]."""
         spec = self.bound_spec()
         qkv = self.qkv_proj(x).view(len(x), -1, spec.head_dim)

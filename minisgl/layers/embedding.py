@@ -8,6 +8,7 @@ from torch import nn
 
 from minisgl.layers.linear import Linear, Weight, linear
 from minisgl.layers.quantization import QuantizedWeight
+from minisgl.layers.quantizers import RoundedRows
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, ShardSpec, divide_vocabulary, empty_parameter
 
 
@@ -56,7 +57,7 @@ class LMHead(Linear):
         super().__init__(hidden_size, self.shard.size)
         self.communicator = communicator
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor | RoundedRows) -> torch.Tensor:
         """[S, hidden_size] → [S, vocab_size]."""
         return self.gather_logits(super().forward(hidden))
 

@@ -8,20 +8,31 @@ from minisgl.context import PagedAttentionBackend, get_forward_context
 from minisgl.kernels.experts import fused_experts
 from minisgl.kernels.norm import add_and_norm, silu_and_mul
 from minisgl.kernels.rope import rotate_and_store
+from minisgl.kernels.rounding import add_norm_and_round, silu_mul_and_round
 from minisgl.layers.attention import Attention
 from minisgl.layers.mlp import Experts, GatedMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.quantizers import WEIGHT_ONLY_TOKENS, RoundedRows, takes_rounded_rows
 from minisgl.layers.rotary import Rotary, Rotation
 from minisgl.layers.sharding import Communicator, take_over
 
 
 class FusedRMSNorm(RMSNorm):
-    """Residual addition and norm as one kernel."""
+    """Residual addition and norm as one kernel.
+
+    If ``rounds``, what is normalised is read by a product alone, which takes `RoundedRows`.
+    """
 
     def __init__(self, norm: RMSNorm) -> None:
         take_over(self, norm)
+        self.rounds = False
 
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_and_norm(  # type: ignore[override]  # the product behind it takes rounded rows
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | RoundedRows, torch.Tensor]:
+        if self.rounds and len(x) > WEIGHT_ONLY_TOKENS:
+            numbers, scale, total = add_norm_and_round(x, residual, self.weight, self.eps)
+            return RoundedRows(numbers, scale), total
         return add_and_norm(x, residual, self.weight, self.eps)
 
 
@@ -44,13 +55,19 @@ class FusedAllReduceRMSNorm(RMSNorm):
 
 
 class FusedGatedMLP(GatedMLP):
-    """The MLP with SiLU and product as one kernel."""
+    """The MLP with SiLU and product as one kernel, which also rounds if the last product has rounded inputs."""
 
     def __init__(self, mlp: GatedMLP) -> None:
         take_over(self, mlp)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor | RoundedRows) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        hidden: torch.Tensor | RoundedRows
+        if takes_rounded_rows(self.down_proj.weight) and len(x) > WEIGHT_ONLY_TOKENS:
+            hidden = RoundedRows(*silu_mul_and_round(gate_up))
+        else:
+            hidden = silu_and_mul(gate_up)
+        out: torch.Tensor = self.down_proj(hidden)
         return out
 
 
@@ -73,11 +90,11 @@ class FusedAttention(Attention):
         take_over(self, attention)
         self.rotary = rotary
 
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | RoundedRows, rotation: Rotation) -> torch.Tensor:
         context = get_forward_context()
         inputs, backend, spec = context.inputs, context.attention, self.bound_spec()
         if not isinstance(backend, PagedAttentionBackend):  # without a KV cache there is nowhere to store
-            return super().forward(x, self.rotary(inputs.positions, x.dtype))
+            return super().forward(x, self.rotary(inputs.positions, self.qkv_proj.weight.dtype))
         q = rotate_and_store(
             self.qkv_proj(x),
             self.rotary.table,

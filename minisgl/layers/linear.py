@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minisgl.layers.quantization import QuantizedWeight
+from minisgl.layers.quantizers import RoundedRows
 from minisgl.layers.sharding import SINGLE_RANK, Communicator, Shard, ShardSpec, WeightPart, empty_parameter
 
 Weight = torch.Tensor | QuantizedWeight
@@ -23,7 +24,7 @@ class Linear(nn.Module):
         self.weight: Weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | RoundedRows) -> torch.Tensor:
         """[T, in_features] → [T, out_features]."""
         return linear(x, self.weight, self.bias)
 
@@ -88,7 +89,7 @@ class RowParallelLinear(Linear):
         self.communicator = communicator  # SINGLE_RANK if the norm behind this layer does the all-reduce
         self.adds_bias = communicator.rank == 0  # every rank holds the bias, one adds it
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | RoundedRows) -> torch.Tensor:
         """[T, in_shard.size] → [T, out_features]."""
         partial = linear(x, self.weight, self.bias if self.adds_bias else None)
         return self.communicator.all_reduce(partial)
@@ -97,8 +98,14 @@ class RowParallelLinear(Linear):
         return {"weight": ShardSpec(1, self.in_shard)}
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x Wᵀ + b`` for a row-major weight, [out_features, in_features], a prepacked or a quantised one."""
+def linear(x: torch.Tensor | RoundedRows, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x Wᵀ + b`` for a row-major weight, [out_features, in_features], a prepacked or a quantised one.
+
+    Rounded rows are only for weights that take them (`takes_rounded_rows`).
+    """
+    if isinstance(x, RoundedRows):
+        assert isinstance(weight, QuantizedWeight), "such weights alone take rounded rows"
+        return x.multiply(weight.tensors, bias, weight.dtype)
     if isinstance(weight, QuantizedWeight):
         return weight.linear(x, bias)
     if weight.is_mkldnn:

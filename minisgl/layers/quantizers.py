@@ -7,11 +7,13 @@ exact. On CUDA, `minisgl.kernels.quantized_linear` reads the small numbers and d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from minisgl.errors import ConfigError
-from minisgl.layers.quantization import Blocks, Quantizer, Tensors
+from minisgl.layers.quantization import Blocks, QuantizedWeight, Quantizer, Tensors
 
 FP8_MAX = 448.0
 """The largest number of e4m3 (Micikevicius et al. 2022): 1.75 × 2⁸."""
@@ -29,6 +31,42 @@ _INT8_PRODUCTS = torch.backends.mkldnn.is_available() and (
 # other, a thousand times slower than `torch._int_mm`.
 _PREPACKED_INT8 = _INT8_PRODUCTS and torch.cpu._is_amx_tile_supported()
 _INT8_VECTOR = 64  # `torch._weight_int8pack_mm` reads beyond the end of rows that do not fill its registers
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Inputs of a product in e4m3, each row with its own scale.
+
+    `Fp8` rounds them itself if there are many tokens. A fused layer before it may have done so already.
+    """
+
+    numbers: torch.Tensor  # e4m3[T, K]
+    scale: torch.Tensor  # float32[T, 1]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def multiply(self, tensors: Tensors, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """``x Wᵀ + b`` in ``dtype``, [T, N], with what `Fp8` stores in place of the weight."""
+        weight, weight_scale = tensors["weight"], tensors["weight_scale"]
+        if self.numbers.is_cuda:
+            from minisgl.kernels.quantized_linear import rounded_linear
+
+            return rounded_linear(self.numbers, self.scale, weight, weight_scale, bias).to(dtype)
+        return _add_bias((self.numbers.float() @ (weight.float() * weight_scale).T) * self.scale, bias).to(dtype)
+
+
+def takes_rounded_rows(weight: torch.Tensor | QuantizedWeight) -> bool:
+    """Whether products of more than `WEIGHT_ONLY_TOKENS` rows with this weight round them, and may get `RoundedRows`.
+
+    The rows and columns of a weight whose product is ``torch._scaled_mm`` are multiples of 16.
+    """
+    return (
+        isinstance(weight, QuantizedWeight)
+        and isinstance(weight.quantizer, Fp8)
+        and weight.quantizer.quantizes_activations
+        and all(size % 16 == 0 for size in weight.shape)
+    )
 
 
 class Fp8(Quantizer):
@@ -71,15 +109,14 @@ class Fp8(Quantizer):
         return scale
 
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        many = self.quantizes_activations and len(x) > WEIGHT_ONLY_TOKENS
         if x.is_cuda:
             from minisgl.kernels.quantized_linear import fp8_linear
 
-            many = self.quantizes_activations and len(x) > WEIGHT_ONLY_TOKENS
             return fp8_linear(x, tensors["weight"], tensors["weight_scale"], self.block, bias, many)
-        if self.quantizes_activations and len(x) > WEIGHT_ONLY_TOKENS:
+        if many:
             scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_(min=_TINY) / FP8_MAX
-            x_fp8 = to_fp8(x.float() / scale)
-            return _add_bias((x_fp8.float() @ self.dequantize(tensors).T) * scale, bias).to(x.dtype)
+            return RoundedRows(to_fp8(x.float() / scale), scale).multiply(tensors, bias, x.dtype)
         return F.linear(x, self.dequantize(tensors).to(x.dtype), bias)
 
     def prepack(self, tensors: Tensors) -> dict[str, torch.Tensor]:

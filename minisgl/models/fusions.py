@@ -16,6 +16,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.linear import RowParallelLinear
 from minisgl.layers.mlp import Experts, GatedMLP, MoE
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.quantizers import takes_rounded_rows
 from minisgl.layers.rotary import Rotary
 from minisgl.layers.sharding import SINGLE_RANK
 from minisgl.models.decoder import Decoder, DecoderLayer
@@ -72,6 +73,8 @@ def fuse_layers(model: nn.Module, fusions: Collection[str] = LAYER_FUSIONS) -> N
         for decoder in decoders:
             _fuse_norms_with_all_reduce(decoder)
         _replace(model, RMSNorm, FusedRMSNorm)
+        for decoder in decoders:
+            _round_in_norms(decoder)
     if "activation" in fusions:
         _replace(model, GatedMLP, FusedGatedMLP)
     if "experts" in fusions:
@@ -126,6 +129,20 @@ def _with_all_reduce(norm: RMSNorm, layer_before: RowParallelLinear | MoE) -> RM
     fused = FusedAllReduceRMSNorm(norm, layer_before.communicator)
     layer_before.communicator = SINGLE_RANK
     return fused
+
+
+def _round_in_norms(decoder: Decoder) -> None:
+    """Have norms round where a product that rounds its inputs is all that reads them: in plain layers."""
+    from minisgl.layers.fused import FusedRMSNorm
+
+    for layer in decoder.layers:
+        if type(layer) is DecoderLayer:
+            weights = [(layer.input_layernorm, layer.self_attn.qkv_proj.weight)]
+            if isinstance(layer.mlp, GatedMLP):
+                weights.append((layer.post_attention_layernorm, layer.mlp.gate_up_proj.weight))
+            for norm, weight in weights:
+                if isinstance(norm, FusedRMSNorm):
+                    norm.rounds = takes_rounded_rows(weight)
 
 
 def _replace(model: nn.Module, kind: type[M], make: Callable[[M], nn.Module]) -> None:

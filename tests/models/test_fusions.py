@@ -13,6 +13,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.fused import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.layers.mlp import GatedMLP, MoE
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.quantizers import WEIGHT_ONLY_TOKENS, RoundedRows
 from minisgl.layers.rotary import Rotary
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, DecoderLayer
@@ -30,9 +31,9 @@ VARIANTS = [
 ]
 
 
-def load(path: Path) -> tuple[CausalLM, ModelConfig]:
+def load(path: Path, quantization: str = "none") -> tuple[CausalLM, ModelConfig]:
     config = ModelConfig.from_dir(path)
-    model: Any = load_model(path, config, torch.float32, torch.device(DEVICE))
+    model: Any = load_model(path, config, torch.float32, torch.device(DEVICE), quantization=quantization)
     return model, config
 
 
@@ -98,6 +99,74 @@ def test_the_experts_of_a_mixture_are_fused_and_its_router_stays(tmp_path: Path)
     assert all(type(layer.mlp.experts) is FusedExperts for layer in model.model.layers)
     for ours, plain in zip(steps(model, config), expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
+
+
+def long_steps(model: torch.nn.Module, config: ModelConfig) -> list[torch.Tensor]:
+    """Logits of a prefill of so many tokens that products round their inputs, with and without a KV cache, and of a
+    decode step, whose products do not."""
+    runner = PagedRunner.of(model, config, torch.float32, rows=1, max_len=32, page_size=4)
+    [tokens] = random_tokens(WEIGHT_ONLY_TOKENS + 4)
+    return [run_dense(model, tokens)[0], *runner.step({0: tokens}), *runner.step({0: tokens[:1]})]
+
+
+@pytest.mark.parametrize("fusions", [("norm",), ("activation",), ("norm", "rope"), LAYER_FUSIONS])
+def test_the_kernel_before_a_product_rounds_what_it_would_round(
+    fusions: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "Qwen3ForCausalLM", attention_bias=True)
+    with monkeypatch.context() as patch:
+        for module in ("minisgl.layers.fused", "minisgl.models.fusions"):
+            patch.setattr(f"{module}.takes_rounded_rows", lambda weight: False)
+        model, config = load(path, "fp8")
+        fuse_layers(model, fusions)
+        expected = long_steps(model, config)
+    model, config = load(path, "fp8")
+    fuse_layers(model, fusions)
+    for ours, apart in zip(long_steps(model, config), expected, strict=True):
+        assert torch.equal(ours, apart)
+
+    rounded: list[str] = []
+    for name, module in model.model.layers[1].named_modules():
+        module.register_forward_pre_hook(
+            lambda _, inputs, name=name: rounded.append(name) if isinstance(inputs[0], RoundedRows) else None
+        )
+    long_steps(model, config)
+    names = ["self_attn", "self_attn.qkv_proj", "mlp", "mlp.gate_up_proj"] if "norm" in fusions else []
+    assert rounded == 2 * (names + (["mlp.down_proj"] if "activation" in fusions else []))
+
+
+def rounding_norms(model: CausalLM) -> list[str]:
+    return [name for name, norm in model.named_modules() if isinstance(norm, FusedRMSNorm) and norm.rounds]
+
+
+def test_norms_round_only_before_products_that_do(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    for scheme in ("none", "fp8", "int8"):
+        model, _ = load(path, scheme)
+        fuse_layers(model)
+        before_products = [
+            f"model.layers.{layer}.{name}"
+            for layer in range(len(model.model.layers))
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        assert rounding_norms(model) == (before_products if scheme == "fp8" else []), scheme
+
+
+def test_products_of_other_sizes_round_for_themselves(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM", intermediate_size=100)
+    model, config = load(path, "fp8")
+    fuse_layers(model)
+    assert [name.rsplit(".")[-1] for name in rounding_norms(model)] == ["input_layernorm"] * config.num_layers
+    assert all(bool(logits.isfinite().all()) for logits in long_steps(model, config))
+
+
+def test_norms_of_layers_of_another_class_do_not_round(tmp_path: Path) -> None:
+    path, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
+    model, _ = load(path, "fp8")
+    for layer in model.model.layers:
+        layer.__class__ = StudentsLayer
+    fuse_layers(model)
+    assert rounding_norms(model) == []
 
 
 class StudentsLayer(DecoderLayer):
