@@ -33,8 +33,6 @@ DEQUANTIZE_TOKENS = 288
 SCALE_AFTERWARDS_TOKENS = 256
 LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
-# Whether tensor cores keep sums of products of e4m3 to themselves, in fewer bits than float32 has: faster, less exact.
-FAST_ACCUMULATION = False
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _MAX_SPLITS = 8
 
@@ -78,8 +76,12 @@ def rounded_linear(
 def _multiply_fp8(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
+    """Sums stay in the tensor cores to the end, in fewer bits than float32 has. That's an error, too, and a small one:
+
+    0.3 to 0.4 % of a product, where rounding both of its sides to e4m3 costs several percent (``benchmarks/notes.md``).
+    """
     out: torch.Tensor = torch._scaled_mm(
-        x, weight.T, x_scale, weight_scale, bias, out_dtype=torch.bfloat16, use_fast_accum=FAST_ACCUMULATION
+        x, weight.T, x_scale, weight_scale, bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
     return out
 
