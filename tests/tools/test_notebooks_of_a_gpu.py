@@ -1,4 +1,4 @@
-"""The notebooks in ``benchmarks/notebooks-h100``: whole, from one machine, and measured there."""
+"""The notebooks in ``benchmarks/notebooks-h200``: whole, from one machine, and measured there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks" / "notebooks-h100"
+FOLDER = ROOT / "benchmarks" / "notebooks-h200"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 
 
