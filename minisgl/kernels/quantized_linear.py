@@ -1,8 +1,9 @@
 """Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
 
 A product with few tokens could take as long as its weights take to arrive, one of 4 bits a quarter of bfloat16's time.
-With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens these kernels beat bfloat16,
-and with 256 they are half as fast (``benchmarks/notes.md``).
+With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens `_gemm_kernel` beats
+bfloat16, and with 256 it is half as fast (``benchmarks/notes.md``). So for more tokens, numbers of 4 bits have a kernel
+of their own, `_wide_kernel`.
 
 Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs (split-K).
 Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3 (``torch._scaled_mm``),
@@ -28,6 +29,10 @@ from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, 
 # From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured
 # in int4 on an H100, as the tiles below.
 DEQUANTIZE_TOKENS = 288
+# The same for numbers of 4 bits, which `_wide_kernel` multiplies; by reasoning, not measured.
+WIDE_DEQUANTIZE_TOKENS = 640
+# Up to so many tokens `_gemm_kernel` multiplies numbers of 4 bits too.
+NARROW_TOKENS = 64
 # Up to so many tokens, cuBLAS with one scale and a second kernel that applies the others take less time together than
 # the product with row-wise scales, whose tiles are too few. Measured on an H200.
 SCALE_AFTERWARDS_TOKENS = 256
@@ -35,6 +40,7 @@ LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _MAX_SPLITS = 8
+_WIDE_CHUNK = 64  # of a larger one, the inputs would fill shared memory
 
 
 def fp8_linear(
@@ -120,7 +126,9 @@ def _linear(
     x = x.contiguous()
     layout = quantized_layout(x, weight, scale, block)
     tokens, rows = len(x), len(weight)
-    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < LEAST_CHUNK:
+    # Interpreted kernels compute in float32, for tests; on a GPU, float32 has no fast matrix instruction.
+    wide = layout.bits == 4 and tokens > NARROW_TOKENS and (x.dtype.itemsize == 2 or bool(INTERPRETED))
+    if tokens >= (WIDE_DEQUANTIZE_TOKENS if wide else DEQUANTIZE_TOKENS) or layout.chunk < LEAST_CHUNK:
         return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -128,13 +136,20 @@ def _linear(
     if few_tokens.fits(x, weight, block):
         few_tokens.linear(x, weight, scale, zero, block, out, bias=bias)
         return out
-    block_m, block_n, num_warps, num_stages = _tile(tokens, x.dtype)
-    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
-    chunks = triton.cdiv(layout.columns * layout.bits // 8, layout.chunk)
-    splits = max(1, min(_PROGRAMS // tiles, _MAX_SPLITS, chunks // 4))
+    block_m, block_n, num_warps, num_stages = _wide_tile(tokens) if wide else _tile(tokens, x.dtype)
+    chunk = min(layout.chunk, _WIDE_CHUNK) if wide else layout.chunk
+    token_tiles, row_tiles = triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n)
+    chunks = triton.cdiv(layout.columns * layout.bits // 8, chunk)
+    splits = max(1, min(_PROGRAMS // (token_tiles * row_tiles), _MAX_SPLITS, chunks // 4))
     sums = torch.promote_types(x.dtype, torch.float32)
     target = out if splits == 1 else torch.empty((tokens, splits, rows), dtype=sums, device=x.device)
-    _gemm_kernel[(triton.cdiv(rows, block_n), triton.cdiv(tokens, block_m), splits)](
+    kernel, grid = _gemm_kernel, (row_tiles, token_tiles, splits)
+    options = {"BITS": layout.bits, "BLOCK_ROWS": layout.block_rows}
+    if wide:  # programs with the same weights are neighbours, so that they find them in the cache
+        kernel, grid = _wide_kernel, (token_tiles, row_tiles, splits)
+        sums_of_thread = block_m * block_n // (32 * num_warps)
+        options = {"maxnreg": 128 if sums_of_thread <= 64 else 255}  # 128: two programs of 256 threads fit
+    kernel[grid](
         x,
         weight,
         scale,
@@ -144,11 +159,9 @@ def _linear(
         tokens,
         N=rows,
         K=layout.columns,
-        BITS=layout.bits,
-        BLOCK_ROWS=layout.block_rows,
         GROUPS=layout.groups,
         STORED=layout.stored,
-        CHUNK=layout.chunk,
+        CHUNK=chunk,
         CHUNKS=chunks,
         SPLITS=splits,
         ZERO=zero is not None,
@@ -158,6 +171,7 @@ def _linear(
         DTYPE=compute_dtype(x.dtype),
         num_warps=num_warps,
         num_stages=num_stages,
+        **options,
         **pdl_launch_args(x),
     )
     if splits > 1:
@@ -174,6 +188,11 @@ def _tile(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if tokens <= 32:
         return 32, 128, 4, 4
     return 64, 128, 4, 3  # each number is unpacked anew for every 64 tokens; larger tiles leave too few programs
+
+
+def _wide_tile(tokens: int) -> tuple[int, int, int, int]:
+    """The same for `_wide_kernel`. Two programs fit on a multiprocessor: one unpacks while the other multiplies."""
+    return 128, 128, 8, 3
 
 
 @triton.jit
@@ -261,6 +280,122 @@ def _chunk(
     if GROUPS > 1:
         part *= tl.load(scale_ptr + scales, mask=is_row, other=0.0).to(DTYPE)[None, :]
     return part
+
+
+@triton.jit
+def _wide_kernel(
+    x_ptr,  # [tokens, K]
+    weight_ptr,  # [N, K / 2] of pairs
+    scale_ptr,  # [N, GROUPS]
+    zero_ptr,  # the same
+    bias_ptr,  # [N]
+    out_ptr,  # [tokens, N], or float32[tokens, SPLITS, N]
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STORED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (m, n, s): the same product for many tokens, as ``W xᵀ``.
+
+    Hopper's matrix instruction takes its left operand from registers, where the weights are unpacked, and the right one
+    only from shared memory, so the weights are the left one. They are multiplied by their scales before the product,
+    since a program has fewer weights than sums in a group.
+    """
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    along = tl.arange(0, CHUNK)[None, :]
+    is_token, is_row = token < tokens, row < N
+    pair_rows = weight_ptr + row.to(tl.int64)[:, None] * (K // 2) + along
+    x_rows = x_ptr + token.to(tl.int64)[:, None] * K + along
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=DTYPE)
+    per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    for step in range(0, per_split):  # a loop of unknown length would have the compiler wait for each product
+        stored = (tl.program_id(2) * per_split + step) * CHUNK
+        group = tl.minimum(stored // STORED, GROUPS - 1)  # a chunk lies in one
+        column = stored + group * STORED  # since a group of pairs has twice as many columns as bytes
+        takes_row, takes_token = is_row, is_token
+        if CHUNKS % SPLITS:
+            takes_row, takes_token = is_row & (stored < CHUNKS * CHUNK), is_token & (stored < CHUNKS * CHUNK)
+        pairs = tl.load(pair_rows + stored, mask=takes_row[:, None], other=0)
+        x = tl.load(x_rows + column, mask=takes_token[:, None], other=0.0)
+        high_x = tl.load(x_rows + (column + STORED), mask=takes_token[:, None], other=0.0)
+        # Loaded where it is needed: a scale kept from the step before would drag the weights through shared memory.
+        scale = tl.load(scale_ptr + row * GROUPS + group, mask=is_row, other=0.0)
+        zero = tl.full((BLOCK_N,), 8.0, tl.float32)
+        if ZERO:
+            zero = tl.load(zero_ptr + row * GROUPS + group, mask=is_row, other=8.0).to(tl.float32)
+        low, high = _scaled_pairs(pairs, zero, scale, x.dtype)
+        if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
+            x, high_x = x.to(DTYPE), high_x.to(DTYPE)
+        total = tl.dot(low, tl.trans(x), total, input_precision="ieee", out_dtype=DTYPE)
+        total = tl.dot(high, tl.trans(high_x), total, input_precision="ieee", out_dtype=DTYPE)
+    if BIAS:  # of which one part of the sum gets all
+        is_first = tl.program_id(2) == 0
+        total += tl.load(bias_ptr + row, mask=is_row & is_first, other=0.0).to(DTYPE)[:, None]
+    target = out_ptr + (token.to(tl.int64)[None, :] * SPLITS + tl.program_id(2)) * N + row[:, None]
+    tl.store(target, total, mask=is_token[None, :] & is_row[:, None])
+
+
+# As in `unpack_pairs`, but what is subtracted belongs to the row, as does the scale. In float16, 0x6400 is 1024.
+_SCALED_PAIRS = """{
+    .reg .b32 low, high, one;
+    and.b32 low, $4, 0x0F0F0F0F;
+    shr.u32 high, $4, 4;
+    and.b32 high, high, 0x0F0F0F0F;
+    mov.b32 one, ONE;
+    prmt.b32 $0, low, TOP, 0x4140;
+    prmt.b32 $1, low, TOP, 0x4342;
+    prmt.b32 $2, high, TOP, 0x4140;
+    prmt.b32 $3, high, TOP, 0x4342;
+    fma.rn.TYPE $0, $0, one, $5;
+    fma.rn.TYPE $1, $1, one, $6;
+    fma.rn.TYPE $2, $2, one, $5;
+    fma.rn.TYPE $3, $3, one, $6;
+    mul.rn.TYPE $0, $0, $7;
+    mul.rn.TYPE $1, $1, $8;
+    mul.rn.TYPE $2, $2, $7;
+    mul.rn.TYPE $3, $3, $8;
+}"""
+_SCALED_BF16 = tl.constexpr(
+    _SCALED_PAIRS.replace("TYPE", "bf16x2").replace("ONE", "0x3F803F80").replace("TOP", "0x43434343")
+)
+_SCALED_FP16 = tl.constexpr(
+    _SCALED_PAIRS.replace("TYPE", "f16x2").replace("ONE", "0x3C003C00").replace("TOP", "0x64646464")
+)
+
+
+@triton.jit
+def _scaled_pairs(pairs, zero, scale, dtype: tl.constexpr):
+    """Both numbers of each byte, less the zero point of the row and times its scale: the low ones and the high ones."""
+    if INTERPRETED:
+        zero, scale = zero[:, None], scale.to(tl.float32)[:, None]
+        low = ((pairs & 15).to(tl.float32) - zero) * scale
+        high = ((pairs >> 4).to(tl.float32) - zero) * scale
+    else:
+        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+        asm: tl.constexpr = _SCALED_BF16 if dtype == tl.bfloat16 else _SCALED_FP16
+        low, high = tl.inline_asm_elementwise(
+            asm,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [pairs, (-base - zero).to(dtype)[:, None], scale.to(dtype)[:, None]],
+            dtype=(dtype.value, dtype.value),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
 
 
 @triton.jit
