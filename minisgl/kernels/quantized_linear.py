@@ -29,8 +29,9 @@ from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, 
 # From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured
 # in int4 on an H100, as the tiles below.
 DEQUANTIZE_TOKENS = 288
-# The same for numbers of 4 bits, which `_wide_kernel` multiplies; by reasoning, not measured.
-WIDE_DEQUANTIZE_TOKENS = 640
+# The same for numbers of 4 bits, which `_wide_kernel` multiplies. An earlier version of it was faster than writing out
+# with 256 tokens on an H200, and slower with 384.
+WIDE_DEQUANTIZE_TOKENS = 320
 # Up to so many tokens `_gemm_kernel` multiplies numbers of 4 bits too.
 NARROW_TOKENS = 64
 # Up to so many tokens, cuBLAS with one scale and a second kernel that applies the others take less time together than
@@ -146,9 +147,7 @@ def _linear(
     kernel, grid = _gemm_kernel, (row_tiles, token_tiles, splits)
     options = {"BITS": layout.bits, "BLOCK_ROWS": layout.block_rows}
     if wide:  # programs with the same weights are neighbours, so that they find them in the cache
-        kernel, grid = _wide_kernel, (token_tiles, row_tiles, splits)
-        sums_of_thread = block_m * block_n // (32 * num_warps)
-        options = {"maxnreg": 128 if sums_of_thread <= 64 else 255}  # 128: two programs of 256 threads fit
+        kernel, grid, options = _wide_kernel, (token_tiles, row_tiles, splits), {}
     kernel[grid](
         x,
         weight,
@@ -191,8 +190,12 @@ def _tile(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
 
 
 def _wide_tile(tokens: int) -> tuple[int, int, int, int]:
-    """The same for `_wide_kernel`. Two programs fit on a multiprocessor: one unpacks while the other multiplies."""
-    return 128, 128, 8, 3
+    """The same for `_wide_kernel`. Two programs fit on a multiprocessor: one unpacks while the other multiplies.
+
+    An earlier version of the kernel was fastest so, on an H200 with 96 to 384 tokens. See `_wide_kernel` before you
+    change it.
+    """
+    return 128, 128, 4, 3
 
 
 @triton.jit
@@ -310,6 +313,12 @@ def _wide_kernel(
     Hopper's matrix instruction takes its left operand from registers, where the weights are unpacked, and the right one
     only from shared memory, so the weights are the left one. They are multiplied by their scales before the product,
     since a program has fewer weights than sums in a group.
+
+    Tensor cores read these registers long after the instruction was issued, so they must not be written before a wait.
+    Triton places one after the first product of a step, and none of its own after the second. Hence only the low halves
+    are unpacked while a product is in flight (that of the high halves), and the high halves after the wait. Were both
+    unpacked at once, the registers of the high halves would be overwritten while they are read: results were wrong on a
+    GPU with 8 warps, and with 4 by luck not. A test looks at the generated code.
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
@@ -318,30 +327,36 @@ def _wide_kernel(
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     along = tl.arange(0, CHUNK)[None, :]
     is_token, is_row = token < tokens, row < N
-    pair_rows = weight_ptr + row.to(tl.int64)[:, None] * (K // 2) + along
-    x_rows = x_ptr + token.to(tl.int64)[:, None] * K + along
+    # Instead of what is not there, the last row and token are read: masks would cost instructions in every step.
+    read_row, read_token = tl.minimum(row, N - 1), tl.minimum(token, tokens - 1)
+    pair_rows = weight_ptr + read_row.to(tl.int64)[:, None] * (K // 2) + along
+    x_rows = x_ptr + read_token.to(tl.int64)[:, None] * K + along
+    scales = read_row * GROUPS
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=DTYPE)
     per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
     for step in range(0, per_split):  # a loop of unknown length would have the compiler wait for each product
         stored = (tl.program_id(2) * per_split + step) * CHUNK
         group = tl.minimum(stored // STORED, GROUPS - 1)  # a chunk lies in one
         column = stored + group * STORED  # since a group of pairs has twice as many columns as bytes
-        takes_row, takes_token = is_row, is_token
         if CHUNKS % SPLITS:
-            takes_row, takes_token = is_row & (stored < CHUNKS * CHUNK), is_token & (stored < CHUNKS * CHUNK)
-        pairs = tl.load(pair_rows + stored, mask=takes_row[:, None], other=0)
-        x = tl.load(x_rows + column, mask=takes_token[:, None], other=0.0)
-        high_x = tl.load(x_rows + (column + STORED), mask=takes_token[:, None], other=0.0)
+            inside = stored < CHUNKS * CHUNK
+            pairs = tl.load(pair_rows + stored, mask=inside, other=0)
+            x = tl.load(x_rows + column, mask=inside, other=0.0)
+            high_x = tl.load(x_rows + (column + STORED), mask=inside, other=0.0)
+        else:
+            pairs = tl.load(pair_rows + stored)
+            x = tl.load(x_rows + column)
+            high_x = tl.load(x_rows + (column + STORED))
         # Loaded where it is needed: a scale kept from the step before would drag the weights through shared memory.
-        scale = tl.load(scale_ptr + row * GROUPS + group, mask=is_row, other=0.0)
+        scale = tl.load(scale_ptr + scales + group)
         zero = tl.full((BLOCK_N,), 8.0, tl.float32)
         if ZERO:
-            zero = tl.load(zero_ptr + row * GROUPS + group, mask=is_row, other=8.0).to(tl.float32)
-        low, high = _scaled_pairs(pairs, zero, scale, x.dtype)
-        if INTERPRETED:  # tl.dot of the interpreter does not know bfloat16
-            x, high_x = x.to(DTYPE), high_x.to(DTYPE)
-        total = tl.dot(low, tl.trans(x), total, input_precision="ieee", out_dtype=DTYPE)
-        total = tl.dot(high, tl.trans(high_x), total, input_precision="ieee", out_dtype=DTYPE)
+            zero = tl.load(zero_ptr + scales + group).to(tl.float32)
+        low = _scaled_half(pairs, zero, scale, x.dtype, False)  # overwrites the low halves of the step before
+        total = tl.dot(low, tl.trans(x.to(low.dtype)), total, input_precision="ieee", out_dtype=DTYPE)
+        # Not above this line, which is where Triton waits for all products.
+        high = _scaled_half(pairs, zero, scale, x.dtype, True)
+        total = tl.dot(high, tl.trans(high_x.to(high.dtype)), total, input_precision="ieee", out_dtype=DTYPE)
     if BIAS:  # of which one part of the sum gets all
         is_first = tl.program_id(2) == 0
         total += tl.load(bias_ptr + row, mask=is_row & is_first, other=0.0).to(DTYPE)[:, None]
@@ -349,53 +364,43 @@ def _wide_kernel(
     tl.store(target, total, mask=is_token[None, :] & is_row[:, None])
 
 
-# As in `unpack_pairs`, but what is subtracted belongs to the row, as does the scale. In float16, 0x6400 is 1024.
-_SCALED_PAIRS = """{
-    .reg .b32 low, high, one;
-    and.b32 low, $4, 0x0F0F0F0F;
-    shr.u32 high, $4, 4;
-    and.b32 high, high, 0x0F0F0F0F;
+# As in `unpack_pairs`, but what is subtracted belongs to the row, as does the scale; in float16, 0x6400 is 1024. Two
+# bytes at a time: that is how a thread has them for the matrix instruction, while four would be gathered bytewise.
+_SCALED_NUMBERS = """{
+    .reg .b32 two, one;
+    cvt.u32.u16 two, $1;
+    prmt.b32 two, two, 0, 0x4140;
+    shr.u32 two, two, SHIFT;
     mov.b32 one, ONE;
-    prmt.b32 $0, low, TOP, 0x4140;
-    prmt.b32 $1, low, TOP, 0x4342;
-    prmt.b32 $2, high, TOP, 0x4140;
-    prmt.b32 $3, high, TOP, 0x4342;
-    fma.rn.TYPE $0, $0, one, $5;
-    fma.rn.TYPE $1, $1, one, $6;
-    fma.rn.TYPE $2, $2, one, $5;
-    fma.rn.TYPE $3, $3, one, $6;
-    mul.rn.TYPE $0, $0, $7;
-    mul.rn.TYPE $1, $1, $8;
-    mul.rn.TYPE $2, $2, $7;
-    mul.rn.TYPE $3, $3, $8;
+    lop3.b32 two, two, 0x000F000F, TOP, 0xEA;
+    fma.rn.TYPE two, two, one, $2;
+    mul.rn.TYPE $0, two, $3;
 }"""
-_SCALED_BF16 = tl.constexpr(
-    _SCALED_PAIRS.replace("TYPE", "bf16x2").replace("ONE", "0x3F803F80").replace("TOP", "0x43434343")
-)
-_SCALED_FP16 = tl.constexpr(
-    _SCALED_PAIRS.replace("TYPE", "f16x2").replace("ONE", "0x3C003C00").replace("TOP", "0x64646464")
-)
+_BF16 = _SCALED_NUMBERS.replace("TYPE", "bf16x2").replace("ONE", "0x3F803F80").replace("TOP", "0x43004300")
+_FP16 = _SCALED_NUMBERS.replace("TYPE", "f16x2").replace("ONE", "0x3C003C00").replace("TOP", "0x64006400")
+_LOW_BF16, _HIGH_BF16 = tl.constexpr(_BF16.replace("SHIFT", "0")), tl.constexpr(_BF16.replace("SHIFT", "4"))
+_LOW_FP16, _HIGH_FP16 = tl.constexpr(_FP16.replace("SHIFT", "0")), tl.constexpr(_FP16.replace("SHIFT", "4"))
 
 
 @triton.jit
-def _scaled_pairs(pairs, zero, scale, dtype: tl.constexpr):
-    """Both numbers of each byte, less the zero point of the row and times its scale: the low ones and the high ones."""
+def _scaled_half(pairs, zero, scale, dtype: tl.constexpr, HIGH: tl.constexpr):
+    """One number of each byte, the low or the high one, less the zero point of the row and times its scale."""
     if INTERPRETED:
-        zero, scale = zero[:, None], scale.to(tl.float32)[:, None]
-        low = ((pairs & 15).to(tl.float32) - zero) * scale
-        high = ((pairs >> 4).to(tl.float32) - zero) * scale
+        half = (pairs >> 4) if HIGH else (pairs & 15)
+        numbers = (half.to(tl.float32) - zero[:, None]) * scale.to(tl.float32)[:, None]
     else:
         base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-        asm: tl.constexpr = _SCALED_BF16 if dtype == tl.bfloat16 else _SCALED_FP16
-        low, high = tl.inline_asm_elementwise(
-            asm,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        low: tl.constexpr = _LOW_BF16 if dtype == tl.bfloat16 else _LOW_FP16
+        high: tl.constexpr = _HIGH_BF16 if dtype == tl.bfloat16 else _HIGH_FP16
+        numbers = tl.inline_asm_elementwise(
+            high if HIGH else low,
+            "=r,h,r,r",
             [pairs, (-base - zero).to(dtype)[:, None], scale.to(dtype)[:, None]],
-            dtype=(dtype.value, dtype.value),
+            dtype=dtype.value,
             is_pure=True,
-            pack=4,
+            pack=2,
         )
-    return low, high
+    return numbers
 
 
 @triton.jit

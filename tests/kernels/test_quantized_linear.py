@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -128,6 +132,41 @@ def test_many_tokens_of_every_dtype_in_4_bits(name: str, dtype: torch.dtype) -> 
     tensors, weight, _ = quantized(name, 64, 64)
     x = random(70, 64, dtype=dtype)
     assert_close(product(name, x, tensors, None), F.linear(x.double(), weight), dtype)
+
+
+# Compiling needs no GPU, but a process in which Triton does not interpret.
+COMPILE_WIDE = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl.kernels import quantized_linear as kernels
+
+block_m, block_n, num_warps, num_stages = kernels._wide_tile(128)
+constants = dict(
+    N=1024, K=1024, GROUPS=8, STORED=64, CHUNK=64, CHUNKS=8, SPLITS=1, ZERO=True, BIAS=False, BLOCK_M=block_m,
+    BLOCK_N=block_n, DTYPE=tl.float32, USE_PDL=False,
+)
+pointers = dict(x_ptr="*bf16", weight_ptr="*u8", scale_ptr="*fp16", zero_ptr="*fp16", bias_ptr="*bf16", out_ptr="*bf16")
+signature = {**pointers, "tokens": "i32", **dict.fromkeys(constants, "constexpr")}
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
+source = ASTSource(kernels._wide_kernel, signature=signature, constexprs=constants, attrs=aligned)
+options = {"num_warps": num_warps, "num_stages": num_stages}
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def test_numbers_are_not_unpacked_into_registers_that_a_product_reads() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    ptx = subprocess.run(
+        [sys.executable, "-c", COMPILE_WIDE], env=environment, capture_output=True, text=True, check=True
+    )
+    loop = re.search(r"^\$(L__BB\w+):(?:(?!^\$L__BB).)*?wgmma.*?bra\s+\$\1;", ptx.stdout, re.DOTALL | re.MULTILINE)
+    assert loop
+    events = re.findall(r"shr\.u32 two, two, [04]|wgmma\.commit_group|wgmma\.wait_group\.sync\.aligned \d+", loop[0])
+    order = [event for i, event in enumerate(events) if i == 0 or event != events[i - 1]]
+    low, high = "shr.u32 two, two, 0", "shr.u32 two, two, 4"
+    product, wait = "wgmma.commit_group", "wgmma.wait_group.sync.aligned 0"
+    assert order == [low, product, wait, high, product]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
