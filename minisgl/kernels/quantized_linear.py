@@ -1,9 +1,8 @@
 """Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
 
 A product with few tokens could take as long as its weights take to arrive, one of 4 bits a quarter of bfloat16's time.
-With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens `_gemm_kernel` beats
-bfloat16, and with 256 it is half as fast (``benchmarks/notes.md``). So for more tokens, numbers of 4 bits have a kernel
-of their own, `_wide_kernel`.
+With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens these kernels beat bfloat16,
+and with 256 they are half as fast (``benchmarks/notes.md``).
 
 Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs (split-K).
 Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3 (``torch._scaled_mm``),
@@ -29,11 +28,6 @@ from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, 
 # From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured
 # in int4 on an H100, as the tiles below.
 DEQUANTIZE_TOKENS = 288
-# The same for numbers of 4 bits, which `_wide_kernel` multiplies. An earlier version of it was faster than writing out
-# with 256 tokens on an H200, and slower with 384.
-WIDE_DEQUANTIZE_TOKENS = 320
-# Up to so many tokens `_gemm_kernel` multiplies numbers of 4 bits too.
-NARROW_TOKENS = 64
 # Up to so many tokens, cuBLAS with one scale and a second kernel that applies the others take less time together than
 # the product with row-wise scales, whose tiles are too few. Measured on an H200.
 SCALE_AFTERWARDS_TOKENS = 256
@@ -41,7 +35,6 @@ LEAST_CHUNK = 16
 """Tensor cores multiply so many columns at least."""
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _MAX_SPLITS = 8
-_WIDE_CHUNK = 64  # of a larger one, the inputs would fill shared memory
 
 
 def fp8_linear(
@@ -148,9 +141,7 @@ def _linear(
     x = x.contiguous()
     layout = quantized_layout(x, weight, scale, block)
     tokens, rows = len(x), len(weight)
-    # Interpreted kernels compute in float32, for tests; on a GPU, float32 has no fast matrix instruction.
-    wide = layout.bits == 4 and tokens > NARROW_TOKENS and (x.dtype.itemsize == 2 or bool(INTERPRETED))
-    if tokens >= (WIDE_DEQUANTIZE_TOKENS if wide else DEQUANTIZE_TOKENS) or layout.chunk < LEAST_CHUNK:
+    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < LEAST_CHUNK:
         return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -158,18 +149,13 @@ def _linear(
     if few_tokens.fits(x, weight, block):
         few_tokens.linear(x, weight, scale, zero, block, out, bias=bias)
         return out
-    block_m, block_n, num_warps, num_stages = _wide_tile(tokens) if wide else _tile(tokens, x.dtype)
-    chunk = min(layout.chunk, _WIDE_CHUNK) if wide else layout.chunk
-    token_tiles, row_tiles = triton.cdiv(tokens, block_m), triton.cdiv(rows, block_n)
-    chunks = triton.cdiv(layout.columns * layout.bits // 8, chunk)
-    splits = max(1, min(_PROGRAMS // (token_tiles * row_tiles), _MAX_SPLITS, chunks // 4))
+    block_m, block_n, num_warps, num_stages = _tile(tokens, x.dtype)
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(rows, block_n)
+    chunks = triton.cdiv(layout.columns * layout.bits // 8, layout.chunk)
+    splits = max(1, min(_PROGRAMS // tiles, _MAX_SPLITS, chunks // 4))
     sums = torch.promote_types(x.dtype, torch.float32)
     target = out if splits == 1 else torch.empty((tokens, splits, rows), dtype=sums, device=x.device)
-    kernel, grid = _gemm_kernel, (row_tiles, token_tiles, splits)
-    options = {"BITS": layout.bits, "BLOCK_ROWS": layout.block_rows}
-    if wide:  # programs with the same weights are neighbours, so that they find them in the cache
-        kernel, grid, options = _wide_kernel, (token_tiles, row_tiles, splits), {}
-    kernel[grid](
+    _gemm_kernel[(triton.cdiv(rows, block_n), triton.cdiv(tokens, block_m), splits)](
         x,
         weight,
         scale,
@@ -179,9 +165,11 @@ def _linear(
         tokens,
         N=rows,
         K=layout.columns,
+        BITS=layout.bits,
+        BLOCK_ROWS=layout.block_rows,
         GROUPS=layout.groups,
         STORED=layout.stored,
-        CHUNK=chunk,
+        CHUNK=layout.chunk,
         CHUNKS=chunks,
         SPLITS=splits,
         ZERO=zero is not None,
@@ -191,7 +179,6 @@ def _linear(
         DTYPE=compute_dtype(x.dtype),
         num_warps=num_warps,
         num_stages=num_stages,
-        **options,
         **pdl_launch_args(x),
     )
     if splits > 1:
@@ -208,15 +195,6 @@ def _tile(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if tokens <= 32:
         return 32, 128, 4, 4
     return 64, 128, 4, 3  # each number is unpacked anew for every 64 tokens; larger tiles leave too few programs
-
-
-def _wide_tile(tokens: int) -> tuple[int, int, int, int]:
-    """The same for `_wide_kernel`. Two programs fit on a multiprocessor: one unpacks while the other multiplies.
-
-    An earlier version of the kernel was fastest so, on an H200 with 96 to 384 tokens. See `_wide_kernel` before you
-    change it.
-    """
-    return 128, 128, 4, 3
 
 
 @triton.jit
@@ -304,124 +282,6 @@ def _chunk(
     if GROUPS > 1:
         part *= tl.load(scale_ptr + scales, mask=is_row, other=0.0).to(DTYPE)[None, :]
     return part
-
-
-@triton.jit
-def _wide_kernel(
-    x_ptr,  # [tokens, K]
-    weight_ptr,  # [N, K / 2] of pairs
-    scale_ptr,  # [N, GROUPS]
-    zero_ptr,  # the same
-    bias_ptr,  # [N]
-    out_ptr,  # [tokens, N], or float32[tokens, SPLITS, N]
-    tokens,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STORED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DTYPE: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """Program (m, n, s): the same product for many tokens, as ``W xᵀ``.
-
-    Hopper's matrix instruction takes its left operand from registers, where the weights are unpacked, and the right one
-    only from shared memory, so the weights are the left one. They are multiplied by their scales before the product,
-    since a program has fewer weights than sums in a group.
-
-    Tensor cores read these registers long after the instruction was issued, so they must not be written before a wait.
-    Triton places one after the first product of a step, and none of its own after the second. Hence only the low halves
-    are unpacked while a product is in flight (that of the high halves), and the high halves after the wait. Were both
-    unpacked at once, the registers of the high halves would be overwritten while they are read: results were wrong on a
-    GPU with 8 warps, and with 4 by luck not. A test looks at the generated code.
-    """
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    along = tl.arange(0, CHUNK)[None, :]
-    is_token, is_row = token < tokens, row < N
-    # Instead of what is not there, the last row and token are read: masks would cost instructions in every step.
-    read_row, read_token = tl.minimum(row, N - 1), tl.minimum(token, tokens - 1)
-    pair_rows = weight_ptr + read_row.to(tl.int64)[:, None] * (K // 2) + along
-    x_rows = x_ptr + read_token.to(tl.int64)[:, None] * K + along
-    scales = read_row * GROUPS
-    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=DTYPE)
-    per_split: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    for step in range(0, per_split):  # a loop of unknown length would have the compiler wait for each product
-        stored = (tl.program_id(2) * per_split + step) * CHUNK
-        group = tl.minimum(stored // STORED, GROUPS - 1)  # a chunk lies in one
-        column = stored + group * STORED  # since a group of pairs has twice as many columns as bytes
-        if CHUNKS % SPLITS:
-            inside = stored < CHUNKS * CHUNK
-            pairs = tl.load(pair_rows + stored, mask=inside, other=0)
-            x = tl.load(x_rows + column, mask=inside, other=0.0)
-            high_x = tl.load(x_rows + (column + STORED), mask=inside, other=0.0)
-        else:
-            pairs = tl.load(pair_rows + stored)
-            x = tl.load(x_rows + column)
-            high_x = tl.load(x_rows + (column + STORED))
-        # Loaded where it is needed: a scale kept from the step before would drag the weights through shared memory.
-        scale = tl.load(scale_ptr + scales + group)
-        zero = tl.full((BLOCK_N,), 8.0, tl.float32)
-        if ZERO:
-            zero = tl.load(zero_ptr + scales + group).to(tl.float32)
-        low = _scaled_half(pairs, zero, scale, x.dtype, False)  # overwrites the low halves of the step before
-        total = tl.dot(low, tl.trans(x.to(low.dtype)), total, input_precision="ieee", out_dtype=DTYPE)
-        # Not above this line, which is where Triton waits for all products.
-        high = _scaled_half(pairs, zero, scale, x.dtype, True)
-        total = tl.dot(high, tl.trans(high_x.to(high.dtype)), total, input_precision="ieee", out_dtype=DTYPE)
-    if BIAS:  # of which one part of the sum gets all
-        is_first = tl.program_id(2) == 0
-        total += tl.load(bias_ptr + row, mask=is_row & is_first, other=0.0).to(DTYPE)[:, None]
-    target = out_ptr + (token.to(tl.int64)[None, :] * SPLITS + tl.program_id(2)) * N + row[:, None]
-    tl.store(target, total, mask=is_token[None, :] & is_row[:, None])
-
-
-# As in `unpack_pairs`, but what is subtracted belongs to the row, as does the scale; in float16, 0x6400 is 1024. Two
-# bytes at a time: that is how a thread has them for the matrix instruction, while four would be gathered bytewise.
-_SCALED_NUMBERS = """{
-    .reg .b32 two, one;
-    cvt.u32.u16 two, $1;
-    prmt.b32 two, two, 0, 0x4140;
-    shr.u32 two, two, SHIFT;
-    mov.b32 one, ONE;
-    lop3.b32 two, two, 0x000F000F, TOP, 0xEA;
-    fma.rn.TYPE two, two, one, $2;
-    mul.rn.TYPE $0, two, $3;
-}"""
-_BF16 = _SCALED_NUMBERS.replace("TYPE", "bf16x2").replace("ONE", "0x3F803F80").replace("TOP", "0x43004300")
-_FP16 = _SCALED_NUMBERS.replace("TYPE", "f16x2").replace("ONE", "0x3C003C00").replace("TOP", "0x64006400")
-_LOW_BF16, _HIGH_BF16 = tl.constexpr(_BF16.replace("SHIFT", "0")), tl.constexpr(_BF16.replace("SHIFT", "4"))
-_LOW_FP16, _HIGH_FP16 = tl.constexpr(_FP16.replace("SHIFT", "0")), tl.constexpr(_FP16.replace("SHIFT", "4"))
-
-
-@triton.jit
-def _scaled_half(pairs, zero, scale, dtype: tl.constexpr, HIGH: tl.constexpr):
-    """One number of each byte, the low or the high one, less the zero point of the row and times its scale."""
-    if INTERPRETED:
-        half = (pairs >> 4) if HIGH else (pairs & 15)
-        numbers = (half.to(tl.float32) - zero[:, None]) * scale.to(tl.float32)[:, None]
-    else:
-        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-        low: tl.constexpr = _LOW_BF16 if dtype == tl.bfloat16 else _LOW_FP16
-        high: tl.constexpr = _HIGH_BF16 if dtype == tl.bfloat16 else _HIGH_FP16
-        numbers = tl.inline_asm_elementwise(
-            high if HIGH else low,
-            "=r,h,r,r",
-            [pairs, (-base - zero).to(dtype)[:, None], scale.to(dtype)[:, None]],
-            dtype=dtype.value,
-            is_pure=True,
-            pack=2,
-        )
-    return numbers
 
 
 @triton.jit

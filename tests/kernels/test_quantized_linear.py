@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -38,8 +34,7 @@ SCHEMES: dict[str, Any] = {
 }
 # Twins dequantise in float32, so float64 cannot be compared.
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-every_scheme = pytest.mark.parametrize("name", list(SCHEMES))
-SCHEMES["int4-128"] = Int4(128)  # which needs wider rows than most tests have
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
 
 
 def quantized(name: str, rows: int, columns: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, tuple[int, int]]:
@@ -58,19 +53,6 @@ def product(name: str, x: torch.Tensor, tensors: dict[str, torch.Tensor], bias: 
     if name.startswith("int8"):
         return int8_linear(x, weight, scale, SCHEMES[name].group_size, bias)
     return int4_linear(x, weight, scale, tensors.get("weight_zero"), bias)
-
-
-def count_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A list that grows with every launch of ``kernel``."""
-    launches: list[Any] = []
-    run = kernel.run
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        launches.append(kwargs["grid"])
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(kernel, "run", counted)
-    return launches
 
 
 @every_scheme
@@ -109,64 +91,6 @@ def test_many_tokens_meet_a_weight_that_was_written_out(name: str, monkeypatch: 
     out = dequantize(x, tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero"), block)
     assert_close(out, weight, torch.float32)
     assert_close(product(name, x, tensors, None), F.linear(x.double(), weight), torch.float32)
-
-
-@pytest.mark.parametrize("name", ["int4", "int4-64", "int4-128", "int4-zero-point", "int4-row"])
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(65, 40, 128), (150, 136, 640)])
-def test_more_tokens_than_a_tile_in_4_bits(
-    name: str, tokens: int, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = count_launches(kernels._wide_kernel, monkeypatch)
-    tensors, weight, _ = quantized(name, rows, columns)
-    x, bias = random(tokens, columns, dtype=torch.float32), random(rows, dtype=torch.float32, seed=2)
-    assert_close(product(name, x, tensors, None), F.linear(x.double(), weight), torch.float32)
-    monkeypatch.setattr(kernels, "_PROGRAMS", 24)
-    monkeypatch.setattr(kernels, "_MAX_SPLITS", 3)  # which does not divide 20 chunks of 32 columns
-    assert_close(product(name, x, tensors, bias), F.linear(x.double(), weight, bias.double()), torch.float32)
-    assert len(launches) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["int4", "int4-zero-point"])
-def test_many_tokens_of_every_dtype_in_4_bits(name: str, dtype: torch.dtype) -> None:
-    tensors, weight, _ = quantized(name, 64, 64)
-    x = random(70, 64, dtype=dtype)
-    assert_close(product(name, x, tensors, None), F.linear(x.double(), weight), dtype)
-
-
-# Compiling needs no GPU, but a process in which Triton does not interpret.
-COMPILE_WIDE = """
-import triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from minisgl.kernels import quantized_linear as kernels
-
-block_m, block_n, num_warps, num_stages = kernels._wide_tile(128)
-constants = dict(
-    N=1024, K=1024, GROUPS=8, STORED=64, CHUNK=64, CHUNKS=8, SPLITS=1, ZERO=True, BIAS=False, BLOCK_M=block_m,
-    BLOCK_N=block_n, DTYPE=tl.float32, USE_PDL=False,
-)
-pointers = dict(x_ptr="*bf16", weight_ptr="*u8", scale_ptr="*fp16", zero_ptr="*fp16", bias_ptr="*bf16", out_ptr="*bf16")
-signature = {**pointers, "tokens": "i32", **dict.fromkeys(constants, "constexpr")}
-aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
-source = ASTSource(kernels._wide_kernel, signature=signature, constexprs=constants, attrs=aligned)
-options = {"num_warps": num_warps, "num_stages": num_stages}
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-"""
-
-
-def test_numbers_are_not_unpacked_into_registers_that_a_product_reads() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    ptx = subprocess.run(
-        [sys.executable, "-c", COMPILE_WIDE], env=environment, capture_output=True, text=True, check=True
-    )
-    loop = re.search(r"^\$(L__BB\w+):(?:(?!^\$L__BB).)*?wgmma.*?bra\s+\$\1;", ptx.stdout, re.DOTALL | re.MULTILINE)
-    assert loop
-    events = re.findall(r"shr\.u32 two, two, [04]|wgmma\.commit_group|wgmma\.wait_group\.sync\.aligned \d+", loop[0])
-    order = [event for i, event in enumerate(events) if i == 0 or event != events[i - 1]]
-    low, high = "shr.u32 two, two, 0", "shr.u32 two, two, 4"
-    product, wait = "wgmma.commit_group", "wgmma.wait_group.sync.aligned 0"
-    assert order == [low, product, wait, high, product]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,7 +149,7 @@ def test_all_that_is_fused_with_a_single_token(name: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 256, 2000])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 256, 2000])
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "int8", "int8-groups", "int4", "int4-zero-point"])
 def test_a_quantiser_on_a_gpu_computes_what_its_twin_does(name: str, tokens: int) -> None:
     quantizer = SCHEMES[name]
