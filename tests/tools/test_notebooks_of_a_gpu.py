@@ -42,7 +42,7 @@ def test_what_two_cards_can_measure_was_measured_on_them() -> None:
     found = [mark for path in PATHS for mark in results(path)]
     live = {mark["name"] for mark in found if mark["live"]}
     assert live == {"attention", "attention-steps", "batch-one", "kernels", "overlap", "preemption", "tp"}
-    assert all("NVIDIA H100" in mark["origin"] for mark in found if mark["live"])
+    assert all("NVIDIA H200" in mark["origin"] for mark in found if mark["live"])
     others = {mark["name"]: mark["origin"] for mark in found if not mark["live"]}
     assert others.pop("all-reduce").startswith("Fewer than 4 CUDA devices here")
     assert all(origin.startswith("Kept: ") for origin in others.values())
