@@ -76,9 +76,10 @@ def rounded_linear(
 def _multiply_fp8(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sums stay in the tensor cores to the end, in fewer bits than float32 has. That's an error, too, and a small one:
+    """``scales × (x Wᵀ) + b`` in bfloat16.
 
-    0.3 to 0.4 % of a product, where rounding both of its sides to e4m3 costs several percent (``benchmarks/notes.md``).
+    Sums stay in the tensor cores to the end, in fewer bits than float32 has. That's an error of 0.2 to 0.4 % of a
+    product, where rounding both of its sides to e4m3 costs nearly 4 (``benchmarks/notes.md``).
     """
     out: torch.Tensor = torch._scaled_mm(
         x, weight.T, x_scale, weight_scale, bias, out_dtype=torch.bfloat16, use_fast_accum=True

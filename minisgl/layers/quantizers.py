@@ -59,14 +59,11 @@ class RoundedRows:
 def takes_rounded_rows(weight: torch.Tensor | QuantizedWeight) -> bool:
     """Whether products of more than `WEIGHT_ONLY_TOKENS` rows with this weight round them, and may get `RoundedRows`.
 
-    The rows and columns of a weight whose product is ``torch._scaled_mm`` are multiples of 16.
+    The rows and columns of a weight whose product is ``torch._scaled_mm`` are multiples of 16. A class derived from
+    `Fp8` may multiply in another way, so it gets the rows themselves.
     """
-    return (
-        isinstance(weight, QuantizedWeight)
-        and isinstance(weight.quantizer, Fp8)
-        and weight.quantizer.quantizes_activations
-        and all(size % 16 == 0 for size in weight.shape)
-    )
+    is_fp8 = isinstance(weight, QuantizedWeight) and type(weight.quantizer) is Fp8
+    return is_fp8 and all(size % 16 == 0 for size in weight.shape)
 
 
 class Fp8(Quantizer):

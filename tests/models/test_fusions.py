@@ -13,8 +13,10 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.fused import FusedAttention, FusedExperts, FusedGatedMLP, FusedRMSNorm, NoRotary
 from minisgl.layers.mlp import GatedMLP, MoE
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.quantizers import WEIGHT_ONLY_TOKENS, RoundedRows
+from minisgl.layers.quantization import QuantizedWeight
+from minisgl.layers.quantizers import WEIGHT_ONLY_TOKENS, Fp8, Fp8WeightOnly, RoundedRows, takes_rounded_rows
 from minisgl.layers.rotary import Rotary
+from minisgl.layers.sharding import Shard
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, DecoderLayer
 from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers, select_fusions
@@ -150,6 +152,16 @@ def test_norms_round_only_before_products_that_do(tmp_path: Path) -> None:
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
         assert rounding_norms(model) == (before_products if scheme == "fp8" else []), scheme
+
+
+def test_a_scheme_of_ones_own_gets_its_rows_as_they_are() -> None:
+    """Derived from fp8, it may multiply in another way, which rounded rows would pass by."""
+
+    class Own(Fp8):
+        pass
+
+    weights = [QuantizedWeight(scheme(), 32, Shard.whole(32), torch.float32) for scheme in (Fp8, Own, Fp8WeightOnly)]
+    assert [takes_rounded_rows(weight) for weight in weights] == [True, False, False]
 
 
 def test_products_of_other_sizes_round_for_themselves(tmp_path: Path) -> None:
