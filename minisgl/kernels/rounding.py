@@ -3,8 +3,8 @@
 The numbers are those of `minisgl.kernels.norm` and then `quantize_rows`, bit by bit, but the row is neither written nor
 read in the model's dtype. The program needs the whole row, since the row's largest number decides about its scale.
 
-The dozen lines of the norm stand in both files on purpose: that kernel is the reader's task in chapter 12, and would be
-harder to read with what only fp8 needs.
+The dozen lines of the norm stand in both files on purpose: that kernel is a task of the course, and would be harder to
+read with what only fp8 needs.
 """
 
 from __future__ import annotations
