@@ -15,10 +15,9 @@ constexpr int WARPS = 8, SEGMENT = 64;  // bytes of a row
 constexpr int WIDTH = COLUMNS * BITS / 8, SEGMENTS = WIDTH / SEGMENT;
 constexpr int GROUPS = COLUMNS / GROUP, HALF = GROUP / 2;
 constexpr int TILE = 16, LOADS = 2 * TILES;              // rows of a tile, and of a lane: two of each tile
-constexpr int OUTPUTS = GATED ? TILE : TILE * TILES;      // of a block; a gate's tile has the up projection's beside it
+constexpr int OUTPUTS = TILE * TILES;                    // of a block
 constexpr bool GROUPED = GROUPS > 1;
-static_assert(WIDTH % SEGMENT == 0 && ROWS % OUTPUTS == 0 && TOKENS <= 8 && (!NORM || TOKENS == 1), "few_tokens.fits");
-static_assert(!GATED || TILES == 2, "gate and up");
+static_assert(WIDTH % SEGMENT == 0 && ROWS % OUTPUTS == 0 && TOKENS <= 8, "few_tokens.fits");
 static_assert(!GROUPED || GROUP * BITS / 8 % SEGMENT == 0, "a segment has one scale");
 
 template <int FLOATS> struct Pick { typedef u16 Type; };
@@ -31,8 +30,6 @@ __device__ float scale_of(u16 half) {
     return value;
 }
 __device__ float to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
-__device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ u32 pair(float first, float second) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
@@ -56,6 +53,9 @@ __device__ void multiply_matrices(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3,
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// A kernel behind this one may start, and this one goes on when the one in front has written everything.
+__device__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Bytes 0 and 2 of a word of four e4m3 numbers, or bytes 1 and 3, as bfloat16. Exponent and mantissa lie next to each
 // other in both formats; moved to their places, the number is 2¹²⁰ times too small, also one without a leading 1.
@@ -68,12 +68,6 @@ __device__ u32 four_bits(u32 w, u32 shift) {
     return ZERO ? multiply_add(number, 0x3f803f80u, shift) : number;
 }
 
-struct Shared {
-    alignas(16) u16 normed[NORM ? COLUMNS : 8];
-    float sums[WARPS][TILES * TILE][TOKENS];
-    float squares[WARPS];
-};
-
 struct Piece {  // what a lane has of a segment
     uint4 words[LOADS];
     Scale scale[LOADS], zero[LOADS];
@@ -83,7 +77,7 @@ struct Weight {  // where a lane's first row is; the others lie at constant dist
     const char* weight;
     const Scale *scale, *zero;
     int row;
-    __device__ static constexpr int further(int i) { return i / 2 * (GATED ? ROWS : TILE) + i % 2 * 8; }
+    __device__ static constexpr int further(int i) { return i / 2 * TILE + i % 2 * 8; }
     __device__ Weight(const char* weight, const Scale* scale, const Scale* zero) : scale(scale), zero(zero) {
         int lane = threadIdx.x % 32;
         row = blockIdx.x * OUTPUTS + lane / 4;
@@ -154,60 +148,17 @@ __device__ void multiply(float (&total)[TILES][4], const Piece& piece, int segme
             total[tile][i] += GROUPED ? c[tile][i] * scale_of(piece.scale[2 * tile + i / 2]) : c[tile][i];
 }
 
-// The norm of x without its factor, to shared memory; `factor` is what sums are scaled with. The norm's weights are
-// there before x is.
-struct Norm {
-    static constexpr int TURNS = (COLUMNS / 8 + 32 * WARPS - 1) / (32 * WARPS);
-    uint4 weights[NORM ? TURNS : 1];
-    __device__ Norm(const u16* norm) {
-#pragma unroll
-        for (int turn = 0; NORM && turn < TURNS; turn++)
-            weights[turn] = *(const uint4*)(norm + min(column(turn), COLUMNS - 8));
-    }
-    __device__ static int column(int turn) { return 8 * (turn * 32 * WARPS + threadIdx.x); }
-    __device__ float apply(Shared& shared, const u16* x, float eps) const {
-        float squares = 0;
-#pragma unroll
-        for (int turn = 0; turn < TURNS; turn++) {
-            if (column(turn) >= COLUMNS) break;
-            uint4 values = *(const uint4*)(x + column(turn)), out;
-            const u32 *v = &values.x, *w = &weights[turn].x;
-            u32* to = &out.x;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                squares += low(v[i]) * low(v[i]) + high(v[i]) * high(v[i]);
-                to[i] = pair(low(v[i]) * low(w[i]), high(v[i]) * high(w[i]));
-            }
-            *(uint4*)(shared.normed + column(turn)) = out;
-        }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
-        if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
-        __syncthreads();
-        squares = 0;
-        for (int w = 0; w < WARPS; w++) squares += shared.squares[w];
-        return rsqrtf(squares / COLUMNS + eps);
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
-    few_tokens(const u16* x, const u16* norm, const char* weight, const Scale* scale, const Scale* zero,
-               const u16* bias, const u16* residual, u16* out, float eps) {
-    __shared__ Shared shared;
+    few_tokens(const u16* x, const char* weight, const Scale* scale, const Scale* zero, const u16* bias, u16* out) {
+    __shared__ float sums[WARPS][OUTPUTS][TOKENS];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Weight rows(weight, scale, zero);
     Piece pieces[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) rows.load(pieces[i], warp + i * WARPS);
-    Norm normal(norm);
     if (EARLY) {
-        asm volatile("griddepcontrol.launch_dependents;");
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-    }
-    float factor = 1;
-    if (NORM) {
-        factor = normal.apply(shared, x, eps);
-        x = shared.normed;
+        launch_dependents();
+        wait_for_inputs();
     }
     float total[TILES][4] = {};
 #pragma unroll 1
@@ -224,24 +175,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int token = lane % 4 * 2 + i % 2;
-            if (token < TOKENS) shared.sums[warp][tile * TILE + i / 2 * 8 + lane / 4][token] = total[tile][i];
+            if (token < TOKENS) sums[warp][tile * TILE + i / 2 * 8 + lane / 4][token] = total[tile][i];
         }
     __syncthreads();
     for (int e = threadIdx.x; e < OUTPUTS * TOKENS; e += 32 * WARPS) {
         int token = e / OUTPUTS, output = e % OUTPUTS, row = blockIdx.x * OUTPUTS + output;
-        float sums[2] = {};
+        float sum = 0;
 #pragma unroll
-        for (int part = 0; part < 1 + GATED; part++) {
-            int of_weight = row + part * ROWS;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) sums[part] += shared.sums[w][part * TILE + output][token];
-            sums[part] *= factor;
-            if (!GROUPED) sums[part] *= scale_of(scale[of_weight / SCALE_ROWS]);
-            if (BIAS) sums[part] += to_float(bias[of_weight]);
-        }
-        float value = GATED ? sums[0] / (1 + __expf(-sums[0])) * sums[1] : sums[0];
-        long long to = (long long)token * ROWS + row;
-        if (ADD) value += to_float(residual[to]);
-        out[to] = pair(value, 0) & 0xffff;
+        for (int w = 0; w < WARPS; w++) sum += sums[w][output][token];
+        if (!GROUPED) sum *= scale_of(scale[row / SCALE_ROWS]);
+        if (BIAS) sum += to_float(bias[row]);
+        out[(long long)token * ROWS + row] = pair(sum, 0) & 0xffff;
     }
 }

@@ -1,9 +1,8 @@
 """Products of few tokens with quantised weights, in CUDA C++ on tensor cores.
 
 Reading the weight decides how long such a product takes, if few instructions are spent on each of its numbers. Tensor
-cores multiply 16 rows of it with 8 tokens as fast as with one. The kernel is few_tokens.cu; its twins in Triton, which
-run wherever Triton does and know every scheme, are `minisgl.kernels.single_token_quantized` and
-`minisgl.kernels.quantized_linear`.
+cores multiply 16 rows of it with 8 tokens as fast as with one. The kernel is few_tokens.cu; its twin in Triton, which
+runs wherever Triton does and knows every scheme, is `minisgl.kernels.quantized_linear`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ _BITS = {torch.float8_e4m3fn: 8, torch.uint8: 4}
 _CAPABILITY = (8, 0)  # tensor cores that know bfloat16
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, block: tuple[int, int], gated: bool = False) -> bool:
+def fits(x: torch.Tensor, weight: torch.Tensor, block: tuple[int, int]) -> bool:
     """Whether `linear` can multiply these; ``block``: the (rows, columns) that share a scale; 0 are all columns."""
     bits, columns = _BITS.get(weight.dtype), x.shape[-1]
     if bits is None or not x.is_cuda or x.dtype != torch.bfloat16 or not 0 < x.numel() // columns <= MOST_TOKENS:
         return False
-    rows = len(weight) // 2 if gated else len(weight)
-    whole = columns * bits // 8 % _SEGMENT == 0 and rows % _TILE == 0
+    whole = columns * bits // 8 % _SEGMENT == 0 and len(weight) % _TILE == 0
     # A segment has one scale for each row.
     grouped = block[1] == 0 or (block[1] * bits // 8 % _SEGMENT == 0 and columns % block[1] == 0)
     return whole and grouped and torch.cuda.get_device_capability(x.device) >= _CAPABILITY and has_nvrtc()
@@ -46,20 +44,16 @@ def linear(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    residual: torch.Tensor | None = None,
 ) -> None:
-    """Write ``x Wᵀ + b`` to ``out``, [T, N] or [N], fused as in `minisgl.kernels.single_token_linear.linear`.
+    """Write ``x Wᵀ + b`` to ``out``, [T, N] or [N].
 
     Args:
-        x: bfloat16[T, K] or [K], contiguous, T at most `MOST_TOKENS`, and 1 with a norm; what else `fits` asks for.
+        x: bfloat16[T, K] or [K], contiguous, T at most `MOST_TOKENS`, and what else `fits` asks for.
         weight: as in `minisgl.kernels.single_token_quantized.quantized_linear`, as are ``scale``, ``zero``, ``block``.
     """
     columns, rows = x.shape[-1], out.shape[-1]
     tokens = x.numel() // columns
-    tiles = 2 if gated or (rows >= _MANY_ROWS and rows % (2 * _TILE) == 0) else 1
+    tiles = 2 if rows >= _MANY_ROWS and rows % (2 * _TILE) == 0 else 1
     early = PDL_LAUNCH_ARGS["USE_PDL"]
     kernel = _compile(
         x.device.index,
@@ -70,10 +64,7 @@ def linear(
         SCALE_ROWS=block[0],
         FLOAT_SCALES=int(scale.dtype == torch.float32),
         ZERO=int(zero is not None),
-        NORM=int(norm is not None),
         BIAS=int(bias is not None),
-        GATED=int(gated),
-        ADD=int(residual is not None),
         TOKENS=tokens,
         TILES=tiles,
         DEPTH=4 // tiles,
@@ -82,16 +73,13 @@ def linear(
     )
     arguments: list[torch.Tensor | int | float] = [
         x,
-        x if norm is None else norm,
         weight,
         scale,
         scale if zero is None else zero,
         x if bias is None else bias,
-        x if residual is None else residual,
         out,
-        eps,
     ]
-    kernel.launch(rows // (_TILE if gated else _TILE * tiles), arguments, early)
+    kernel.launch(rows // (_TILE * tiles), arguments, early)
 
 
 @cache

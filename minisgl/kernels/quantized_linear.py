@@ -1,8 +1,8 @@
 """Products with quantised weights on a GPU: small numbers are read, and become floats in registers.
 
 A product with few tokens could take as long as its weights take to arrive, one of 4 bits a quarter of bfloat16's time.
-With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens these kernels beat bfloat16,
-and with 256 they are half as fast (``benchmarks/notes.md``).
+With up to 8 tokens `minisgl.kernels.few_tokens` comes near, where it can. Up to 64 tokens these kernels beat bfloat16;
+with 256, numbers of 4 bits are half as fast (``benchmarks/notes.md``).
 
 Each program has some outputs, and if there are too few outputs to fill the GPU, a part of the inputs (split-K).
 Products with very many tokens are held by arithmetic: fp8 tensor cores multiply e4m3 by e4m3 (``torch._scaled_mm``),
@@ -25,9 +25,9 @@ from minisgl.kernels import few_tokens
 from minisgl.kernels.experts import sum_parts
 from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args, to_kv_dtype
 
-# From so many tokens on, writing the weight out as floats takes less time than cuBLAS saves over our kernel. Measured
-# in int4 on an H100, as the tiles below.
-DEQUANTIZE_TOKENS = 288
+# From so many tokens on, by bits of a number, writing the weight out as floats takes less time than cuBLAS saves over
+# our kernel. 4 bits were measured on an H200, the tiles below on an H100.
+DEQUANTIZE_TOKENS = {4: 193, 8: 288}
 # Up to so many tokens, cuBLAS with one scale and a second kernel that applies the others take less time together than
 # the product with row-wise scales, whose tiles are too few. Measured on an H200.
 SCALE_AFTERWARDS_TOKENS = 256
@@ -142,7 +142,7 @@ def _linear(
     x = x.contiguous()
     layout = quantized_layout(x, weight, scale, block)
     tokens, rows = len(x), len(weight)
-    if tokens >= DEQUANTIZE_TOKENS or layout.chunk < LEAST_CHUNK:
+    if tokens >= DEQUANTIZE_TOKENS[layout.bits] or layout.chunk < LEAST_CHUNK:
         return F.linear(x, dequantize(x, weight, scale, zero, block), bias)
     out = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if not tokens:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels import few_tokens
+from minisgl.kernels import single_token_stream
 from minisgl.kernels.launch import INTERPRETED, compute_dtype, pdl_launch_args
 from minisgl.kernels.quantized_linear import quantized_layout
 from minisgl.kernels.single_token_linear import store_outputs
@@ -45,8 +45,8 @@ def quantized_linear(
         scale: [N / rows, K / columns] of ``block``, (rows, columns); 0 columns are all.
         zero: the same, for 4 bits; None: 8.
     """
-    if few_tokens.fits(x, weight, block, gated):
-        few_tokens.linear(
+    if single_token_stream.fits(x, weight, block):
+        single_token_stream.linear(
             x, weight, scale, zero, block, out, bias=bias, norm=norm, eps=eps, gated=gated, residual=residual
         )
         return

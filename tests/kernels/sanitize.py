@@ -24,7 +24,7 @@ from tests.kernels.test_persistent_decoder import ON_A_GPU
 from tests.model_zoo import Variant
 
 _ODD = Variant("qwen3", "Qwen3ForCausalLM", {"head_dim": 64})  # its widths fill no tile
-_WIDER = Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64})
+_WIDER = Variant("qwen3", "Qwen3ForCausalLM", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
 CASES: dict[str, tuple[Variant, str, type[SingleTokenDecoder] | None]] = {
     "plain": (_ODD, "none", SingleTokenDecoder),
     "fp8": (_WIDER, "fp8", SingleTokenDecoder),

@@ -85,7 +85,7 @@ def test_one_program_or_several_share_a_sum(name: str, programs: int, monkeypatc
 
 @every_scheme
 def test_many_tokens_meet_a_weight_that_was_written_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "DEQUANTIZE_TOKENS", 20)
+    monkeypatch.setattr(kernels, "DEQUANTIZE_TOKENS", {4: 20, 8: 20})
     tensors, weight, block = quantized(name, 40, 128)
     x = random(20, 128, dtype=torch.float32)
     out = dequantize(x, tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero"), block)
