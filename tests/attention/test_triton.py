@@ -50,12 +50,13 @@ def test_groups_and_widths_that_are_no_power_of_two(group: int, head_dim: int) -
     sequences.run({0: 1})
 
 
-def test_many_rows() -> None:
-    """More than a program's tile, of lengths that are all different, in a mixed step."""
-    lengths = [row % 37 + 2 for row in range(40)]
+@pytest.mark.parametrize("rows", [40, 80])
+def test_many_rows(rows: int) -> None:
+    """Of lengths that are all different, in a mixed step."""
+    lengths = [row % 37 + 2 for row in range(rows)]
     sequences = PagedSequences(TritonAttention, DEVICE, layers(None, 5), lengths)
     sequences.fill([length - 1 for length in lengths[:-1]] + [0])
-    sequences.run({row: 1 for row in range(39)} | {39: lengths[39]}, num_decode=30)
+    sequences.run({row: 1 for row in range(rows - 1)} | {rows - 1: lengths[-1]}, num_decode=rows - 10)
 
 
 def test_a_row_in_several_programs_is_merged() -> None:
@@ -300,6 +301,8 @@ for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {
     loop = build(decode_kernel, 2, 3, BLOCK_M=16, **options)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
     build(merge_kernel, 4, 3, **options)
+    build(merge_kernel, 2, 3, BLOCK_R=32, BLOCK_W=512, BLOCK_P=2, **options)
+build(decode_kernel, 4, 4, BLOCK_M=16, BLOCK_R=32, WINDOW=0, USE_PDL=True, **ALONE)
 build(decode_kernel, 2, 3, BLOCK_M=16, WINDOW=0, USE_PDL=True, **ALONE, SINKS=True, sinks_ptr="*bf16")
 for window in (0, 100):
     assert "wgmma" in build(prefill_kernel, 8, 3, BLOCK_M=128, WINDOW=window)["ptx"]

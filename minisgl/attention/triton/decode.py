@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.attention.triton.merge import FEW_ROWS, PrefixParts, merge_parts
+from minisgl.attention.triton.merge import PrefixParts, merge_parts, tuning
 from minisgl.attention.triton.tiles import LOG2_E, load_tile, running_values, softmax_step
 from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
@@ -163,9 +163,8 @@ def paged_decode_attention(
     group = num_heads // kv_heads
     block_m, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
     block_n = keys_per_tile(q, block_d)
-    few = num_rows <= FEW_ROWS
-    block_r = FEW_ROWS if few else max(256, triton.next_power_of_2(num_rows))
-    programs = max(1, num_sms * (2 if few else 4) // kv_heads)
+    tuned = tuning(num_rows)
+    programs = max(1, num_sms * tuned.programs // kv_heads)
     part_out = torch.empty((num_rows + programs, num_heads, head_dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((num_rows + programs, num_heads), dtype=torch.float32, device=out.device)
     window, page_table = spec.sliding_window or 0, inputs.table_of(spec.sliding_window)
@@ -193,12 +192,12 @@ def paged_decode_attention(
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_R=block_r,
+        BLOCK_R=tuned.block_r,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=max(4 if few else 2, block_m * block_d // 1024),
-        num_stages=5 if few else 3,
+        num_warps=max(tuned.num_warps, block_m * block_d // 1024),
+        num_stages=tuned.num_stages,
         **PDL_LAUNCH_ARGS,
     )
-    merge_parts(out, part_out, part_lse, inputs.seq_lens, programs, block_r, block_n, window, prefix)
+    merge_parts(out, part_out, part_lse, inputs.seq_lens, programs, tuned, block_n, window, prefix)

@@ -7,6 +7,7 @@ be combined from their log-sum-exps alone (FlashDecoding, Dao et al. 2023; casca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,9 +18,32 @@ from minisgl.kernels.launch import PDL_LAUNCH_ARGS, tile_range
 
 MAX_PREFIX_PARTS = 8
 
-# Up to so many rows latency counts: `decode_kernel` then has wider programs, and `merge_kernel` narrower ones with more
-# loads in flight. Beyond, `decode_kernel` has more programs, and `merge_kernel` no more than fit on the GPU at once.
-FEW_ROWS = 16
+
+class Tuning(NamedTuple):
+    """How `decode_kernel` and `merge_kernel` are launched."""
+
+    block_r: int  # rows whose lengths a program reads, a power of two
+    programs: int  # of `decode_kernel` on a multiprocessor
+    num_warps: int
+    num_stages: int
+    columns: int  # of a program of `merge_kernel`
+    parts: int  # that it reads at a time
+    merge_warps: int
+
+
+def tuning(num_rows: int) -> Tuning:
+    """What was fastest on an H200.
+
+    With few rows latency counts: `decode_kernel` then has wider programs, and `merge_kernel` narrower ones with more
+    loads in flight. With many, `decode_kernel` has more programs, and `merge_kernel` no more than fit on the GPU at
+    once.
+    """
+    block_r = triton.next_power_of_2(num_rows)
+    if num_rows <= 16:
+        return Tuning(16, programs=2, num_warps=4, num_stages=5, columns=256, parts=8, merge_warps=4)
+    if num_rows <= 64:
+        return Tuning(block_r, programs=3, num_warps=4, num_stages=4, columns=512, parts=2, merge_warps=2)
+    return Tuning(max(256, block_r), programs=4, num_warps=2, num_stages=3, columns=1024, parts=2, merge_warps=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +172,15 @@ def merge_parts(
     part_lse: torch.Tensor,
     seq_lens: torch.Tensor,
     programs: int,
-    block_r: int,
+    tuned: Tuning,
     block_n: int,
     window: int,
     prefix: PrefixParts | None,
 ) -> None:
     """Launch `merge_kernel`; arguments as there."""
     num_rows, num_heads, head_dim = out.shape
-    # One row is in many parts, many rows are in one or two.
-    few = num_rows <= FEW_ROWS
     width = num_heads * head_dim
-    block_w = min(256 if few else 1024, triton.next_power_of_2(width))
+    block_w = min(tuned.columns, triton.next_power_of_2(width))
     merge_kernel[(triton.cdiv(width, block_w), num_rows)](
         out,
         part_out,
@@ -175,10 +197,10 @@ def merge_parts(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         PREFIX_PARTS=MAX_PREFIX_PARTS,
-        BLOCK_R=block_r,
+        BLOCK_R=tuned.block_r,
         BLOCK_N=block_n,
-        BLOCK_P=8 if few else 2,
+        BLOCK_P=tuned.parts,
         BLOCK_W=block_w,
-        num_warps=4,
+        num_warps=tuned.merge_warps,
         **PDL_LAUNCH_ARGS,
     )
