@@ -8,8 +8,8 @@
 // them. The columns of the other matrix are the x that belongs to the one and to the other half, and a lane takes from
 // the product what fits together. e4m3 becomes float16 in one instruction for two. Four bits stay integers: x becomes
 // integers of 15 bits, with a scale for 128 columns, and their two bytes are two columns; so sums are exact. A tensor
-// core wants the numbers of a row spread over four lanes in an order of its own; but a sum may be taken in any order, so
-// a lane multiplies the bytes that it has, and x lies in shared memory as it needs it.
+// core wants the numbers of a row spread over four lanes in an order of its own; but a sum may be taken in any order.
+// So a lane multiplies the bytes that it has, and x lies in shared memory as it needs it.
 //
 // Before this text stand the sizes that `single_token_stream.py` compiles it for, as constants.
 
@@ -99,7 +99,7 @@ struct Input {
     uint2 weights[NORM ? TURNS : 1];
 
     __device__ static int part(int turn) { return turn * WARPS + threadIdx.x / 32; }
-    // Of a lane's four columns the first. With 4 bits the low halves of a group's bytes come before all of its high ones.
+    // Of a lane's four columns the first. With 4 bits the low halves of a group's bytes come before its high halves.
     __device__ static int column(int turn) {
         int lane = threadIdx.x % 32, at = min(part(turn), PARTS - 1);
         if (BITS == 8) return at * PART + lane * 4;
@@ -144,7 +144,7 @@ struct Input {
                 to[0] = halves(v[0] * factor, v[1] * factor);
                 to[1] = halves(v[2] * factor, v[3] * factor);
             } else {
-                // Beyond 1.5 × 2²³ a float32 counts in ones, and its last bits are the integer; so nothing is converted.
+                // Beyond 1.5 × 2²³ a float32 counts in ones, and its last bits are the integer: nothing is converted.
                 u32 n[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) n[i] = __float_as_uint(fmaf(v[i], factor, 12582912.0f));
@@ -204,7 +204,8 @@ __device__ void multiply(float (&total)[2], const Piece& piece, int at, const Sh
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         uint4 x = *(const uint4*)shared.x[at][i / 2][lane % LANES];
-        u32 v = word(piece.words[0], i), w = word(piece.words[1], i), x0 = word(x, i % 2 * 2), x1 = word(x, i % 2 * 2 + 1);
+        u32 v = word(piece.words[0], i), w = word(piece.words[1], i);
+        u32 x0 = word(x, i % 2 * 2), x1 = word(x, i % 2 * 2 + 1);
         if (BITS == 8)
             multiply_halves(c, lower_halves(v), lower_halves(w), upper_halves(v), upper_halves(w), x0, x1);
         else
@@ -212,8 +213,8 @@ __device__ void multiply(float (&total)[2], const Piece& piece, int at, const Sh
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        // With 8 bits even columns are the first half's, odd ones the second's. With 4 bits two are the first's, and the
-        // next two the second's; lanes that have those of the wrong half are not asked in the end.
+        // With 8 bits even columns are the first half's, odd ones the second's. With 4 bits two are the first's, and
+        // the next two the second's; lanes that have those of the wrong half are not asked in the end.
         float sum = BITS == 8 ? half ? c[2 * i + 1] : c[2 * i] : __int2float_rn(256 * n[2 * i] + n[2 * i + 1]);
         if (ZERO) sum -= scale_of(piece.zero[i]) * __int2float_rn(of_x.sum);
         total[i] += sum * (GROUPED ? of_x.scale * scale_of(piece.scale[i]) : of_x.scale);
