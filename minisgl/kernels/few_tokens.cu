@@ -6,10 +6,7 @@
 // there are so many or not. A tensor core wants the numbers of a row spread over four lanes in an order of its own; but
 // a sum may be taken in any order, so lanes multiply what they have with the x that belongs to it.
 //
-// Before this text stand the sizes that `few_tokens.py` compiles it for, as constants.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
+// Before this text stand quantized.cu, and the sizes that `few_tokens.py` compiles it for, as constants.
 
 constexpr int WARPS = 8, SEGMENT = 64;  // bytes of a row
 constexpr int WIDTH = COLUMNS * BITS / 8, SEGMENTS = WIDTH / SEGMENT;
@@ -20,32 +17,10 @@ constexpr bool GROUPED = GROUPS > 1;
 static_assert(WIDTH % SEGMENT == 0 && ROWS % OUTPUTS == 0 && TOKENS <= 8, "few_tokens.fits");
 static_assert(!GROUPED || GROUP * BITS / 8 % SEGMENT == 0, "a segment has one scale");
 
-template <int FLOATS> struct Pick { typedef u16 Type; };
-template <> struct Pick<1> { typedef float Type; };
-typedef Pick<FLOAT_SCALES>::Type Scale;
-__device__ float scale_of(float scale) { return scale; }
-__device__ float scale_of(u16 half) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
-    return value;
-}
-__device__ float to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
-__device__ u32 pair(float first, float second) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-}
 __device__ u32 multiply_add(u32 a, u32 b, u32 c) {  // pairs
     u32 sum;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
-}
-__device__ uint4 read_once(const char* from) {
-    uint4 words;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(from));
-    return words;
 }
 __device__ void multiply_matrices(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -53,9 +28,6 @@ __device__ void multiply_matrices(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3,
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// A kernel behind this one may start, and this one goes on when the one in front has written everything.
-__device__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Bytes 0 and 2 of a word of four e4m3 numbers, or bytes 1 and 3, as bfloat16. Exponent and mantissa lie next to each
 // other in both formats; moved to their places, the number is 2¹²⁰ times too small, also one without a leading 1.
@@ -94,8 +66,6 @@ struct Weight {  // where a lane's first row is; the others lie at constant dist
         }
     }
 };
-
-__device__ u32 word(const uint4& w, int i) { return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w; }
 
 constexpr int EACH = 16;  // columns of a lane that follow each other
 

@@ -8,12 +8,11 @@ runs wherever Triton does and knows every scheme, is `minisgl.kernels.quantized_
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from minisgl.kernels.launch import PDL_LAUNCH_ARGS
-from minisgl.kernels.nvrtc import CudaKernel, has_nvrtc
+from minisgl.kernels.nvrtc import CudaKernel, has_nvrtc, source_of
 
 MOST_TOKENS = 8
 _WARPS = 8
@@ -84,5 +83,5 @@ def linear(
 
 @cache
 def _compile(device: int, **constants: int) -> CudaKernel:
-    source = Path(__file__).with_suffix(".cu").read_text()
+    source = source_of("quantized", "few_tokens")
     return CudaKernel(source, "few_tokens", constants, 32 * _WARPS, shared_memory=0)

@@ -24,11 +24,17 @@ def has_nvrtc() -> bool:
     return True
 
 
+def source_of(*names: str) -> str:
+    """The .cu files of this folder with these names, one behind the other; lines keep their files and numbers."""
+    folder = Path(__file__).parent
+    return "".join(f'#line 1 "{name}.cu"\n{(folder / name).with_suffix(".cu").read_text()}' for name in names)
+
+
 class CudaKernel:
     """A kernel of some CUDA C++ for the current GPU.
 
     Args:
-        source: without includes, since NVRTC comes without a toolkit's headers.
+        source: as `source_of` has it; without includes, since NVRTC comes without a toolkit's headers.
         name: of the kernel, which is ``extern "C"``.
         constants: integers that the source finds as ``constexpr int``.
         threads: of a block.
@@ -47,7 +53,7 @@ class CudaKernel:
             ) from None
         self._driver, self.threads, self.shared_memory = driver, threads, shared_memory
         prefix = "".join(f"constexpr int {key} = {value};\n" for key, value in constants.items())
-        text = f'{prefix}#line 1 "{name}.cu"\n{source}'
+        text = prefix + source
         major, minor = torch.cuda.get_device_capability()
         options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", b"-lineinfo"]
         binary = _compiled(nvrtc, name, text, options)

@@ -11,13 +11,12 @@ The kernel is persistent_decoder.cu, CUDA C++; `Interpreter` does the same in Py
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from minisgl.errors import ConfigError
-from minisgl.kernels.nvrtc import CudaKernel, matrix_map, most_shared_memory
+from minisgl.kernels.nvrtc import CudaKernel, matrix_map, most_shared_memory, source_of
 
 OPERATIONS = ("qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 """Instructions of a layer, in order. The first and the fourth begin with the norm, the third and the fifth end with the
@@ -190,7 +189,7 @@ def _compile(shape: PersistentShape, device: int, timed: bool) -> CudaKernel:
     constants = {name.upper(): int(size) for name, size in shape._asdict().items()}
     constants |= {"PROGRAMS": programs, "CLUSTER": CLUSTER, "COLUMNS": _COLUMNS, "STAGES": shape.stages(programs)}
     constants |= {"FLIGHT": _STAGES_ON_THEIR_WAY, "FULL": _FULL_SHARE, "TIMED": int(timed)}
-    source = Path(__file__).with_suffix(".cu").read_text()
+    source = source_of("persistent_decoder")
     return CudaKernel(source, "decode", constants, _THREADS, _SHARED_MEMORY)
 
 

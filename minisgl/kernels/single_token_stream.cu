@@ -11,10 +11,7 @@
 // core wants the numbers of a row spread over four lanes in an order of its own; but a sum may be taken in any order.
 // So a lane multiplies the bytes that it has, and x lies in shared memory as it needs it.
 //
-// Before this text stand the sizes that `single_token_stream.py` compiles it for, as constants.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
+// Before this text stand quantized.cu, and the sizes that `single_token_stream.py` compiles it for, as constants.
 
 constexpr int THREADS = 32 * WARPS, PIECE = 128, PART = 128;  // bytes of a row; columns that have a scale of x
 constexpr int WIDTH = COLUMNS * BITS / 8, PIECES = WIDTH / PIECE, PARTS = COLUMNS / PART;
@@ -25,23 +22,8 @@ constexpr int ALL_UNITS = ROWS / OUTPUTS;
 constexpr bool GROUPED = GROUPS > 1;
 static_assert(WIDTH % PIECE == 0 && ROWS % OUTPUTS == 0 && GROUP % PART == 0, "single_token_stream.fits");
 
-template <int FLOATS> struct Pick { typedef u16 Type; };
-template <> struct Pick<1> { typedef float Type; };
-typedef Pick<FLOAT_SCALES>::Type Scale;
-__device__ float scale_of(float scale) { return scale; }
-__device__ float scale_of(u16 half) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
-    return value;
-}
-__device__ float to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ u32 pair(float first, float second) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-}
 __device__ u32 halves(float first, float second) {
     u32 both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
@@ -58,13 +40,6 @@ __device__ u32 upper_halves(u32 word) {
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(both) : "r"(word));
     return both;
 }
-__device__ uint4 read_once(const char* from) {
-    uint4 words;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(from));
-    return words;
-}
 __device__ void multiply_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -77,8 +52,6 @@ __device__ void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 struct Part {  // of x
     float scale;
@@ -192,8 +165,6 @@ struct Weight {
         }
     }
 };
-
-__device__ u32 word(const uint4& w, int i) { return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w; }
 
 // Add up what a lane has of its two rows, in the half of a piece that its four lanes read.
 __device__ void multiply(float (&total)[2], const Piece& piece, int at, const Shared& shared) {

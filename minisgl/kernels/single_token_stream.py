@@ -1,4 +1,4 @@
-"""A product of one token with a quantised weight, in CUDA C++: memory never waits for it.
+"""Multiply one token with a quantised weight, in CUDA C++, so that memory is always busy.
 
 Half or a quarter of the bytes arrive in half or a quarter of the time, and then all that isn't reading counts: a block
 that starts and asks for its first bytes, one that ends and has none left to ask for, and every instruction spent on a
@@ -9,12 +9,11 @@ scheme, is in `minisgl.kernels.single_token_quantized`; `minisgl.kernels.few_tok
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from minisgl.kernels.launch import PDL_LAUNCH_ARGS
-from minisgl.kernels.nvrtc import CudaKernel, has_nvrtc
+from minisgl.kernels.nvrtc import CudaKernel, has_nvrtc, source_of
 
 # Measured on an H200: one block on each multiprocessor, with all the threads that it may have.
 _WARPS = 32
@@ -109,6 +108,6 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _compile(device: int, **constants: int) -> CudaKernel:
-    source = Path(__file__).with_suffix(".cu").read_text()
+    source = source_of("quantized", "single_token_stream")
     threads, shared = 32 * constants["WARPS"], constants["SHARED"]
     return CudaKernel(source, "single_token_stream", constants, threads, shared)

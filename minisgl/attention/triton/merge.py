@@ -20,7 +20,7 @@ MAX_PREFIX_PARTS = 8
 
 
 class Tuning(NamedTuple):
-    """How `decode_kernel` and `merge_kernel` are launched."""
+    """Launch settings of `decode_kernel` and `merge_kernel`."""
 
     block_r: int  # rows whose lengths a program reads, a power of two
     programs: int  # of `decode_kernel` on a multiprocessor
@@ -32,7 +32,7 @@ class Tuning(NamedTuple):
 
 
 def tuning(num_rows: int) -> Tuning:
-    """What was fastest on an H200.
+    """Return what was fastest with so many rows on an H200.
 
     With few rows latency counts: `decode_kernel` then has wider programs, and `merge_kernel` narrower ones with more
     loads in flight. With many, `decode_kernel` has more programs, and `merge_kernel` no more than fit on the GPU at
