@@ -33,20 +33,56 @@ def two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     single_token_stream._compile.cache_clear()
 
 
-def test_what_it_leaves_to_others() -> None:
-    """On a CPU all; on a GPU other dtypes, more tokens, rows that are no whole piece, and int8."""
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All on a CPU; on a GPU other dtypes, more tokens, rows that are no whole piece, very wide ones, and int8."""
     x = random(512, dtype=torch.bfloat16)
     weight = Fp8().quantize(random(32, 512, dtype=torch.float32))["weight"]
     fits = single_token_stream.fits
-    assert fits(x, weight, (1, 0)) == fits(x[None], weight, (1, 0)) == ON_GPU
+    assert not fits(x.cpu(), weight, (1, 0))
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(single_token_stream, "has_nvrtc", lambda: True)
+    x = x.as_subclass(OnGpu)
+    assert fits(x, weight, (1, 0))
+    assert fits(x[None], weight, (1, 0))
+    assert fits(x, weight, (128, 128))
     assert not fits(x.float(), weight, (1, 0))
     assert not fits(torch.stack([x, x]), weight, (1, 0))
     assert not fits(x, weight[:28], (1, 0))
     assert not fits(x[:448], weight[:, :448].contiguous(), (1, 0))
     assert not fits(x, weight, (1, 64))
-    wide = random(28800, dtype=torch.bfloat16)
-    assert not fits(wide, torch.empty(32, 28800, dtype=torch.float8_e4m3fn, device=DEVICE), (1, 0))
     assert not fits(x, Int8().quantize(random(32, 512, dtype=torch.float32))["weight"], (1, 0))
+    wide = torch.empty(32, 28800, dtype=torch.float8_e4m3fn)
+    assert fits(x.repeat(56), wide[:, :28672], (1, 0))
+    assert not fits(x.repeat(57)[:28800], wide, (1, 0))
+    capability = (8, 6)
+    assert not fits(x, weight, (1, 0))
+
+
+@pytest.mark.parametrize("columns", [256, 28672])
+@pytest.mark.parametrize("rows", [8, 8000, 152064])
+def test_a_block_has_room_on_every_gpu(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that know e4m3 have at least 99 KB of shared memory for a block."""
+    sizes: list[int] = []
+
+    class Kernel:
+        def __init__(self, source: str, name: str, constants: object, threads: int, shared_memory: int) -> None:
+            sizes.append(shared_memory)
+
+        def launch(self, blocks: int, arguments: object, early: bool) -> None:
+            """What a block has is all that counts."""
+
+    monkeypatch.setattr(single_token_stream, "CudaKernel", Kernel)
+    x, out = (torch.empty(size, dtype=torch.bfloat16, device=DEVICE) for size in (columns, rows))
+    weight = torch.empty(0, dtype=torch.float8_e4m3fn, device=DEVICE)
+    single_token_stream.linear(x, weight, torch.empty(0, device=DEVICE), None, (1, 0), out)
+    assert 0 < sizes[0] <= 99 << 10
 
 
 SHAPES = [(16, 256), (56, 1280)] + ([(6160, 5120), (1024, 17408)] if ON_GPU else [])
@@ -91,12 +127,13 @@ def test_no_less_precise_than_rounding_the_result(name: str) -> None:
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 def test_what_is_no_number_stays_none(name: str, value: float) -> None:
+    """An x with NaN or an infinite number makes all outputs NaN."""
     tensors, _, block = quantized(name, 16, 512)
     x = random(512, dtype=torch.bfloat16)
     x[300] = value
     out = torch.zeros(16, dtype=torch.bfloat16, device=DEVICE)
     single_token_stream.linear(x, tensors["weight"], tensors["weight_scale"], None, block, out)
-    assert not bool(out.isfinite().any())
+    assert bool(out.isnan().all())
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])
