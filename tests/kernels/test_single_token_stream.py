@@ -57,6 +57,8 @@ def test_what_it_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(x, weight[:28], (1, 0))
     assert not fits(x[:448], weight[:, :448].contiguous(), (1, 0))
     assert not fits(x, weight, (1, 64))
+    assert fits(x, torch.empty(32, 256, dtype=torch.uint8), (1, 128))
+    assert not fits(x[:384], torch.empty(32, 192, dtype=torch.uint8), (1, 128))
     assert not fits(x, Int8().quantize(random(32, 512, dtype=torch.float32))["weight"], (1, 0))
     wide = torch.empty(32, 28800, dtype=torch.float8_e4m3fn)
     assert fits(x.repeat(56), wide[:, :28672], (1, 0))
