@@ -18,7 +18,7 @@ from minisgl.kernels.nvrtc import CudaKernel, has_nvrtc, source_of
 # Measured on an H200: one block on each multiprocessor, with all the threads that it may have.
 _WARPS = 32
 _DEPTH = 2  # pieces that a warp has on their way
-_PIECE, _PART = 128, 128  # bytes of a row; columns that have a scale of x
+_PIECE, _GROUP = 128, 128  # bytes of a row; columns that may have a scale of their own
 _UNIT = 8  # rows
 # What a block may have in shared memory on every GPU that knows e4m3, 99 KB, is enough for x and these sums.
 _MOST_UNITS = 40
@@ -33,7 +33,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, block: tuple[int, int]) -> bool:
     if bits is None or not x.is_cuda or x.dtype != torch.bfloat16 or x.numel() != columns:
         return False
     whole = columns * bits // 8 % _PIECE == 0 and len(weight) % _UNIT == 0
-    grouped = (block[1] or columns) % _PART == 0 and columns % (block[1] or columns) == 0
+    grouped = (block[1] or columns) % _GROUP == 0 and columns % (block[1] or columns) == 0
     room = columns <= _MOST_COLUMNS
     return whole and grouped and room and torch.cuda.get_device_capability(x.device) >= _CAPABILITY and has_nvrtc()
 
@@ -54,7 +54,7 @@ def linear(
 ) -> None:
     """Write ``W x + b`` to ``out``, [N], fused as in `minisgl.kernels.single_token_linear.linear`.
 
-    With 4 bits x is rounded to integers of 15 bits, each 128 columns with a scale of their own, a power of two.
+    With 4 bits x is rounded to integers of 15 bits, each 256 columns with a scale of their own, a power of two.
 
     Args:
         x: bfloat16[K], contiguous, and what else `fits` asks for.
@@ -66,7 +66,8 @@ def linear(
     turns = -(-units // (multiprocessors * _MOST_UNITS))
     blocks = min(multiprocessors * turns, units)
     of_block = -(-units // blocks)
-    shared = columns // _PART * (2 * _PART + 8) + of_block * _WARPS * _UNIT * 4 + _WARPS * 4
+    pieces = columns * _BITS[weight.dtype] // 8 // _PIECE
+    shared = columns * 2 + pieces * 12 + of_block * _WARPS * _UNIT * 4 + _WARPS * 4
     early = PDL_LAUNCH_ARGS["USE_PDL"]
     kernel = _compile(
         x.device.index,

@@ -150,7 +150,7 @@ double from_half(unsigned bits) {  // exponent and mantissa at a float's place a
 double from_e4m3(unsigned bits) {
     return (bits & 0x7f) == 0x7f ? NAN : from_half((bits & 0x80) << 8 | (bits & 0x7f) << 7) * 0x1p8;
 }
-template <class T> int64_t from_byte(unsigned bits) { return (T)bits; }
+int64_t from_byte(unsigned bits) { return (int8_t)bits; }
 // To the nearest number of so many bits, of two the even one; there are fewer bits below 2^(lowest - 1).
 double rounded(double value, int bits, int lowest) {
     int exponent;
@@ -193,6 +193,8 @@ using namespace emulated;
 using u32 = unsigned;
 float scale_of(unsigned short half) { return from_half(half); }
 u32 pair(float first, float second) { return to_bfloat(first) | to_bfloat(second) << 16; }
+float larger(float first, float second) { return isnan(first) || first > second ? first : second; }
+u32 less_8(u32 bytes) { return bytes & 0xf0f0f0f0u ^ 0x80808080u; }
 u32 halves(float first, float second) { return to_half(first) | to_half(second) << 16; }
 u32 lower_halves(u32 word) { return to_half(from_e4m3(word)) | to_half(from_e4m3(word >> 8)) << 16; }
 u32 upper_halves(u32 word) { return lower_halves(word >> 16); }
@@ -210,8 +212,7 @@ uint4 read_once(const char* from, CALLED_AT) {
     }
 MULTIPLY(multiply_matrices, float, 2, from_bfloat, from_bfloat)
 MULTIPLY(multiply_halves, float, 2, from_half, from_half)
-namespace s8_u8 { MULTIPLY(multiply_bytes, int, 4, from_byte<int8_t>, from_byte<uint8_t>) }
-namespace u8_s8 { MULTIPLY(multiply_bytes, int, 4, from_byte<uint8_t>, from_byte<int8_t>) }
+MULTIPLY(multiply_bytes, int, 4, from_byte, from_byte)
 #undef MULTIPLY
 void launch_dependents() {}
 void wait_for_inputs() {}

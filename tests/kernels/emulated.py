@@ -30,6 +30,8 @@ _OPTIONS += ["-fsanitize=alignment,bounds", "-ffp-contract=off", "-fwrapv", "-fn
 _INSTRUCTIONS = {  # that functions of emulated.h stand for
     "scale_of": "cvt.f32.f16",
     "pair": "cvt.rn.bf16x2.f32",
+    "larger": "max.NaN.f32",
+    "less_8": "lop3.b32",
     "halves": "cvt.rn.f16x2.f32",
     "lower_halves": "cvt.rn.f16x2.e4m3x2",
     "upper_halves": "cvt.rn.f16x2.e4m3x2",
@@ -37,8 +39,7 @@ _INSTRUCTIONS = {  # that functions of emulated.h stand for
     "read_once": "ld.global.nc.L1::no_allocate.v4.u32",
     "multiply_matrices": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
     "multiply_halves": "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
-    "s8_u8::multiply_bytes": "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32",
-    "u8_s8::multiply_bytes": "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32",
+    "multiply_bytes": "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
     "launch_dependents": "griddepcontrol.launch_dependents",
     "wait_for_inputs": "griddepcontrol.wait",
 }
@@ -89,12 +90,10 @@ def without_asm(source: str) -> str:
         body, name = source[match.end() : end], match[1]
         if not _ASM.search(body):
             continue
-        known, words = [each for each in _INSTRUCTIONS if each.split("::")[-1] == name], re.findall(r"[\w.:]+", body)
-        names = [each for each in known if _INSTRUCTIONS[each] in words]
-        if not names:
+        if _INSTRUCTIONS.get(name) not in re.findall(r"[\w.:]+", body):
             raise ConfigError(f"{name!r} has asm, and tests/kernels/emulated.h has no function for it:\n{body}")
         lines = (match[0] + body).count("\n")
-        text += source[copied : match.start()] + f"using replacements::{names[0]};" + "\n" * lines
+        text += source[copied : match.start()] + f"using replacements::{name};" + "\n" * lines
         copied = end
     if _ASM.search(text := text + source[copied:]):
         raise ConfigError("asm stands outside of __device__ functions, where the emulation can't replace it")

@@ -62,15 +62,10 @@ def test_products_of_floats(name: str, kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), a.double() @ b.double().T + c.double(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("signed", [0, 1])
-def test_products_of_bytes(signed: int) -> None:
-    """Which of the matrices has signed numbers is in the instruction."""
-    numbers = [integers(0, 256, rows, 32, dtype=torch.uint8) for rows in (16, 8)]
-    numbers[signed] = numbers[signed].view(torch.int8)
-    a, b = numbers
-    kinds = ".".join("s8" if each.dtype == torch.int8 else "u8" for each in numbers)
+def test_products_of_bytes() -> None:
+    a, b = (integers(-128, 128, rows, 32, dtype=torch.int8) for rows in (16, 8))
     c = integers(-1000, 1000, 16, 8)
-    out = product("multiply_bytes", f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32", a, b, c)
+    out = product("multiply_bytes", "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", a, b, c)
     assert torch.equal(out, (a.long() @ b.long().T + c).int())
 
 
@@ -96,6 +91,8 @@ FUNCTIONS = {
     "halves": ("unsigned", "float first, float second", "cvt.rn.f16x2.f32"),
     "lower_halves": ("unsigned", "unsigned word", "cvt.rn.f16x2.e4m3x2"),
     "upper_halves": ("unsigned", "unsigned word", "cvt.rn.f16x2.e4m3x2"),
+    "less_8": ("unsigned", "unsigned bytes", "lop3.b32"),
+    "larger": ("float", "float first, float second", "max.NaN.f32"),
     "multiply_add": ("unsigned", "unsigned a, unsigned b, unsigned c", "fma.rn.bf16x2"),
 }
 
@@ -143,6 +140,19 @@ def test_a_fused_multiplication_rounds_once() -> None:
     call = "multiply_add(x[0], x[0], x[1])"
     out = evaluate("multiply_add", call, words, torch.zeros(1, dtype=torch.int32))
     assert out.view(torch.bfloat16).tolist() == [2.0**-14, 7.0]
+
+
+def test_the_larger_of_two_numbers() -> None:
+    numbers = torch.tensor([-1.0, 2.0, torch.nan, 3.0])
+    out = evaluate("larger", "larger(x[i], x[(i + 1) % 4])", numbers, torch.zeros(4))
+    torch.testing.assert_close(out, torch.tensor([2.0, torch.nan, torch.nan, 3.0]), equal_nan=True)
+
+
+def test_bytes_with_a_sign() -> None:
+    """16 (q - 8) of the upper four bits q of all bytes; the lower four don't count."""
+    every = torch.arange(256, dtype=torch.uint8).repeat(4)
+    out = evaluate("less_8", "less_8(x[i])", every.view(torch.int32), torch.zeros(256, dtype=torch.int32))
+    assert torch.equal(out.view(torch.int8).int(), 16 * (every.int() // 16 - 8))
 
 
 def test_memory_that_a_block_shares() -> None:
