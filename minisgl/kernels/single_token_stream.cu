@@ -8,8 +8,9 @@
 // them. The columns of the other matrix are the x that belongs to the one and to the other half, and a lane takes from
 // the product what fits together. e4m3 becomes float16 in one instruction for two. Four bits become bytes with a sign,
 // 16 (q - 8), and x integers of 15 bits, with a scale for a piece's columns; their two bytes are two columns of the
-// matrix, so sums are exact. A tensor core wants the numbers of a row spread over four lanes in an order of its own; but
-// a sum may be taken in any order. So a lane multiplies the bytes that it has, and x lies in shared memory as it needs it.
+// matrix, so sums are exact. A tensor core wants a row's numbers spread over four lanes in an order of its own. But
+// a sum may be taken in any order, so a lane multiplies the bytes that it has, and x lies in shared memory as it needs
+// it.
 //
 // Before this text stand quantized.cu, and the sizes that `single_token_stream.py` compiles it for, as constants.
 
