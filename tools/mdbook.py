@@ -21,10 +21,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from minisgl.book.course_table import Stub, load_table
 from tools.links import chapter_problems, site_problems
 from tools.maths import with_maths
 from tools.notebooks import HOSTED, check, pair
+from tools.outputs import asked_in, shows_ours
 
 _TOOLS = Path(__file__).parent.parent
 _PICTURES = "BOOK_PICTURES"
@@ -33,9 +33,8 @@ that a search finds and shows prose."""
 _PLACE = re.compile(r'<figure class="output" data-picture="(?P<name>\w+)"></figure>')
 _IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,(?P<data>[^"]*)">')
 _DRAWING = re.compile(r"!\[[^\]]*\]\((?P<path>images/[\w-]+\.svg)\)")
-_CHECKED = re.compile(r'^check\("(?P<task>[\d.]+)"', re.MULTILINE)
-_LISTING = re.compile(r"^`(?P<path>[\w./]+\.py)`, line \d+\n+```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
+_FIXED_WIDTH = '<div style="font-family:monospace">'  # as in `minisgl.book.tables.in_fixed_width`
 _INLINE_CODE = re.compile(r"<code>[^<]+</code>")
 _OPTION = re.compile(r"(?<![\w./-])--?[A-Za-z][\w-]*")
 
@@ -127,9 +126,7 @@ def _chapters(items: list[Any]) -> Iterator[dict[str, Any]]:
 def as_markdown(notebook: Any) -> str:
     """A notebook with its outputs, for mdBook. What its readers are asked to write is folded where it is listed."""
     blocks: list[str] = []
-    checked = [found["task"] for cell in notebook.cells for found in _CHECKED.finditer(cell.source)]
-    table = load_table()
-    asked = [stub for task in checked for stub in table.task(task).stubs]
+    asked = asked_in(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             blocks.append(with_maths(cell.source))
@@ -138,20 +135,10 @@ def as_markdown(notebook: Any) -> str:
             continue
         blocks.append(f"```python\n{cell.source}\n```")
         for output in cell.outputs:
-            rendered, text = _render(output), output.get("data", {}).get("text/markdown", "")
-            ours = any(_lists(text, stub) for stub in asked)
-            blocks.append(f"<details>\n<summary>Show ours</summary>\n\n{rendered}\n\n</details>" if ours else rendered)
+            rendered = _render(output)
+            folded = f"<details>\n<summary>Show ours</summary>\n\n{rendered}\n\n</details>"
+            blocks.append(folded if shows_ours(output, asked) else rendered)
     return "\n\n".join(blocks) + "\n"
-
-
-def _lists(text: str, stub: Stub) -> bool:
-    """Whether an output has our source of a task's function, by itself or within that of its class."""
-    if (found := _LISTING.search(text)) is None or found["path"] != stub.path:
-        return False
-    of_class = re.search(r"^class (\w+)", found["code"], re.MULTILINE)
-    return (of_class is None or of_class[1] == stub.name.partition(".")[0]) and (
-        re.search(rf"^ *def {stub.last_name}\(", found["code"], re.MULTILINE) is not None
-    )
 
 
 def _render(output: Any) -> str:
@@ -171,9 +158,10 @@ def _render(output: Any) -> str:
         lines = filter(str.strip, data["text/html"].splitlines())  # a blank line would end it
         return "\n".join(['<div class="output">', *lines, "</div>"])
     if "text/markdown" in data:
-        text = data["text/markdown"].replace('<div style="font-family:monospace">\n\n', '<div class="output">\n\n', 1)
-        kind = "output wide" if _is_wide(text) else "output"
-        return text if text != data["text/markdown"] else f'<div class="{kind}">\n\n{text}\n\n</div>'
+        text = data["text/markdown"]
+        if text.startswith(_FIXED_WIDTH):
+            return text.replace(_FIXED_WIDTH, '<div class="output">', 1)
+        return f'<div class="{"output wide" if _is_wide(text) else "output"}">\n\n{text}\n\n</div>'
     return _preformatted(data["text/plain"])
 
 

@@ -28,7 +28,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tools.outputs import drop_widgets, kept_results, output_problems, over_budget, refresh_listings
+from tools.outputs import drop_widgets, fold_ours, kept_results, output_problems, over_budget, refresh_listings
 
 CHAPTER_FILES = "[0-9][0-9]-*.md"
 CELL_TIMEOUT = 900
@@ -92,6 +92,7 @@ def pair(text: str, notebook_path: Path) -> Any:
             cell.outputs = before[cell.id].outputs
             cell.execution_count = before[cell.id].execution_count
     drop_widgets(notebook)
+    fold_ours(notebook)
     return notebook
 
 
@@ -112,6 +113,7 @@ def run(chapter: Path, notebook_path: Path) -> None:
     ).execute()
     notebook.metadata = nbformat.from_dict(_METADATA)
     drop_widgets(notebook)
+    fold_ours(notebook)
     nbformat.write(notebook, notebook_path)
 
 

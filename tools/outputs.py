@@ -11,6 +11,8 @@ from typing import Any
 
 import nbformat
 
+from minisgl.book.course_table import Stub, load_table
+
 BUDGET_FILE = "tests/kept-results-budget.txt"
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -25,6 +27,8 @@ _LISTING = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
+_CHECKED = re.compile(r'^check\("(?P<task>[\d.]+)"', re.MULTILINE)
+
 _SHOWN = re.compile(r"\bshow\(([\w.]+)\)")
 _DEFINED = re.compile(r"^(?:async def|def|class) (\w+)", re.MULTILINE)
 
@@ -37,6 +41,34 @@ def drop_widgets(notebook: Any) -> None:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(_WIDGET, None)
+
+
+def asked_in(notebook: Any) -> list[Stub]:
+    """The functions that the tasks of a notebook ask for."""
+    tasks = [found["task"] for cell in notebook.cells for found in _CHECKED.finditer(cell.source)]
+    return [stub for task in tasks for stub in load_table().task(task).stubs]
+
+
+def shows_ours(output: Any, asked: list[Stub]) -> bool:
+    """Whether an output lists our source of a function that is asked for, by itself or within that of its class."""
+    found = _listing_in(output)
+    if found is None:
+        return False
+    of_class = re.search(r"^class (\w+)", found["code"], re.MULTILINE)
+    return any(
+        found["path"] == stub.path
+        and (of_class is None or of_class[1] == stub.name.partition(".")[0])
+        and re.search(rf"^ *def {stub.last_name}\(", found["code"], re.MULTILINE) is not None
+        for stub in asked
+    )
+
+
+def fold_ours(notebook: Any) -> None:
+    """Fold the outputs that list what readers are asked to write. JupyterLab shows three dots, which open them."""
+    asked = asked_in(notebook)
+    for cell in notebook.cells:
+        if any(shows_ours(output, asked) for output in cell.get("outputs", [])):
+            cell.metadata["jupyter"] = {"outputs_hidden": True}
 
 
 def refresh_listings(notebook: Any, root: Path) -> None:

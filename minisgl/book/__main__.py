@@ -56,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (hint, add("solution", _solution, "our functions of one task")):
         command.add_argument("task", nargs="+", help="chapter and number, such as 6.2")
     diff = add("diff", _diff, "what a starter lacks, or how your functions differ from ours")
-    diff.add_argument("task", help="a chapter, such as 6, or a task of it, such as 6.2")
-    diff.add_argument("place", nargs="?", type=Path, help="your folder or file, to compare one task with ours")
+    diff.add_argument("task", help="a chapter, such as 6, or a task of it, such as 6.2 or 6 2")
+    place = "your folder or file, to compare one task with ours"
+    diff.add_argument("place", nargs="*", metavar="[NUMBER] [PLACE]", help=place)
     add_grade(commands)
     return parser
 
@@ -103,12 +104,16 @@ def _solution(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    sources, is_chapter = _sources(), options.task.isdecimal()
-    if is_chapter and options.place is not None:
-        raise CourseError(f"name one task to compare with {options.place}, such as {options.task}.1")
+    sources, name, places = _sources(), options.task, options.place
+    if places and name.isdecimal() and places[0].isdecimal():  # 6 2, as the other commands take it
+        name, places = f"{name}.{places[0]}", places[1:]
+    if len(places) > 1:
+        raise CourseError(f"one folder or file can be compared, not {len(places)}: {' '.join(places)}")
+    if places and name.isdecimal():
+        raise CourseError(f"name one task to compare with {places[0]}, such as {name}.1")
     table = sources.table
-    tasks = table.chapter_with_tasks(int(options.task)).tasks if is_chapter else [table.task(options.task)]
-    lines = sources.missing(tasks) if options.place is None else sources.difference(tasks[0], options.place)
+    tasks = table.chapter_with_tasks(int(name)).tasks if name.isdecimal() else [table.task(name)]
+    lines = sources.difference(tasks[0], Path(places[0])) if places else sources.missing(tasks)
     for line in lines:
         print(line)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,21 @@ import minisgl
 from minisgl.book.checks import check_functions, in_words
 from minisgl.book.course_table import CourseError, Stub, Task, load_table
 from minisgl.book.starters import Sources, functions_of, is_untouched, outline, repository, with_functions
-from minisgl.book.tables import Markdown
+from minisgl.book.tables import Markdown, in_fixed_width
 
 TOY = "minisgl.book.toy"
 OWN_TOY = Path("toy.py")  # the reader's toy engine, in the folder of the notebook
 
+_CODE = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
+
 Functions = dict[Stub, FunctionType]
+
+
+class Turn(Markdown):
+    """A task, in which a block of code says what is to be written."""
+
+    def _repr_markdown_(self) -> str:
+        return _CODE.sub(lambda code: in_fixed_width(code[0]), self.text)
 
 
 def your_turn(identifier: str) -> Markdown:
@@ -36,11 +46,11 @@ def your_turn(identifier: str) -> Markdown:
     tests = "; ".join(dict.fromkeys(in_words(test.partition("[")[0]) for test in task.tests))
     code = "```python\n" + "\n\n".join(outlines) + "\n```"
     more = (
-        f"A hint: `python -m minisgl course hint {task.id}`. The whole package without this chapter's functions: "
-        f"`python -m minisgl course start {task.chapter} FOLDER`."
+        f"A hint: `python -m minisgl course hint {task.id}`. Ours is folded below the check. The whole package without "
+        f"this chapter's functions: `python -m minisgl course start {task.chapter} FOLDER`."
     )
     parts = (f"**Your turn, {task.id}: {task.title}**", task.spec, code, f"Its tests: *{tests}*.", more)
-    return Markdown("\n\n".join(filter(None, parts)))
+    return Turn("\n\n".join(filter(None, parts)))
 
 
 def check(identifier: str, *functions: Callable[..., Any] | type) -> None:

@@ -35,6 +35,8 @@ def check(sources: Sources, number: int, directory: Path, timeout: int) -> bool:
     chapter = sources.table.chapter_with_tasks(number)
     find_package(directory, chapter)
     print(f"Chapter {number}, {chapter.title}: {directory}", flush=True)
+    tasks = f"{len(chapter.tasks)} tasks" if len(chapter.tasks) > 1 else "its task"
+    print(f"  testing {tasks}, one after the other; a test may take up to {timeout} seconds", flush=True)
     told = 0
 
     def tell(results: Sequence[Result], is_last: bool) -> None:

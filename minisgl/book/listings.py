@@ -13,7 +13,7 @@ from typing import Any
 
 import minisgl
 from minisgl.book.course_table import Concept, load_table
-from minisgl.book.tables import Markdown, table
+from minisgl.book.tables import Markdown, in_fixed_width, table
 
 _ROOT = Path(minisgl.__file__).parent.parent
 _COLUMNS = ("chapter", "concept", "module", "test")
@@ -21,10 +21,10 @@ _BETWEEN_WORDS = re.compile(r"(?<=[/_:])(?=\w)")
 
 
 class Listing(Markdown):
-    """Source below its place. Nbconvert gives a listing in Markdown no fixed width, so it is around it."""
+    """Source below its place."""
 
     def _repr_markdown_(self) -> str:
-        return f'<div style="font-family:monospace">\n\n{self.text}\n\n</div>'
+        return in_fixed_width(self.text)
 
 
 def show(item: type | Callable[..., Any]) -> Listing:

@@ -36,6 +36,11 @@ class Markdown:
         return self.text
 
 
+def in_fixed_width(text: str) -> str:
+    """Markdown in the font of code, which nbconvert doesn't give to code in an output that is Markdown."""
+    return f'<div style="font-family:monospace">\n\n{text}\n\n</div>'
+
+
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[object]], shown: Callable[[float], str] = "{:.2f}".format
 ) -> Markdown:

@@ -150,6 +150,8 @@ def test_one_task_alone_has_a_hint_a_solution_and_a_difference(
     assert f"-        {SPLIT}" in capsys.readouterr().out
     assert main(["diff", "6.5", str(folder)]) == 0
     difference = capsys.readouterr().out
+    assert main(["diff", "6", "5", str(folder)]) == 0
+    assert capsys.readouterr().out == difference
     assert f"-    {SPLIT}" in difference
     assert "RadixCache.insert" not in difference
 
@@ -168,6 +170,7 @@ def test_one_task_alone_has_a_hint_a_solution_and_a_difference(
         (["diff", "6", "full/mine.py"], "name one task to compare with full/mine.py, such as 6.1"),
         (["diff", "6.4", "full/mine.py"], "has no function RadixCache._walk"),
         (["diff", "6.4", "nothing"], "nothing cannot be read"),
+        (["diff", "6", "4", "mine.py", "yours.py"], "one folder or file can be compared, not 2: mine.py yours.py"),
         (["solution", "6"], "'6' names no task; write chapter and number, such as 6.2"),
         (["hint", "6.9"], "chapter 6 has the tasks 6.1 to 6.7, and no 6.9"),
     ],

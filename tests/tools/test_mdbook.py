@@ -15,6 +15,7 @@ from minisgl.book import memory_budget, player
 from minisgl.book.course_table import load_table
 from tools.mdbook import as_markdown, build, main, preprocess
 from tools.notebooks import pair, read_chapter
+from tools.outputs import fold_ours
 
 CHAPTER = """# A chapter
 
@@ -133,6 +134,8 @@ def test_what_readers_are_asked_to_write_is_folded(code: str, folded: bool) -> N
     assert len(rest) == folded == text.count("</details>")
     assert (code in before) != folded
     assert "show(RadixCache.lock)" in before, "only the output is folded"
+    fold_ours(made)
+    assert [cell.metadata.get("jupyter", {}).get("outputs_hidden", False) for cell in made.cells] == [0, 0, folded]
 
 
 def test_no_page_prints_what_it_asks_for() -> None:
