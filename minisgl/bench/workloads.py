@@ -86,7 +86,7 @@ STAGES: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (13, "+ overlap", {"overlap": True}),
     (19, "+ weights in 8 bits: int8 on a CPU, fp8 on a GPU", {"quantization": "int8"}),
 )
-"""Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops, on a CPU."""
+"""Chapter, what it adds, and the options that switch it on; the first two are the reader's own loops."""
 _ON_CUDA_ALONE = (10, 11, 12)
 _SYSTEM = (
     "You are the assistant of a small library. Answer in one short paragraph, in plain words, and name a book that the "
@@ -288,6 +288,8 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
     from minisgl.book import toy
 
     on_cuda, (loop_model, tokenizer) = torch.cuda.is_available(), toy.load_default()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    loop_model.weights = {name: weight.to(device) for name, weight in loop_model.weights.items()}
     prompts = [tokenizer.encode_chat(chat) for chat in CHATS]
     settings = {"chats": len(CHATS), "output_len": _COUNT, "input_len": sum(map(len, prompts)) / len(prompts)}
     report = Report("scoreboard", settings)
@@ -296,14 +298,15 @@ def run_scoreboard(models: Sequence[str] = ("default",), repeat: int = 3) -> Rep
         options = {**ALL_OFF, "prefill_attention": "torch", "decode_attention": "torch", "max_seq_len": 2048}
         for place, (chapter, label, added) in enumerate(STAGES):
             options |= {"quantization": "fp8"} if on_cuda and chapter == 19 else added
-            if (not added and (on_cuda or model != "default")) or (chapter in _ON_CUDA_ALONE and not on_cuda):
+            if (not added and model != "default") or (chapter in _ON_CUDA_ALONE and not on_cuda):
                 continue
             if added:
                 with make_engine(model, options) as llm:
                     speeds = _speeds(partial(_chat, llm), prompts, repeat)
             else:  # a loop takes one chat after the other, so of one it makes as many tokens a second as of all
                 loop = partial((toy.generate_naively, toy.generate)[place], loop_model, count=_COUNT)
-                speeds = _speeds(partial(map, loop), prompts[:1], repeat)
+                with device:  # where the toy's new tensors go
+                    speeds = _speeds(partial(map, loop), prompts[:1], repeat)
             report.samples[f"{model}: {label}"] = speeds
             table.add(chapter, label, *spread(speeds))
     return report
