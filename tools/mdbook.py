@@ -34,7 +34,6 @@ _PLACE = re.compile(r'<figure class="output" data-picture="(?P<name>\w+)"></figu
 _IMAGE = re.compile(r'<img alt="[^"]*" src="data:image/svg\+xml;base64,(?P<data>[^"]*)">')
 _DRAWING = re.compile(r"!\[[^\]]*\]\((?P<path>images/[\w-]+\.svg)\)")
 
-_FIXED_WIDTH = '<div style="font-family:monospace">'  # as in `minisgl.book.tables.in_fixed_width`
 _INLINE_CODE = re.compile(r"<code>[^<]+</code>")
 _OPTION = re.compile(r"(?<![\w./-])--?[A-Za-z][\w-]*")
 
@@ -158,10 +157,8 @@ def _render(output: Any) -> str:
         lines = filter(str.strip, data["text/html"].splitlines())  # a blank line would end it
         return "\n".join(['<div class="output">', *lines, "</div>"])
     if "text/markdown" in data:
-        text = data["text/markdown"]
-        if text.startswith(_FIXED_WIDTH):
-            return text.replace(_FIXED_WIDTH, '<div class="output">', 1)
-        return f'<div class="{"output wide" if _is_wide(text) else "output"}">\n\n{text}\n\n</div>'
+        kind = "output wide" if _is_wide(data["text/markdown"]) else "output"
+        return f'<div class="{kind}">\n\n{data["text/markdown"]}\n\n</div>'
     return _preformatted(data["text/plain"])
 
 

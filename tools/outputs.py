@@ -93,7 +93,7 @@ def refresh_listings(notebook: Any, root: Path) -> None:
             paths = [homes.get(names[0].partition(".")[0], "") if names else "", listing["path"]]
             if new := _listing_of(names, paths, definitions):
                 old = listing[0]
-                output.data.update({form: text.replace(old, new) for form, text in output.data.items()})
+                output.data = {form: _replaced(text, old, new) for form, text in output.data.items()}
 
 
 def _definitions(root: Path) -> list[tuple[str, str, str]]:
@@ -184,7 +184,14 @@ def _listing_problems(listing: re.Match[str], root: Path) -> Iterator[str]:
 
 def _listing_in(output: Any) -> re.Match[str] | None:
     """What `minisgl.book.show` has left in an output, if it is that."""
-    return _LISTING.search(output.get("data", {}).get("text/markdown", ""))
+    return _LISTING.search(output.get("data", {}).get("text/plain", ""))
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    """A text with another listing, whose place and code may have something between them."""
+    for before, after in zip(old.split("\n\n", 1), new.split("\n\n", 1), strict=True):
+        text = text.replace(before, after)
+    return text
 
 
 def _lines_of(listing: re.Match[str], root: Path) -> list[int]:

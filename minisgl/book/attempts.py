@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -17,24 +16,15 @@ import minisgl
 from minisgl.book.checks import check_functions, in_words
 from minisgl.book.course_table import CourseError, Stub, Task, load_table
 from minisgl.book.starters import Sources, functions_of, is_untouched, outline, repository, with_functions
-from minisgl.book.tables import Markdown, in_fixed_width
+from minisgl.book.tables import WithCode
 
 TOY = "minisgl.book.toy"
 OWN_TOY = Path("toy.py")  # the reader's toy engine, in the folder of the notebook
 
-_CODE = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
-
 Functions = dict[Stub, FunctionType]
 
 
-class Turn(Markdown):
-    """A task, in which a block of code says what is to be written."""
-
-    def _repr_markdown_(self) -> str:
-        return _CODE.sub(lambda code: in_fixed_width(code[0]), self.text)
-
-
-def your_turn(identifier: str) -> Markdown:
+def your_turn(identifier: str) -> WithCode:
     """What the reader writes for a task such as ``"6.2"``, what its tests are called, and where more help is."""
     task = load_table().task(identifier)
     sources = Sources(Path(minisgl.__file__).parents[1], load_table())
@@ -50,7 +40,7 @@ def your_turn(identifier: str) -> Markdown:
         f"this chapter's functions: `python -m minisgl course start {task.chapter} FOLDER`."
     )
     parts = (f"**Your turn, {task.id}: {task.title}**", task.spec, code, f"Its tests: *{tests}*.", more)
-    return Turn("\n\n".join(filter(None, parts)))
+    return WithCode("\n\n".join(filter(None, parts)))
 
 
 def check(identifier: str, *functions: Callable[..., Any] | type) -> None:

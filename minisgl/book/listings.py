@@ -13,21 +13,14 @@ from typing import Any
 
 import minisgl
 from minisgl.book.course_table import Concept, load_table
-from minisgl.book.tables import Markdown, in_fixed_width, table
+from minisgl.book.tables import WithCode, table
 
 _ROOT = Path(minisgl.__file__).parent.parent
 _COLUMNS = ("chapter", "concept", "module", "test")
 _BETWEEN_WORDS = re.compile(r"(?<=[/_:])(?=\w)")
 
 
-class Listing(Markdown):
-    """Source below its place."""
-
-    def _repr_markdown_(self) -> str:
-        return in_fixed_width(self.text)
-
-
-def show(item: type | Callable[..., Any]) -> Listing:
+def show(item: type | Callable[..., Any]) -> WithCode:
     """Source of a class, function, method or Triton kernel, under its file and line.
 
     Paths in the package are given from its root, so that a listing looks the same on every machine.
@@ -37,7 +30,7 @@ def show(item: type | Callable[..., Any]) -> Listing:
     path = Path(inspect.getfile(target))
     name = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else path.name
     code = textwrap.dedent("".join(lines)).rstrip()
-    return Listing(f"`{name}`, line {first}\n\n```python\n{code}\n```")
+    return WithCode(f"`{name}`, line {first}\n\n```python\n{code}\n```")
 
 
 @dataclass(frozen=True, slots=True)

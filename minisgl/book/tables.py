@@ -19,6 +19,7 @@ from minisgl.trace import Trace
 RESULTS = Path(minisgl.__file__).parent.parent / "benchmarks" / "results"  # of the checkout that Python runs
 
 _NUMBER = re.compile(r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?%)?")
+_CODE = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 # An option of a command is shown as code, or a page would make a dash of its two hyphens.
 _OPTION = re.compile(r"(?<!\S)(--[a-z-]+)")
 
@@ -36,9 +37,11 @@ class Markdown:
         return self.text
 
 
-def in_fixed_width(text: str) -> str:
-    """Markdown in the font of code, which nbconvert doesn't give to code in an output that is Markdown."""
-    return f'<div style="font-family:monospace">\n\n{text}\n\n</div>'
+class WithCode(Markdown):
+    """Markdown whose blocks of code get a fixed width around them: nbconvert gives them none in an output."""
+
+    def _repr_markdown_(self) -> str:
+        return _CODE.sub(r'<div style="font-family:monospace">\n\n\g<0>\n\n</div>', self.text)
 
 
 def table(

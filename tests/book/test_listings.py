@@ -22,7 +22,11 @@ def test_show_gives_file_line_and_the_source_that_runs() -> None:
 
 
 def test_show_takes_a_class() -> None:
-    assert "```python\nclass RunningTable" in show(RunningTable).text
+    listing = show(RunningTable)
+    assert "```python\nclass RunningTable" in listing.text == repr(listing)
+    place, before, *_, last = listing._repr_markdown_().split("\n\n")
+    assert place.startswith("`minisgl/table.py`, line "), "what JupyterLab shows of a folded output"
+    assert (before, last) == ('<div style="font-family:monospace">', "</div>")
 
 
 def test_show_takes_a_triton_kernel() -> None:
