@@ -157,8 +157,11 @@ def prepare_gguf(file: Path) -> Path:
 
     Raises `ModelLoadError`, and leaves no files behind, if it cannot be converted or the cache cannot be written.
     """
+    from minisgl.models import gguf
+
     status = file.stat()
-    version = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {gguf.VERSION}"
+    version = hashlib.sha256(key.encode()).hexdigest()[:16]
     return _prepare_once(f"{file.stem}-{version}", file.name, 2 * status.st_size, lambda work: _convert(file, work))
 
 

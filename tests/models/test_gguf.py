@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,11 +14,12 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.errors import ModelLoadError
 from minisgl.layers.quantization import QuantizedWeight
+from minisgl.layers.rotary import RopeSettings, Rotary
 from minisgl.models.config import ModelConfig
 from minisgl.models.gguf import convert_gguf
 from minisgl.models.hub import resolve_model
 from minisgl.models.loader import load_model
-from tests.models.tiny_wheel import HIDDEN, tiny_weights, write_gguf
+from tests.models.tiny_wheel import HEADS, HIDDEN, tiny_weights, write_gguf
 
 Type = gguf.GGMLQuantizationType
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -83,6 +86,90 @@ def test_a_group_of_equal_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(weight.quantizer.dequantize(weight.tensors), torch.full((HIDDEN, 64), 0.25))
 
 
+# -- the rotary embedding ----------------------------------------------------------------------------------------------
+
+
+def table(tmp_path: Path, more: Callable[[gguf.GGUFWriter], None]) -> torch.Tensor:
+    """cos and sin of the model in a file with more fields."""
+    write_gguf(tmp_path / "tiny.gguf", more=more)
+    path = resolve_model(str(tmp_path / "tiny.gguf"))
+    config = ModelConfig.from_dir(path).for_sequences(32)
+    return Rotary(config.head_dim, 64, config.rope).table
+
+
+def expected_table(rope_type: str, **scaling: Any) -> torch.Tensor:
+    return Rotary(HIDDEN // HEADS, 64, RopeSettings(rope_type, 100_000.0, scaling)).table
+
+
+def scaled(*fields: tuple[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
+    """``llama.rope.scaling.*``"""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in fields:
+            method = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+            method(f"llama.rope.scaling.{name}", value)
+
+    return add
+
+
+def test_every_frequency_is_divided_by_its_factor_in_the_file(tmp_path: Path) -> None:
+    factors = np.array([1.0, 1.0, 3.5, 8.0], dtype=np.float32)
+    rotations = table(tmp_path, lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    angles = torch.arange(64.0)[:, None] / (torch.from_numpy(factors) * 100_000.0 ** (torch.arange(4) / 4))
+    torch.testing.assert_close(rotations, torch.cat([angles.cos(), angles.sin()], dim=1), rtol=0, atol=1e-5)
+
+
+def test_positions_are_interpolated_as_the_file_says(tmp_path: Path) -> None:
+    found = table(tmp_path, scaled(("type", "linear"), ("factor", 4.0)))
+    assert torch.equal(found, expected_table("linear", factor=4.0))
+
+
+@pytest.mark.parametrize("original", [16, None])
+def test_yarn_is_that_of_the_file(tmp_path: Path, original: int | None) -> None:
+    fields: list[tuple[str, Any]] = [("type", "yarn"), ("factor", 4.0), ("yarn_beta_fast", 16.0)]
+    fields += [("original_context_length", original)] if original else []
+    expected = expected_table("yarn", factor=4.0, original_max_position_embeddings=original or 64, beta_fast=16.0)
+    assert torch.equal(table(tmp_path, scaled(*fields)), expected)
+
+
+@pytest.mark.parametrize("fields", [[("type", "none"), ("factor", 4.0)], [("type", "linear")], [("finetuned", 1)]])
+def test_fields_that_scale_nothing(tmp_path: Path, fields: list[tuple[str, Any]]) -> None:
+    assert torch.equal(table(tmp_path, scaled(*fields)), expected_table("default"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([("type", "longrope"), ("factor", 4.0)], r"tiny\.gguf: rope\.scaling\.type 'longrope' is not supported, only"),
+        ([("type", "yarn"), ("factor", 4.0), ("yarn_log_multiplier", 0.1)], r"rope\.scaling\.yarn_log_multiplier 0\.1"),
+        (
+            [("type", "linear"), ("factor", 4.0), ("attn_factor", 2.0)],
+            r"rope\.scaling\.attn_factor 2\.0 is not support",
+        ),
+    ],
+)
+def test_scaling_that_is_not_supported_is_refused(tmp_path: Path, fields: list[tuple[str, Any]], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        table(tmp_path, scaled(*fields))
+
+
+def test_factors_and_scaling_in_one_file_are_refused(tmp_path: Path) -> None:
+    def both(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.ones(4, dtype=np.float32))
+        scaled(("type", "yarn"), ("factor", 4.0))(writer)
+
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight and rope\.scaling\.type 'yarn' in one file"):
+        table(tmp_path, both)
+
+
+def test_factors_of_another_width_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight has 3 factors, expected 4"):
+        table(tmp_path, lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(3, dtype=np.float32)))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
 def test_a_file_is_converted_once_and_answers(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, dict.fromkeys(ALL, Type.Q4_0))
@@ -92,6 +179,14 @@ def test_a_file_is_converted_once_and_answers(tmp_path: Path, cache: Path) -> No
     with LLM(str(file), num_pages=64, max_seq_len=64) as llm:
         (output,) = llm.generate(["hello"], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
     assert len(output.token_ids) == 4
+
+
+def test_a_file_is_converted_again_by_a_newer_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    path = resolve_model(str(file))
+    monkeypatch.setattr("minisgl.models.gguf.VERSION", -1)
+    assert resolve_model(str(file)) != path
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, cache: Path) -> None:

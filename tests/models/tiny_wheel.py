@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -57,8 +57,17 @@ def write_wheel(directory: Path) -> ModelWheel:
     return ModelWheel("tiny-model==1.0", len(content), hashlib.sha256(content).hexdigest(), "tiny_model/model.gguf")
 
 
-def write_gguf(path: Path, types: Mapping[str, gguf.GGMLQuantizationType] | None = None) -> None:
-    """Write the tiny Llama; ``types`` has the types of projections, such as ``"q_proj"``, that are quantised."""
+def write_gguf(
+    path: Path,
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> None:
+    """Write the tiny Llama.
+
+    Args:
+        types: of projections, such as ``"q_proj"``, that are quantised.
+        more: adds fields and tensors.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
@@ -77,6 +86,7 @@ def write_gguf(path: Path, types: Mapping[str, gguf.GGMLQuantizationType] | None
         array = _reordered(name, weight)
         data = array if kind is None else gguf.quants.quantize(array, kind)
         writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=kind)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
