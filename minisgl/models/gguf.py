@@ -81,7 +81,7 @@ def convert_gguf(file: Path, target: Path) -> None:
 def _config(file: Path, reader: GGUFReader, named: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    # transformers reads the sizes and the base of the frequencies, but no scaling of them.
+    # transformers reads most sizes and the base of the frequencies, but no scaling of them.
     config: dict[str, Any] = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
     start = f"{named}."
     fields = {
@@ -89,6 +89,13 @@ def _config(file: Path, reader: GGUFReader, named: str) -> dict[str, Any]:
     }
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     config |= {"architectures": [_ARCHITECTURES[named]], "tie_word_embeddings": tied, "dtype": "bfloat16"}
+    head_dim = fields.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.get(name, head_dim) != head_dim:
+            raise ModelLoadError(
+                f"{file}: {name} {fields[name]} is not supported, only {head_dim}, the width of a head's keys"
+            )
+    config["head_dim"] = head_dim
     config["rope_parameters"] = {**config["rope_parameters"], **_rope_scaling(file, reader, fields, config)}
     return config
 

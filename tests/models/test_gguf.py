@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from minisgl import LLM, SamplingParams
 from minisgl.errors import ModelLoadError
@@ -19,7 +20,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.gguf import convert_gguf
 from minisgl.models.hub import resolve_model
 from minisgl.models.loader import load_model
-from tests.models.tiny_wheel import HEADS, HIDDEN, tiny_weights, write_gguf
+from tests.models.tiny_wheel import HEADS, HIDDEN, tiny_weights, write_gguf, write_qwen3
 
 Type = gguf.GGMLQuantizationType
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -167,6 +168,32 @@ def test_factors_of_another_width_are_refused(tmp_path: Path) -> None:
         table(tmp_path, lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(3, dtype=np.float32)))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([("attention.value_length", 16)], r"tiny\.gguf: attention\.value_length 16 is not supported, only 8"),
+        ([("attention.key_length", 16)], r"rope\.dimension_count 8 is not supported, only 16, the width of a head"),
+    ],
+)
+def test_heads_of_two_widths_are_refused(tmp_path: Path, fields: list[tuple[str, int]], message: str) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in fields:
+            writer.add_uint32(f"llama.{name}", value)
+
+    with pytest.raises(ModelLoadError, match=message):
+        table(tmp_path, add)
+
+
+def test_heads_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "qwen3.gguf"
+    write_qwen3(file, head_dim=16)
+    path = resolve_model(str(file))
+    config = ModelConfig.from_dir(path)
+    assert (config.head_dim, config.hidden_size, config.num_heads) == (16, HIDDEN, HEADS)
+    weight = load_model(path, config, torch.float32, CPU).model.layers[0].self_attn.o_proj.weight
+    assert weight.shape == (HIDDEN, HEADS * 16)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +214,23 @@ def test_a_file_is_converted_again_by_a_newer_converter(tmp_path: Path, monkeypa
     path = resolve_model(str(file))
     monkeypatch.setattr("minisgl.models.gguf.VERSION", -1)
     assert resolve_model(str(file)) != path
+
+
+def test_a_tokenizer_without_optional_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in ("bos_token_id", "unk_token_id", "pad_token_id", "chat_template"):
+        monkeypatch.setattr(f"gguf.GGUFWriter.add_{field}", lambda self, value: None)
+    write_gguf(tmp_path / "tiny.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(str(tmp_path / "tiny.gguf")))
+    assert (tokenizer.bos_token, tokenizer.unk_token, tokenizer.pad_token, tokenizer.chat_template) == (None,) * 4
+    assert tokenizer.eos_token_id == 3
+    assert tokenizer.model_max_length == 64
+
+
+def test_a_tokenizer_without_merges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gguf.GGUFWriter.add_token_merges", lambda self, value: None)
+    write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf: there is no tokenizer\.ggml\.merges; choose a file"):
+        resolve_model(str(tmp_path / "tiny.gguf"))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, cache: Path) -> None:

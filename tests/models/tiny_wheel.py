@@ -68,18 +68,9 @@ def write_gguf(
         types: of projections, such as ``"q_proj"``, that are quantised.
         more: adds fields and tensors.
     """
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(HIDDEN_MLP)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(100_000.0)
+    writer = _writer(path, "llama")
     writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(300)
-    _add_tokenizer(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     for name, weight in tiny_weights().items():
         kind = (types or {}).get(name.split(".")[-2])
@@ -87,6 +78,41 @@ def write_gguf(
         data = array if kind is None else gguf.quants.quantize(array, kind)
         writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=kind)
     more(writer)
+    _write(writer)
+
+
+def write_qwen3(path: Path, head_dim: int) -> None:
+    """Write a tiny Qwen3 of zeros, whose heads together are not as wide as a token's vector."""
+    writer = _writer(path, "qwen3")
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, LAYERS)
+    widths = {"q_proj": HEADS * head_dim, "k_proj": KV_HEADS * head_dim, "v_proj": KV_HEADS * head_dim}
+    shapes = {name.removesuffix(".weight"): weight.shape for name, weight in tiny_weights().items()}
+    for layer in range(LAYERS):
+        shapes |= {f"model.layers.{layer}.self_attn.{part}": (width, HIDDEN) for part, width in widths.items()}
+        shapes[f"model.layers.{layer}.self_attn.o_proj"] = (HIDDEN, HEADS * head_dim)
+        shapes |= {f"model.layers.{layer}.self_attn.{part}_norm": (head_dim,) for part in "qk"}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{names.get_name(name)}.weight", np.zeros(shape, dtype=np.float32))
+    _write(writer)
+
+
+def _writer(path: Path, architecture: str) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(HIDDEN_MLP)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(100_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    _add_tokenizer(writer)
+    return writer
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
