@@ -73,9 +73,9 @@ class _Declared:
         return value
 
     def section(self, name: str) -> _Declared | None:
-        """An object inside of this one; None if it is not there."""
+        """An object inside of this one; None if it is not there, or empty, as some tools write what they don't use."""
         value = self.get(name, None)
-        if value is None:
+        if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"{self.file}: {name} must be an object, got {value!r}")
@@ -157,8 +157,9 @@ def _compressed_tensors(declared: _Declared) -> QuantizedCheckpoint:
         raise ModelLoadError(f"{declared.file}: targets {group.fields['targets']!r} are not supported, only ['Linear']")
     if group.section("output_activations") is not None or declared.section("kv_cache_scheme") is not None:
         raise ModelLoadError(f"{declared.file}: output_activations and kv_cache_scheme are not supported, only null")
-    if declared.section("sparsity_config") is not None:
-        raise ModelLoadError(f"{declared.file}: sparsity_config is not supported")
+    sparsity = declared.section("sparsity_config")
+    if sparsity is not None and sparsity.get("format", None) != "dense":
+        raise ModelLoadError(f"{declared.file}: sparsity_config is not supported, only format 'dense'")
     form = declared.require("format", None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
     activations = group.section("input_activations")
     kept = declared.names("ignore")

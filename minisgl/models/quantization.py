@@ -29,6 +29,10 @@ class SourceTensor:
     shape: tuple[int, ...]
     dtypes: frozenset[str] = FLOATS
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor may have this shape. One number may have no dimension: tools write both."""
+        return shape == self.shape or (shape == () and self.shape == (1,))
+
     @property
     def dtype_names(self) -> str:
         return " or ".join(sorted(self.dtypes))

@@ -100,6 +100,29 @@ def test_ranks_share_numbers_scales_and_groups(published: Published, name: str) 
         assert error(scores, expected) < TOLERANCE.get(name, 1e-5)
 
 
+@pytest.mark.parametrize("section", ["sparsity_config", "transform_config", "kv_cache_scheme"])
+@pytest.mark.parametrize("content", [{}, None])
+def test_sections_that_say_nothing(copy_of: Callable[[str], Path], section: str, content: Any) -> None:
+    path = copy_of("fp8-channel")
+    edit_config(path, **{section: content})
+    assert len(quantized(load(path))) == 8
+
+
+def test_weights_of_format_dense_are_not_sparse(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("fp8-channel")
+    edit_config(path, sparsity_config={"format": "dense", "targets": []})
+    assert len(quantized(load(path))) == 8
+
+
+def test_one_scale_of_a_weight_may_have_no_dimension(published: Published, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("fp8-tensor")
+    tensors = load_file(path / "model.safetensors")
+    scalars = {name: each.reshape(()) for name, each in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors | scalars, path / "model.safetensors")
+    expected = run_dense(load(published("fp8-tensor")[0]), PROMPT)[0]
+    assert torch.equal(run_dense(load(path), PROMPT)[0], expected)
+
+
 def test_modules_that_a_checkpoint_keeps_stay_plain(published: Published, copy_of: Callable[[str], Path]) -> None:
     path, plain = copy_of("fp8-block"), published("fp8-block")[1]
     tensors, floats = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
@@ -133,6 +156,8 @@ def test_one_part_of_a_merged_projection_cannot_be_kept(copy_of: Callable[[str],
         ("fp8-channel", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
         ("fp8-channel", {"config_groups": {"a": {}, "b": {}}}, "config_groups must be one scheme for all layers"),
         ("fp8-channel", {"ignore": "lm_head"}, "ignore must be a list of names"),
+        ("fp8-channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported, only"),
+        ("fp8-channel", {"sparsity_config": []}, r"sparsity_config must be an object, got \[\]"),
         ("awq", {"bits": 8}, "bits 8 is not supported, only 4"),
         ("awq", {"version": "gemv"}, "version 'gemv' is not supported"),
         ("awq", {"group_size": "large"}, "group_size must be an even number, or -1 for whole rows, got 'large'"),
