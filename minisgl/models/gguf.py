@@ -196,8 +196,12 @@ def _unpack(tensor: ReaderTensor, zero_points: bool) -> dict[str, torch.Tensor]:
     zero = np.full_like(scale, 8.0)
     if kind == "Q4_1":
         least = head[:, :, 1].astype(np.float32)
-        flat = scale == 0.0  # all weights of the group are `least`: it is the scale, and the numbers are one too large
-        zero = np.where(flat, -1.0, -least / np.where(flat, 1.0, scale))
+        zero = -least / np.where(scale == 0.0, 1.0, scale)
+        # float16 rounds a zero point by 2⁻¹¹ of itself, and the weights by as much: less than bfloat16 rounds them. It
+        # ends at 65504. A group that is further from 0 has weights of one size, to 15 steps of 65504; so these all
+        # become `least`, as in a group whose scale is 0: that is the scale, and the numbers are one too large.
+        flat = (scale == 0.0) | (np.abs(zero) > np.finfo(np.float16).max)
+        zero = np.where(flat, -1.0, zero)
         scale = np.where(flat, least, scale)
         numbers = np.where(flat[:, :, None], 0, numbers).astype(np.uint8)
     tensors = {

@@ -197,6 +197,22 @@ def test_heads_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("least", "most"), [(0.05, 0.050002), (-0.3, -0.299999), (0.5, 0.5005), (0.01, 0.0101)])
+def test_groups_that_are_narrow_and_far_from_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, most: float
+) -> None:
+    """Their zero points are far away, or beyond float16."""
+    narrow = {
+        name: torch.linspace(least, most, weight.numel()).view(weight.shape) for name, weight in tiny_weights().items()
+    }
+    monkeypatch.setattr("tests.models.tiny_wheel.tiny_weights", lambda: narrow)
+    file, model = converted(tmp_path, **dict.fromkeys(ALL, Type.Q4_1))
+    weight = model.model.layers[0].mlp.down_proj.weight
+    back = weight.quantizer.dequantize(weight.tensors)
+    # bfloat16, in which these weights are multiplied, rounds by four times as much.
+    torch.testing.assert_close(back, meant(file, "blk.0.ffn_down"), rtol=2**-11, atol=0)
+
+
 def test_a_file_is_converted_once_and_answers(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, dict.fromkeys(ALL, Type.Q4_0))
