@@ -281,7 +281,7 @@ def _problems(expected: dict[str, SourceTensor], headers: dict[str, TensorHeader
 
 
 def _check_implied(implied: Mapping[str, ImpliedTensor], headers: Mapping[str, TensorHeader]) -> None:
-    there = sorted(implied.keys() & headers.keys(), key=lambda name: headers[name].file)
+    there = sorted(implied.keys() & headers.keys(), key=lambda name: (headers[name].file, name))
     for path, names in groupby(there, key=lambda name: headers[name].file):
         with safe_open(path, framework="pt") as file:
             for name in names:
