@@ -8,6 +8,7 @@ quantiser's dtype. What is declared and not supported is refused by name, before
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,14 @@ import torch
 from minisgl.errors import ModelLoadError
 from minisgl.layers.quantization import Quantizer, Tensors
 from minisgl.layers.quantizers import Fp8, Fp8Block, Fp8WeightOnly, Int4, Int8, pack_int4
-from minisgl.models.quantization import FLOATS, Mxfp4Format, QuantizedCheckpoint, SourceTensor, WeightFormat
+from minisgl.models.quantization import (
+    FLOATS,
+    ImpliedTensor,
+    Mxfp4Format,
+    QuantizedCheckpoint,
+    SourceTensor,
+    WeightFormat,
+)
 
 _FP8 = frozenset({"F8_E4M3"})
 _I8 = frozenset({"I8"})
@@ -45,7 +53,7 @@ def declared_quantization(path: str | Path) -> QuantizedCheckpoint | None:
         raise ModelLoadError(f"{file}: quantization_config must be an object, got {section!r}")
     declared = _Declared(file, section)
     method = declared.get("quant_method", None)
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ModelLoadError(
             f"{file}: quant_method {method!r} is not supported; choose a checkpoint with {', '.join(_METHODS)}, or one "
             "that is not quantised, and the option quantization"
@@ -73,9 +81,9 @@ class _Declared:
         return value
 
     def section(self, name: str) -> _Declared | None:
-        """An object inside of this one; None if it is not there."""
+        """An object inside of this one; None if it is not there, or empty, as some tools write what they don't use."""
         value = self.get(name, None)
-        if value is None:
+        if value is None or value == {}:
             return None
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"{self.file}: {name} must be an object, got {value!r}")
@@ -85,6 +93,11 @@ class _Declared:
         value = self.get(name, [])
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ModelLoadError(f"{self.file}: {name} must be a list of names, got {value!r}")
+        for entry in value:
+            try:
+                re.compile(entry[3:] if entry.startswith("re:") else "")
+            except re.error as error:
+                raise ModelLoadError(f"{self.file}: {name}: {entry!r} is no regular expression ({error})") from None
         return tuple(value)
 
     def group_size(self) -> int | None:
@@ -157,9 +170,15 @@ def _compressed_tensors(declared: _Declared) -> QuantizedCheckpoint:
         raise ModelLoadError(f"{declared.file}: targets {group.fields['targets']!r} are not supported, only ['Linear']")
     if group.section("output_activations") is not None or declared.section("kv_cache_scheme") is not None:
         raise ModelLoadError(f"{declared.file}: output_activations and kv_cache_scheme are not supported, only null")
-    if declared.section("sparsity_config") is not None:
-        raise ModelLoadError(f"{declared.file}: sparsity_config is not supported")
+    sparsity = declared.section("sparsity_config")
+    if sparsity is not None and sparsity.get("format", None) != "dense":
+        raise ModelLoadError(f"{declared.file}: sparsity_config is not supported, only format 'dense'")
+    if declared.section("transform_config") is not None:  # rotations of weights, which some layers' inputs need too
+        raise ModelLoadError(f"{declared.file}: transform_config is not supported; choose a checkpoint without it")
     form = declared.require("format", None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+    if group.get("format", form) != form:
+        raise ModelLoadError(f"{declared.file}: format {group.fields['format']!r} of a group contradicts {form!r}")
+    weights.require("dynamic", False, False)
     activations = group.section("input_activations")
     kept = declared.names("ignore")
     if form == "pack-quantized":
@@ -174,6 +193,7 @@ def _compressed_tensors(declared: _Declared) -> QuantizedCheckpoint:
         activations.require("num_bits", bits, bits)
         activations.require("type", kind, kind)
         activations.require("dynamic", False, True)
+        activations.require("symmetric", True, True)
         activations.require("strategy", "token", "token", "tensor")
     method = f"compressed-tensors {form}"
     if kind == "float":
@@ -194,7 +214,7 @@ def _pack_quantized(weights: _Declared, kept: tuple[str, ...]) -> QuantizedCheck
     options = ("int4-zero-point",) if zeros else ("int4",)
     quantizer = Int4(size or 0, zeros)
     format = PackedRowsFormat(size, zeros, weights.file)
-    return QuantizedCheckpoint("compressed-tensors pack-quantized", quantizer, format, kept, ("weight_shape",), options)
+    return QuantizedCheckpoint("compressed-tensors pack-quantized", quantizer, format, kept, options)
 
 
 @dataclass(frozen=True)
@@ -213,6 +233,9 @@ class PackedRowsFormat(WeightFormat):
         }
         zeros = {"weight_zero_point": SourceTensor((-(-rows // 8), groups), _I32)} if self.zero_points else {}
         return tensors | zeros
+
+    def implied(self, rows: int, columns: int) -> dict[str, ImpliedTensor]:
+        return {"weight_shape": ImpliedTensor(torch.tensor([rows, columns]), "the weight has another shape")}
 
     def convert(self, sources: Tensors) -> dict[str, torch.Tensor]:
         scale = sources["weight_scale"]
@@ -276,9 +299,7 @@ def _gptq(declared: _Declared) -> QuantizedCheckpoint:
     size = declared.group_size()
     offset = 1 if version == "gptq" else 0
     format = GptqFormat(size, offset, declared.file)
-    # `g_idx` says which group a column is in, which is known without act-order. Some exports add biases of zeros.
-    ignored = ("g_idx", "_proj.bias")
-    return QuantizedCheckpoint("gptq", Int4(size or 0, True), format, (), ignored, ("int4", "int4-zero-point"))
+    return QuantizedCheckpoint("gptq", Int4(size or 0, True), format, (), ("int4", "int4-zero-point"))
 
 
 @dataclass(frozen=True)
@@ -297,6 +318,14 @@ class GptqFormat(WeightFormat):
             "qweight": SourceTensor((columns // 8, rows), _I32),
             "qzeros": SourceTensor((groups, rows // 8), _I32),
             "scales": SourceTensor((groups, rows)),
+        }
+
+    def implied(self, rows: int, columns: int) -> dict[str, ImpliedTensor]:
+        # The group that a column is in; and some exports add biases of zeros.
+        groups = torch.arange(columns, dtype=torch.int32) // (self.group_size or columns)
+        return {
+            "g_idx": ImpliedTensor(groups, "the groups of a row are scattered (act-order), which is not supported"),
+            "bias": ImpliedTensor(torch.zeros(()).expand(rows), "the model has no such bias"),
         }
 
     def convert(self, sources: Tensors) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 32
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+VERSION = 2
+"""Of what `convert_gguf` writes. Raise it when that changes, so that old results in the cache are not used."""
 _FAMILIES = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # type → bits
+# Fields of rope.scaling, and of others the values that change nothing.
+_ROPE_FIELDS = {"type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow"}
+_ROPE_NEUTRAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 # Projections that we merge must be quantised alike.
 _MERGED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 _SINGLE = (("self_attn.o_proj",), ("mlp.down_proj",))
@@ -63,7 +69,7 @@ def convert_gguf(file: Path, target: Path) -> None:
         if name.removesuffix(".weight") in quantized:
             parts = _unpack(tensor, zero_points)
         else:
-            parts = {"weight": _dequantized(tensor)}
+            parts = {"weight": _floats(tensor).to(torch.bfloat16)}
         for end, part in parts.items():
             ordered = part if rows is None else part[torch.from_numpy(rows)]
             tensors[f"{name.removesuffix('weight')}{end}" if name.endswith("weight") else name] = ordered.contiguous()
@@ -75,9 +81,64 @@ def convert_gguf(file: Path, target: Path) -> None:
 def _config(file: Path, reader: GGUFReader, named: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
+    # transformers reads most sizes and the base of the frequencies, but no scaling of them.
     config: dict[str, Any] = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    start = f"{named}."
+    fields = {
+        name.removeprefix(start): field.contents() for name, field in reader.fields.items() if name.startswith(start)
+    }
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    return {**config, "architectures": [_ARCHITECTURES[named]], "tie_word_embeddings": tied, "dtype": "bfloat16"}
+    config |= {"architectures": [_ARCHITECTURES[named]], "tie_word_embeddings": tied, "dtype": "bfloat16"}
+    head_dim = fields.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.get(name, head_dim) != head_dim:
+            raise ModelLoadError(
+                f"{file}: {name} {fields[name]} is not supported, only {head_dim}, the width of a head's keys"
+            )
+    config["head_dim"] = head_dim
+    config["rope_parameters"] = {**config["rope_parameters"], **_rope_scaling(file, reader, fields, config)}
+    return config
+
+
+def _rope_scaling(
+    file: Path, reader: GGUFReader, fields: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of ``rope_parameters``, by the rules of llama.cpp; the scaling of Llama 3 is a tensor of factors."""
+    scaling = {
+        name.removeprefix("rope.scaling."): each for name, each in fields.items() if name.startswith("rope.scaling.")
+    }
+    for name, value in scaling.items():
+        if name not in _ROPE_FIELDS and value != _ROPE_NEUTRAL.get(name):
+            raise ModelLoadError(f"{file}: rope.scaling.{name} {value!r} is not supported; choose a file without it")
+    rope_type = scaling.get("type", "linear")
+    if rope_type not in ("none", "linear", "yarn"):
+        raise ModelLoadError(
+            f"{file}: rope.scaling.type {rope_type!r} is not supported, only 'none', 'linear' or 'yarn'"
+        )
+    factor = scaling.get("factor", fields.get("rope.scale_linear", 1.0)) or 1.0  # 0 stands for 1, too
+    scales = rope_type != "none" and factor != 1.0
+    context = config["max_position_embeddings"]
+    tensor = next((each for each in reader.tensors if each.name == "rope_freqs.weight"), None)
+    if tensor is not None:
+        if scales:
+            raise ModelLoadError(
+                f"{file}: rope_freqs.weight and rope.scaling.type {rope_type!r} in one file are not supported"
+            )
+        factors = _floats(tensor).flatten().tolist()
+        pairs = config["head_dim"] // 2
+        if len(factors) != pairs:
+            raise ModelLoadError(f"{file}: rope_freqs.weight has {len(factors)} factors, expected {pairs}")
+        # LongRoPE is what takes any factors; it is neutral but for these if both sets are alike, with an attention
+        # factor of 1.
+        rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        return {**rope, "factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": context}
+    if not scales:
+        return {"rope_type": "default"}
+    if rope_type == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    betas = {name: scaling[f"yarn_{name}"] for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in scaling}
+    original = scaling.get("original_context_length", context)
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
 
 
 def _by_hf_name(file: Path, reader: GGUFReader, named: str, num_layers: int) -> dict[str, ReaderTensor]:
@@ -95,7 +156,7 @@ def _by_hf_name(file: Path, reader: GGUFReader, named: str, num_layers: int) -> 
         module, _, end = tensor.name.rpartition(".")
         if module in ours:
             found[f"{ours[module]}.{end}"] = tensor
-        elif module != "rope_freqs":  # derived from the config
+        elif module != "rope_freqs":  # these are in the config now
             raise ModelLoadError(f"{file}: tensor {tensor.name} is not one of architecture {named!r}")
     return found
 
@@ -135,8 +196,12 @@ def _unpack(tensor: ReaderTensor, zero_points: bool) -> dict[str, torch.Tensor]:
     zero = np.full_like(scale, 8.0)
     if kind == "Q4_1":
         least = head[:, :, 1].astype(np.float32)
-        flat = scale == 0.0  # all weights of the group are `least`: it is the scale, and the numbers are one too large
-        zero = np.where(flat, -1.0, -least / np.where(flat, 1.0, scale))
+        zero = -least / np.where(scale == 0.0, 1.0, scale)
+        # float16 rounds a zero point by 2⁻¹¹ of itself, and the weights by as much: less than bfloat16 rounds them. It
+        # ends at 65504. A group that is further from 0 has weights of one size, to 15 steps of 65504; so these all
+        # become `least`, as in a group whose scale is 0: that is the scale, and the numbers are one too large.
+        flat = (scale == 0.0) | (np.abs(zero) > np.finfo(np.float16).max)
+        zero = np.where(flat, -1.0, zero)
         scale = np.where(flat, least, scale)
         numbers = np.where(flat[:, :, None], 0, numbers).astype(np.uint8)
     tensors = {
@@ -146,11 +211,10 @@ def _unpack(tensor: ReaderTensor, zero_points: bool) -> dict[str, torch.Tensor]:
     return tensors | ({"weight_zero": torch.from_numpy(zero).half()} if zero_points else {})
 
 
-def _dequantized(tensor: ReaderTensor) -> torch.Tensor:
+def _floats(tensor: ReaderTensor) -> torch.Tensor:
     from gguf.quants import dequantize
 
-    floats = dequantize(tensor.data, tensor.tensor_type)
-    return torch.from_numpy(np.array(floats, dtype=np.float32)).to(torch.bfloat16)
+    return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
 
 
 def _row_order(named: str, name: str, config: dict[str, Any], rows: int) -> np.ndarray[Any, Any] | None:

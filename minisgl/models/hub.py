@@ -27,6 +27,9 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]  # other formats of the same weights
 _HUB_TIMEOUT = 10.0  # seconds
 
+# transformers' and GGUF's names of special tokens, each of which a file may lack.
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+
 # The default model's name in the cache. Raise the number when `dequantize` changes, so that old results are not used.
 _DIRECTORY = "SmolLM2-135M-Instruct-r1"
 
@@ -157,8 +160,11 @@ def prepare_gguf(file: Path) -> Path:
 
     Raises `ModelLoadError`, and leaves no files behind, if it cannot be converted or the cache cannot be written.
     """
+    from minisgl.models import gguf
+
     status = file.stat()
-    version = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {gguf.VERSION}"
+    version = hashlib.sha256(key.encode()).hexdigest()[:16]
     return _prepare_once(f"{file.stem}-{version}", file.name, 2 * status.st_size, lambda work: _convert(file, work))
 
 
@@ -262,6 +268,9 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
     if fields.get("tokenizer.ggml.pre") != "smollm":
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
+    for name in ("tokens", "merges", "token_type"):
+        if f"tokenizer.ggml.{name}" not in fields:
+            raise ModelLoadError(f"{gguf}: there is no tokenizer.ggml.{name}; choose a file with a whole tokenizer")
     words = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     bpe = Tokenizer(BPE({word: token_id for token_id, word in enumerate(words)}, merges))
@@ -273,13 +282,12 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     bpe.add_special_tokens(
         [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == TokenType.CONTROL]
     )
+    context = fields.get(f"{fields['general.architecture']}.context_length")
+    special = {role: fields.get(f"tokenizer.ggml.{name}_token_id") for role, name in _SPECIAL_TOKENS.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        bos_token=words[fields["tokenizer.ggml.bos_token_id"]],
-        eos_token=words[fields["tokenizer.ggml.eos_token_id"]],
-        pad_token=words[fields["tokenizer.ggml.padding_token_id"]],
-        unk_token=words[fields["tokenizer.ggml.unknown_token_id"]],
-        model_max_length=fields["llama.context_length"],
+        model_max_length=context,  # None is no limit
         clean_up_tokenization_spaces=False,
-        chat_template=fields["tokenizer.chat_template"],
+        chat_template=fields.get("tokenizer.chat_template"),
+        **{role: words[token_id] for role, token_id in special.items() if token_id is not None},
     )

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -23,9 +24,11 @@ from minisgl.models.checkpoint_formats import declared_quantization
 from minisgl.models.config import MODELS, ModelConfig
 from minisgl.models.quantization import (
     FLOATS,
+    ImpliedTensor,
     Mxfp4Target,
     QuantizedTarget,
     SourceTensor,
+    implied_tensors,
     plan_quantization,
     quantize_weights,
     source_names,
@@ -78,14 +81,16 @@ def load_model(
     else:
         expected = {name: SourceTensor(target.shape) for name, target in targets.items()}
         expected |= {name: source for _, name, source in source_names(quantized)}
-        unused = () if declared is None else declared.ignored
+        implied = {name: each for name, each in implied_tensors(quantized).items() if name not in expected}
         not_ours: tuple[str, ...] = getattr(model, "unused", ())
+        found = read_headers(path)
         headers = {
             name: header
-            for name, header in read_headers(path).items()
-            if name in expected or not (_ignored(name, config, unused) or name.startswith(not_ours))
+            for name, header in found.items()
+            if name in expected or not (_ignored(name, config) or name in implied or name.startswith(not_ours))
         }
         _check(expected, headers, path)
+        _check_implied(implied, found)
         _materialize(model, dtype, device)
         _fill(targets, {name: header for name, header in headers.items() if name in targets})
         _fill_quantized(quantized, headers, device)
@@ -242,12 +247,11 @@ def _indexed_files(index: Path) -> list[Path]:
         raise ModelLoadError(f"{index}: not a valid index ({error!r}); download it again") from error
 
 
-def _ignored(name: str, config: ModelConfig, unused: tuple[str, ...] = ()) -> bool:
-    """Whether this is a tensor that some exports add without need: the tied LM head, a table of frequencies, or what a
-    format says is ``unused``."""
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Whether this is a tensor that some exports add without need: the tied LM head, or a table of frequencies."""
     if name.endswith("lm_head.weight") and config.tie_word_embeddings:
         return True
-    return name.endswith(("rotary_emb.inv_freq", *unused))
+    return name.endswith("rotary_emb.inv_freq")
 
 
 # -- from one to the other ---------------------------------------------------------------------------------------------
@@ -269,11 +273,21 @@ def _problems(expected: dict[str, SourceTensor], headers: dict[str, TensorHeader
             yield f"unexpected: {name} {header.shape} in {header.file.name}"
             continue
         source = expected[name]
-        if header.shape != source.shape:
+        if not source.fits(header.shape):
             yield f"wrong shape: {name} is {header.shape} in {header.file.name}, expected {source.shape}"
         if header.dtype not in source.dtypes:
             wanted = "quantised weights cannot be read" if source.dtypes == FLOATS else f"expected {source.dtype_names}"
             yield f"unsupported dtype: {name} is {header.dtype} in {header.file.name}; {wanted}"
+
+
+def _check_implied(implied: Mapping[str, ImpliedTensor], headers: Mapping[str, TensorHeader]) -> None:
+    there = sorted(implied.keys() & headers.keys(), key=lambda name: (headers[name].file, name))
+    for path, names in groupby(there, key=lambda name: headers[name].file):
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                tensor, content = file.get_tensor(name), implied[name].content
+                if not torch.equal(tensor.double(), content.double()):  # of any dtype
+                    raise ModelLoadError(f"{path}: {name}: {implied[name].otherwise}; choose another checkpoint")
 
 
 def _materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

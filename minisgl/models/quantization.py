@@ -29,9 +29,21 @@ class SourceTensor:
     shape: tuple[int, ...]
     dtypes: frozenset[str] = FLOATS
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor may have this shape. One number may have no dimension: tools write both."""
+        return shape == self.shape or (shape == () and self.shape == (1,))
+
     @property
     def dtype_names(self) -> str:
         return " or ".join(sorted(self.dtypes))
+
+
+@dataclass(frozen=True, slots=True)
+class ImpliedTensor:
+    """The only content with which a tensor of a checkpoint tells nothing new."""
+
+    content: torch.Tensor
+    otherwise: str  # what another content means, for an error
 
 
 class WeightFormat(Protocol):
@@ -40,6 +52,10 @@ class WeightFormat(Protocol):
     def sources(self, rows: int, columns: int) -> dict[str, SourceTensor]:
         """The tensors of a weight, by the ends of their names. Raises `ModelLoadError` for a shape it cannot have."""
         ...
+
+    def implied(self, rows: int, columns: int) -> dict[str, ImpliedTensor]:
+        """Tensors that a checkpoint may have, and need not, by the ends of their names."""
+        return {}
 
     def convert(self, sources: Tensors) -> dict[str, torch.Tensor]:
         """The quantiser's tensors of the weight."""
@@ -67,7 +83,6 @@ class QuantizedCheckpoint:
     quantizer: Quantizer | None  # None: experts in MXFP4, which are dequantised
     format: WeightFormat
     kept: tuple[str, ...] = ()  # modules that are not quantised: names, parts of names, or "re:" and a pattern
-    ignored: tuple[str, ...] = ()  # ends of names of tensors that are not needed, unless the model has them
     options: tuple[str, ...] = ()  # names in `QUANTIZERS` that mean the same
 
     def keeps(self, module: str) -> bool:
@@ -155,6 +170,7 @@ class Region(Protocol):
 class QuantizedTarget:
     """Where a weight that is quantised in the checkpoint, in the model, or in both goes."""
 
+    name: str  # of the weight
     plan: QuantizationPlan
     region: Region
     shape: tuple[int, ...]  # [N, K] of the whole weight in the checkpoint
@@ -166,8 +182,13 @@ class QuantizedTarget:
         return self.plan.format.sources(rows, columns)
 
     def fill(self, sources: Tensors) -> None:
-        """Convert the checkpoint's tensors, whole, and keep this rank's part."""
+        """Convert the checkpoint's tensors, whole, and keep this rank's part.
+
+        Raises `ModelLoadError` for scales that are not finite, or not in the quantiser's dtype.
+        """
         tensors = self.plan.format.convert(sources)
+        if self.plan.checkpoint is not None:
+            self._check_finite(sources, tensors)
         if self.weight is None:
             assert self.plan.checkpoint is not None
             assert self.plan.checkpoint.quantizer is not None
@@ -175,6 +196,20 @@ class QuantizedTarget:
             return
         for rows, columns, first in _parts(self.region, self.shape, self.weight.rows):
             self._copy(tensors, self.weight, rows, columns, first)
+
+    def _check_finite(self, sources: Tensors, tensors: Tensors) -> None:
+        for end, tensor in sources.items():
+            if not _is_finite(tensor):
+                raise ModelLoadError(
+                    f"{self.name.removesuffix('weight')}{end} has numbers that are not finite; download the checkpoint "
+                    "again, or choose another"
+                )
+        for end, tensor in tensors.items():
+            if not _is_finite(tensor):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise ModelLoadError(
+                    f"{self.name}: its {end} has numbers that are not finite in {dtype}; choose another checkpoint"
+                )
 
     def _copy(self, tensors: Tensors, weight: QuantizedWeight, rows: Shard, columns: Shard, first: int) -> None:
         stop = min(rows.stop, rows.total)  # the rest is padding of the vocabulary
@@ -186,6 +221,11 @@ class QuantizedTarget:
                 whole.zero_()
             part = blocks.region(slice(rows.start, max(stop, rows.start)), slice(columns.start, columns.stop))
             whole[: -(-size // blocks.rows)].copy_(tensors[name][part])
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """True for the weights themselves, which are integers or e4m3."""
+    return not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or bool(tensor.isfinite().all())
 
 
 def _parts(region: Region, shape: tuple[int, ...], rows_here: int) -> Iterator[tuple[Shard, Shard, int]]:
@@ -216,6 +256,7 @@ class Mxfp4Target:
     A block is 32 numbers of 4 bits, with a power of two for all of them. bfloat16 holds their product exactly.
     """
 
+    name: str  # of the weights
     region: Region
 
     @property
@@ -231,8 +272,10 @@ class Mxfp4Target:
         return {"_blocks": blocks, "_scales": SourceTensor((experts, rows, columns // 32), bytes_)}
 
     def fill(self, sources: Tensors) -> None:
-        """Dequantise all experts, and keep this rank's part."""
+        """Dequantise all experts, and keep this rank's part. Raises `ModelLoadError` for a scale that is no number."""
         blocks = sources["_blocks"]
+        if bool((sources["_scales"] == 255).any()):
+            raise ModelLoadError(f"{self.name}_scales has numbers that are not finite; download the checkpoint again")
         magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         values = torch.tensor([*magnitudes, *(-each for each in magnitudes)], dtype=torch.bfloat16)
         pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # the first number is in the low bits
@@ -258,7 +301,7 @@ def quantize_weights(
     """
     if isinstance(plan.format, Mxfp4Format):
         names = [name for name, target in targets.items() if name.endswith(("gate_up_proj", "down_proj"))]
-        return {name: Mxfp4Target(targets.pop(name)) for name in names}
+        return {name: Mxfp4Target(name, targets.pop(name)) for name in names}
     if (plan.quantizer or plan.checkpoint) and any(isinstance(module, Experts) for module in model.modules()):
         raise ConfigError("quantization: a mixture of experts cannot be quantised yet; use 'none' and other weights")
     chosen = {name: target for name, target in targets.items() if _is_chosen(name, target, plan)}
@@ -279,7 +322,7 @@ def quantize_weights(
                 weight = weights[module]
                 check_blocks(name, weight.layout, part, inputs)
                 check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs)
-        found[name] = QuantizedTarget(plan, target, shapes[name], weight)
+        found[name] = QuantizedTarget(name, plan, target, shapes[name], weight)
         del targets[name]
     for module, weight in weights.items():
         del module.weight  # a parameter, which a module cannot replace
@@ -298,6 +341,16 @@ def _check_mixed(chosen: Mapping[str, Region], targets: Mapping[str, Region]) ->
             raise ModelLoadError(
                 f"{name} is not quantised, but projections that are merged with it are; this mixture is not supported"
             )
+
+
+def implied_tensors(targets: Mapping[str, QuantizedTarget | Mxfp4Target]) -> dict[str, ImpliedTensor]:
+    """What a checkpoint may have besides, by the names of its tensors, unless the model has a place for them."""
+    return {
+        f"{name.removesuffix('weight')}{end}": tensor
+        for name, target in targets.items()
+        if isinstance(target, QuantizedTarget)
+        for end, tensor in target.plan.format.implied(*target.shape).items()
+    }
 
 
 def source_names(targets: Mapping[str, QuantizedTarget | Mxfp4Target]) -> Iterator[tuple[str, str, SourceTensor]]:

