@@ -51,7 +51,7 @@ class SingleTokenDecoder:
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
         """Whether all layers are plain, without experts, ``head_dim`` is a power of two from 32 on, and no weight is
-        prepacked for the CPU, or quantised by a class that is none of ours, or in blocks that the kernels do not know."""
+        prepacked for the CPU, or quantised by a class that is none of ours or in blocks that the kernels don't know."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
             return False
         if any(parameter.is_mkldnn for parameter in model.parameters()):
