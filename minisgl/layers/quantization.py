@@ -221,7 +221,7 @@ def check_device(option: str, dtypes: Iterable[torch.dtype], device: torch.devic
         )
 
 
-def check_blocks(name: str, layout: Mapping[str, Blocks], rows: Shard, columns: Shard) -> None:
+def check_blocks(name: str, layout: Mapping[str, Blocks], rows: Shard, columns: Shard, remedy: str) -> None:
     """Raise `ConfigError` if a rank's, or a merged projection's, part of the weight ``name`` cuts through a block."""
     for tensor, blocks in layout.items():
         for what, shard, size in (("rows", rows, blocks.rows), ("columns", columns, blocks.columns or 1)):
@@ -229,5 +229,5 @@ def check_blocks(name: str, layout: Mapping[str, Blocks], rows: Shard, columns: 
                 if border % size and border < shard.total:
                     raise ConfigError(
                         f"quantization: {what} {shard.start} to {shard.stop} of {name} cut through the blocks of "
-                        f"{size} that share a {tensor}; use fewer ranks (tensor_parallel_size), or other weights"
+                        f"{size} that share a {tensor}; use {remedy}"
                     )

@@ -287,8 +287,12 @@ def quantize_weights(
                 if module not in weights:
                     weights[module] = QuantizedWeight(plan.quantizer, module.weight.shape[0], inputs, dtype)
                 weight = weights[module]
-                check_blocks(name, weight.layout, part, inputs)
-                check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs)
+                if not (part.is_whole and inputs.is_whole):
+                    remedy = "fewer ranks (tensor_parallel_size), or other weights"
+                else:
+                    remedy = "'none', or another scheme" if plan.checkpoint is None else "'none' to dequantise it"
+                check_blocks(name, weight.layout, part, inputs, remedy)
+                check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs, remedy)
         found[name] = QuantizedTarget(plan, target, shapes[name], weight)
         del targets[name]
     for module, weight in weights.items():

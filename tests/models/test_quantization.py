@@ -214,6 +214,12 @@ def test_a_layout_is_checked_before_memory_is_taken(
             4,
             r"columns 32 to 64 of .*o_proj.* cut through the blocks of 128 that share a weight_scale; use f",
         ),
+        (
+            "fp8-block",
+            {},
+            1,
+            r"rows 128 to 192 of .*_proj.* cut through the blocks of 128 .*; use 'none', or another scheme$",
+        ),
         ("fp8-block", {}, 2, "rows 64 to 128 of .*q_proj.* cut through the blocks of 128 that share a weight_scale"),
     ],
 )
