@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from minisgl.errors import Failure
+from minisgl.errors import ConfigError, Failure, ModelLoadError
 from minisgl.logs import configure_logs
 
 
@@ -91,7 +91,7 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
     """Run the ``with`` block as a child, with its options and a function that reports `Ready` to the parent.
 
     `Ready` also freezes the heap and starts the heartbeats. The process ends with the block: exit code 0 after SIGTERM,
-    1 after an error, which is reported and logged.
+    1 after an error, which is reported, and logged unless it comes at the start and says itself what to do.
     """
     reports = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no report
@@ -113,7 +113,8 @@ def child_process(kind: type[Options]) -> Iterator[tuple[Options, Callable[[Read
         yield options, report
     except Exception as error:
         code = 1
-        logger.exception("ends with an error")
+        if _Pulse.fd is not None or not isinstance(error, ConfigError | ModelLoadError):
+            logger.exception("ends with an error")
         report(Failed(Failure.of(error)))
     finally:
         logging.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -23,11 +23,10 @@ from minisgl.input_processor import InputProcessor
 from minisgl.kvcache.disk_store import DiskStore, check_directory
 from minisgl.kvcache.host_store import HostStore, PageCopier, check_host_memory, slots_that_fit
 from minisgl.kvcache.page_store import PAGE_STORES, PageStore
-from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import resolve_model
-from minisgl.registry import resolve
+from minisgl.registry import build, resolve
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
@@ -56,9 +55,10 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         policies = Policies.named(config.queue_policy, config.batch_policy, config.admission_policy)
-        make_cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)
-        make_drafter = None if config.drafter == "none" else resolve("drafter", config.drafter, DRAFTERS)
-        make_store = resolve("page_store", config.page_store, PAGE_STORES)
+        cache = select_prefix_cache(config.prefix_cache, config.eviction_policy)(config.page_size)
+        if config.drafter != "none":
+            resolve("drafter", config.drafter, DRAFTERS)  # a wrong name is told before the model is loaded
+        resolve("page_store", config.page_store, PAGE_STORES)
         if config.tensor_parallel_size > 1 and config.page_store not in ("none", "host"):
             raise ConfigError(
                 f"page_store: {config.page_store!r} copies pages of one device, and tensor_parallel_size is "
@@ -81,13 +81,13 @@ class EngineCore:
         if self.executor.page_copier is not None:
             store: PageStore | None = HostStore(self.executor.page_copier)
         else:
-            store = self._other_store(make_store)
+            store = self._other_store()
         engine = self.executor.local_engine
         window = self.executor.model_config.longest_window
         if engine is not None and engine.hidden_states is not None:
             window = None  # the drafter looks up the hidden states of all positions by their pages
-        drafts = 0 if make_drafter is None else config.num_draft_tokens
-        cache, mixed_window = make_cache(config.page_size), self.executor.model_config.mixed_window
+        drafts = 0 if config.drafter == "none" else config.num_draft_tokens
+        mixed_window = self.executor.model_config.mixed_window
         num_pages, num_window_pages = self.executor.num_pages, self.executor.num_window_pages
         if num_window_pages is not None and mixed_window is not None:
             memory: KVMemory = MixedMemory(num_pages, num_window_pages, table, cache, mixed_window, drafts)
@@ -110,7 +110,7 @@ class EngineCore:
             max_prefill_tokens=config.max_prefill_tokens,
             max_queued_requests=config.max_queued_requests,
             make_masks=self.input_processor.grammars.masks,
-            speculation=None if make_drafter is None else self._speculation(make_drafter, table),
+            speculation=None if config.drafter == "none" else self._speculation(table),
         )
         overlap = self.executor.device.type == "cuda" if config.overlap is None else config.overlap
         self.loop = EngineLoop(self.scheduler, self.executor, depth=int(overlap))
@@ -119,7 +119,7 @@ class EngineCore:
             self.loop.observers.append(ranges)
             self.executor.observers.append(ranges)
 
-    def _speculation(self, make_drafter: Callable[[DraftTarget], Drafter], table: RunningTable) -> Speculation:
+    def _speculation(self, table: RunningTable) -> Speculation:
         engine, model = self.executor.local_engine, self.executor.model_config
         target = DraftTarget(
             self.config,
@@ -129,7 +129,8 @@ class EngineCore:
             None if engine is None else engine.dtype,
             engine,
         )
-        return Speculation(table, make_drafter(target), self.config.num_draft_tokens, model.vocab_size)
+        drafter = build("drafter", self.config.drafter, DRAFTERS, Drafter, target)
+        return Speculation(table, drafter, self.config.num_draft_tokens, model.vocab_size)
 
     def __enter__(self) -> EngineCore:
         return self
@@ -137,12 +138,14 @@ class EngineCore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _other_store(self, make_store: Callable[[KVCache], PageStore]) -> PageStore | None:
+    def _other_store(self) -> PageStore | None:
         config = self.config
         if config.page_store == "disk":
             num_pages = slots_that_fit(config.page_store_gib, self.engine.page_bytes, 1)
             return DiskStore(self.engine.kv_cache, num_pages, config.page_store_path)
-        return None if config.page_store == "none" else make_store(self.engine.kv_cache)
+        if config.page_store == "none":
+            return None
+        return build("page_store", config.page_store, PAGE_STORES, PageStore, self.engine.kv_cache)
 
     @property
     def engine(self) -> Engine:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -81,6 +84,26 @@ def short_repr(value: object) -> str:
     except ValueError:  # Python refuses to write out integers of thousands of digits
         return f"a {type(value).__name__} too long to show"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise as a `ConfigError` what a class or a module of somebody else raises: ``what`` failed, why, and where.
+
+    A module that exits is such an error too. Errors of this package pass, as an interrupt does.
+    """
+    try:
+        yield
+    except MiniSGLError:
+        raise
+    except (Exception, SystemExit) as error:
+        name = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        frames = traceback.extract_tb(error.__traceback__)[2:]  # behind this one and the one with the call
+        places = [
+            f"{Path(each.filename).name}, line {each.lineno}" for each in frames if "importlib" not in each.filename
+        ]
+        where = f" ({places[-1]})" if places else ""
+        raise ConfigError(f"{what}: {name}{error}{where}") from error
 
 
 def check_type(field: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:

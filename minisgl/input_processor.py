@@ -149,7 +149,9 @@ def check_lengths(prompt_len: int, max_tokens: int | None, min_tokens: int, max_
     room = max_seq_len - prompt_len
     if room < 1:
         raise ContextExceeded(
-            "prompt", f"{prompt_len} tokens leave no room for output within max_seq_len of {max_seq_len}; shorten it"
+            "prompt",
+            f"{prompt_len} tokens leave no room for output within max_seq_len of {max_seq_len}; shorten it to "
+            f"{max_seq_len - 1}, as at least one token is generated, even if it is not shown",
         )
     if max_tokens is None:
         max_tokens = room

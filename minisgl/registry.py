@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, explained, short_repr
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ Registry = Mapping[str, T | str]
 def resolve(field: str, name: str, registry: Registry[T]) -> T:
     """Load the implementation that ``name`` selects: a key of ``registry``, or ``"module:Class"``.
 
-    Raises `ConfigError`, which names the option ``field``, if it is unknown or cannot be imported.
+    Raises `ConfigError`, which names the option ``field``, if it is unknown, cannot be imported, or cannot be called.
     """
     if name in registry:
         found = registry[name]
@@ -28,7 +28,31 @@ def resolve(field: str, name: str, registry: Registry[T]) -> T:
         known = ", ".join(sorted(registry))
         raise ConfigError(f"{field}: unknown name {name!r}; choose from {known}, or give module:Class of your own")
     implementation: T = import_path(field, found) if isinstance(found, str) else found
+    if not callable(implementation):
+        raise ConfigError(
+            f"{field}: {name!r} is {short_repr(implementation)}; give a class, or a function that makes one"
+        )
     return implementation
+
+
+def build(
+    field: str, name: str, registry: Registry[Callable[..., T]], protocol: type, *arguments: Any, **options: Any
+) -> T:
+    """Make an object of what `resolve` finds, with these arguments.
+
+    Raises `ConfigError`, which names the option ``field``, if a class of somebody else cannot be made with them, or
+    lacks a method or an attribute of ``protocol``. What a class in ``registry`` raises is left as it is.
+    """
+    make = resolve(field, name, registry)
+    if name in registry:
+        return make(*arguments, **options)
+    with explained(f"{field}: {name!r} cannot be made"):
+        made = make(*arguments, **options)
+    for member in (*vars(protocol), *vars(protocol).get("__annotations__", ())):
+        if not member.startswith("_") and not hasattr(made, member):
+            kind = "method" if callable(vars(protocol).get(member)) else "attribute"
+            raise ConfigError(f"{field}: {name!r} has no {kind} {member!r}; is it a class for another option?")
+    return made
 
 
 def import_path(field: str, path: str) -> Any:
@@ -36,7 +60,5 @@ def import_path(field: str, path: str) -> Any:
     module, colon, attribute = path.partition(":")
     if not colon:
         raise ConfigError(f"{field}: must have the form module:Class, got {path!r}")
-    try:
+    with explained(f"{field}: cannot import {path!r}"):
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot import {path!r}: {error}") from error

@@ -97,6 +97,15 @@ def test_a_child_that_cannot_start_says_why(children: dict[str, ChildProcess]) -
     assert "the fails process died: page_size" in str(children["fails"].exited.result(LONG))
 
 
+@pytest.mark.parametrize(("behaviour", "where_from"), [("fails", False), ("breaks", True)])
+def test_only_an_error_that_nobody_expects_is_told_with_its_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], behaviour: str, where_from: bool
+) -> None:
+    """An option or a checkpoint that cannot be used is for the parent to report, in one line."""
+    start(behaviour, str(tmp_path)).exited.result(LONG)
+    assert ("Traceback" in capfd.readouterr().err) is where_from
+
+
 def test_a_child_that_is_killed_is_named_with_its_signal(children: dict[str, ChildProcess]) -> None:
     with pytest.raises(EngineDead, match="the dies process was killed by SIGKILL"):
         wait_until_ready([children["hangs"], children["dies"]], LONG)

@@ -16,7 +16,7 @@ from minisgl.config import EngineConfig
 from minisgl.context import AttentionBackend, AttentionChoice
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVCache
-from minisgl.registry import Registry, resolve
+from minisgl.registry import Registry, build, resolve
 
 _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -153,10 +153,10 @@ _FEATURE_NAMES = {"soft_cap": "a soft cap", "sinks": "sinks"}
 
 
 def _build_any(names: Sequence[str], kv_cache: KVCache) -> AttentionBackend:
-    first = resolve("prefill_attention", names[0], ATTENTION_BACKENDS)(kv_cache)
+    first = build("prefill_attention", names[0], ATTENTION_BACKENDS, AttentionBackend, kv_cache)
     if names[0] == names[1]:
         return first
-    second = resolve("decode_attention", names[1], ATTENTION_BACKENDS)(kv_cache)
+    second = build("decode_attention", names[1], ATTENTION_BACKENDS, AttentionBackend, kv_cache)
     if not isinstance(first, PagedAttention) or not isinstance(second, PagedAttention):
         raise ConfigError(
             f"prefill_attention, decode_attention: {names[0]!r} and {names[1]!r} differ, so both have to be a "

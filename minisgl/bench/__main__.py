@@ -18,7 +18,7 @@ from rich.console import Console
 
 from minisgl.bench.report import Report
 from minisgl.bench.workloads import WORKLOADS
-from minisgl.errors import MiniSGLError
+from minisgl.errors import ConfigError, MiniSGLError
 from minisgl.registry import import_path
 
 COMMANDS = {
@@ -121,6 +121,11 @@ _PARSING: dict[str, dict[str, Any]] = {
     "workloads": {"choices": tuple(WORKLOADS)},
 }
 """Beyond what the type of a parameter says."""
+_COUNTS = (
+    "concurrency", "lengths", "output_len", "page_size", "pool_tokens", "ranks", "repeat", "replicas", "requests",
+    "rows", "running", "steps", "streams", "threads", "tokens", "users",
+)  # fmt: skip
+"""Parameters of which there must be one at least."""
 
 
 def _parsing(hint: Any) -> dict[str, Any]:
@@ -133,6 +138,15 @@ def _parsing(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Mapping:
         return {"nargs": "+", "type": _name_and_value, "metavar": "NAME=VALUE"}
     return {"type": hint} if element is None else {"nargs": "+", "type": element}
+
+
+def _check_counts(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an option without which there is nothing to measure."""
+    for name in _COUNTS:
+        value = given.get(name)
+        counts = value if isinstance(value, Sequence) else () if value is None else (value,)
+        if any(count < 1 for count in counts):
+            raise ConfigError(f"{_FLAGS.get(name, name)}: must be at least 1, got {min(counts)}")
 
 
 def benchmark_function(command: str) -> Callable[..., Report]:
@@ -171,11 +185,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))
     benchmark, threads, output = (given.pop(name) for name in ("benchmark", "threads", "output"))
     load_average = psutil.getloadavg()[0]
-    if threads is not None:
-        torch.set_num_threads(threads)
     if "options" in given:
         given["options"] = dict(given["options"])
     try:
+        _check_counts({**given, "threads": threads})
+        if threads is not None:
+            torch.set_num_threads(threads)
         report = benchmark_function(benchmark)(**given)
     except MiniSGLError as error:
         parser.error(f"{benchmark}: {error}")

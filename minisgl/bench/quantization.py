@@ -182,13 +182,26 @@ def _score_all(
     """Scores and bytes of the weights of each engine, and how many tokens of the text they read, a window at a time.
 
     All attention reads what is stored, so one pass over a text shows the error that decoding it would have.
+
+    Raises `ConfigError` if there is no text, or no token with another before it, or a window is too long for the model.
     """
+    for option, value in (("tokens", tokens), ("window", window)):
+        if value < 2:
+            raise ConfigError(f"{option}: must be at least 2, as a token is predicted from one before it, got {value}")
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"text: {text} cannot be read ({error}); give a file in UTF-8") from error
     scores, sizes, exact = dict[str, TextScores](), dict[str, int](), list[torch.Tensor]()
     how: dict[str, Any] = {"dtype": "float32", "page_size": _PAGE_SIZE, "num_pages": -(-window // _PAGE_SIZE)}
     how |= {"enforce_eager": True, "max_running_requests": 1}
     for name, options in roundings.items():
         with LLM(model, **{**how, **options}) as llm:
-            ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
+            ids = llm.tokenizer.encode(words)[:tokens]
+            if len(ids) < 2:
+                raise ConfigError(f"text: {text} is too short: {len(ids)} of at least 2 tokens")
+            if (longest := min(window, len(ids))) > llm.max_seq_len:
+                raise ConfigError(f"window: {longest} tokens, and {model} reads at most {llm.max_seq_len}; lower it")
             parts = [ids[start : start + window] for start in range(0, len(ids) - 1, window)]
             exact = exact or [text_logits(llm.engine, part).log_softmax(-1) for part in parts]
             found = [score_text(llm.engine, part, of_part) for part, of_part in zip(parts, exact, strict=True)]

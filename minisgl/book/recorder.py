@@ -128,10 +128,11 @@ def main(arguments: Sequence[str]) -> None:
             from minisgl.registry import import_path  # not above: a reader's own package may have come to harm
 
             import_path("submission", submission)
-    except SystemExit as error:
-        recorder.write("exit", id=f"the import of {submission} ({type(error).__name__}: {error.code})")
     except BaseException as error:
-        recorder.write("no-import", message=_shortened(f"{type(error).__name__}: {error}"))
+        if isinstance(error.__cause__, SystemExit):
+            recorder.write("exit", id=f"the import of {submission} (SystemExit: {error.__cause__.code})")
+        else:
+            recorder.write("no-import", message=_shortened(f"{type(error).__name__}: {error}"))
     else:
         code = pytest.main(options, plugins=[recorder])
         recorder.write("end", code=int(code))

@@ -23,7 +23,7 @@ from minisgl.engine.device_state import DeviceState
 from minisgl.engine.engine import Engine
 from minisgl.engine.hidden_states import HiddenStates
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.sampler import SAMPLERS
+from minisgl.engine.sampler import SAMPLERS, Sampler
 from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.kvcache.pool import KVCache
 from minisgl.kvcache.sizing import page_bytes
@@ -39,7 +39,7 @@ from minisgl.models.decoder import CausalLM, attention_spec, prepack_weights
 from minisgl.models.fusions import LAYER_FUSIONS, fuse_layers, select_fusions
 from minisgl.models.hub import resolve_model
 from minisgl.models.loader import INDEX_FILE, SINGLE_FILE, load_weights, read_headers
-from minisgl.registry import resolve
+from minisgl.registry import build
 from minisgl.request import Int32Array
 
 OF_DEFAULT_MODEL = Path(__file__).with_name("default")
@@ -249,7 +249,7 @@ def _build(checkpoint: EagleCheckpoint, target: DraftTarget, engine: Engine) -> 
     head.states = states.values.new_zeros(((engine.num_pages + 1) * config.page_size, model_config.hidden_size))
     attention = select_backend(config.prefill_attention, config.decode_attention)(kv_cache)
     tables = DeviceState(config.max_running_requests, target.max_seq_len, config.page_size, engine.num_pages, device)
-    sampler = resolve("sampler", engine.config.sampler, SAMPLERS)()
+    sampler = build("sampler", engine.config.sampler, SAMPLERS, Sampler)
     runner = capture_runner(config, ModelRunner(head, kv_cache, attention, tables, sampler))
     bytes_of_page = page_bytes(1, model_config.num_kv_heads, model_config.head_dim, config.page_size, dtype.itemsize)
     return head, Engine(config, model_config, runner, attention_choice(config, kv_cache), bytes_of_page)

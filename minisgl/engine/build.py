@@ -47,7 +47,7 @@ from minisgl.engine.prefill_graph import (
     mixes,
     tokens_to_capture,
 )
-from minisgl.engine.sampler import SAMPLERS
+from minisgl.engine.sampler import SAMPLERS, Sampler
 from minisgl.engine.verify_graph import build_verify_runner, measure_verify_memory
 from minisgl.errors import ConfigError, NotEnoughMemory
 from minisgl.kernels import has_triton
@@ -60,7 +60,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import prepack_weights
 from minisgl.models.fusions import compile_layers, fuse_layers, select_fusions
 from minisgl.models.loader import load_model
-from minisgl.registry import resolve
+from minisgl.registry import build
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _build(
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, device)
     max_seq_len = longest_sequence(config, model_config.max_position_embeddings)
     model_config = model_config.for_sequences(max_seq_len)
-    sampler = resolve("sampler", config.sampler, SAMPLERS)()
+    sampler = build("sampler", config.sampler, SAMPLERS, Sampler)
     make_attention = select_backend(config.prefill_attention, config.decode_attention, model_config.attention_features)
 
     if device.type == "cuda":  # free closed engines in reference cycles, and PyTorch's cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from minisgl.errors import ConfigError
-from minisgl.registry import Registry, resolve
+from minisgl.registry import Registry, build, resolve
 from minisgl.request import Int32Array
 
 Handle = Any
@@ -176,15 +177,18 @@ EVICTION_POLICIES: Registry[Callable[[], EvictionPolicy]] = {"lru": LeastRecentl
 def select_prefix_cache(prefix_cache: str, eviction_policy: str = "lru") -> Callable[[int], PrefixCache]:
     """Return a function that builds the named prefix cache from a page size.
 
-    Raises `ConfigError` for an unknown name, or an eviction policy other than ``"lru"`` that the cache cannot use.
+    Raises `ConfigError` for an unknown name, or an eviction policy other than ``"lru"`` that the cache cannot use; the
+    function does for a class of somebody else that cannot be made.
     """
     make_cache: Callable[..., PrefixCache] = resolve("prefix_cache", prefix_cache, PREFIX_CACHES)
-    make_policy = resolve("eviction_policy", eviction_policy, EVICTION_POLICIES)
+    resolve("eviction_policy", eviction_policy, EVICTION_POLICIES)
+    build_cache = partial(build, "prefix_cache", prefix_cache, PREFIX_CACHES, PrefixCache)
+    build_policy = partial(build, "eviction_policy", eviction_policy, EVICTION_POLICIES, EvictionPolicy)
     if "eviction" in inspect.signature(make_cache).parameters:
-        return lambda page_size: make_cache(page_size, eviction=make_policy())
+        return lambda page_size: build_cache(page_size, eviction=build_policy())
     if eviction_policy != "lru":
         raise ConfigError(
             f"eviction_policy: prefix_cache {prefix_cache!r} takes none, got {eviction_policy!r}; use prefix_cache "
             "'radix'"
         )
-    return make_cache
+    return build_cache

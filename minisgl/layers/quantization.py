@@ -7,7 +7,7 @@ themselves are in `minisgl.layers.quantizers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, explained, short_repr
 from minisgl.kvcache.pool import byte_view
 from minisgl.layers.sharding import Shard
 from minisgl.registry import Registry
@@ -91,6 +91,52 @@ QUANTIZERS: Registry[type[Quantizer]] = {
 }
 
 
+def _of(quantizer: Quantizer) -> str:
+    return f"quantization: {type(quantizer).__module__}:{type(quantizer).__qualname__}"
+
+
+def layout_of(quantizer: Quantizer, columns: int) -> Mapping[str, Blocks]:
+    """The tensors of a weight with so many columns. Raises `ConfigError`, which names the class, if they cannot be."""
+    with explained(f"{_of(quantizer)}.layout({columns}) failed"):
+        layout: object = quantizer.layout(columns)
+    if not isinstance(layout, Mapping) or not layout:
+        raise ConfigError(f"{_of(quantizer)}.layout must return a dict of name to Blocks, got {short_repr(layout)}")
+    for name, blocks in layout.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"{_of(quantizer)}.layout: a tensor must be called like a variable, got {name!r}")
+        if not isinstance(blocks, Blocks) or blocks.rows < 1 or blocks.columns < 0:
+            wanted = "must be Blocks(rows, columns, dtype) with rows of at least 1 and columns of at least 0"
+            raise ConfigError(f"{_of(quantizer)}.layout: {name!r} {wanted}, got {short_repr(blocks)}")
+    return layout
+
+
+def quantize_checked(quantizer: Quantizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Quantise a float weight, [N, K], by the class of somebody else.
+
+    Raises `ConfigError`, which names the class and the tensor, unless all tensors are as the layout says.
+    """
+    with explained(f"{_of(quantizer)}.quantize failed"):
+        tensors: object = quantizer.quantize(weight)
+    if not isinstance(tensors, Mapping):
+        raise ConfigError(f"{_of(quantizer)}.quantize must return a dict of tensors, got {type(tensors).__name__}")
+    layout = layout_of(quantizer, weight.shape[1])
+    expected = {name: _described(blocks.dtype, blocks.shape(*weight.shape)) for name, blocks in layout.items()}
+    for name in (*expected, *(tensors.keys() - expected.keys())):
+        given = tensors.get(name)
+        found = _described(given.dtype, given.shape) if isinstance(given, torch.Tensor) else short_repr(given)
+        wanted = expected.get(name, "left out")
+        if found != wanted:
+            raise ConfigError(
+                f"{_of(quantizer)}.quantize: of a weight {list(weight.shape)}, the layout wants {name!r} to be "
+                f"{wanted}, got {found}"
+            )
+    return dict(tensors)
+
+
+def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
 class QuantizedWeight(nn.Module):
     """Stands where a layer's ``weight`` was. Its parameters are the tensors of the quantiser.
 
@@ -98,6 +144,8 @@ class QuantizedWeight(nn.Module):
         rows: N, of this rank.
         columns: K, this rank's part of the weight's inputs.
         dtype: of the model, which `lookup` returns.
+
+    Raises `ConfigError`, like `layout_of`.
     """
 
     def __init__(self, quantizer: Quantizer, rows: int, columns: Shard, dtype: torch.dtype) -> None:
@@ -106,8 +154,10 @@ class QuantizedWeight(nn.Module):
         self.dtype = dtype
         self.rows = rows
         self.columns = columns.size
-        self.layout = quantizer.layout(columns.total)
+        self.layout = layout_of(quantizer, columns.total)
         for name, blocks in self.layout.items():
+            if hasattr(self, name):
+                raise ConfigError(f"{_of(quantizer)}: a tensor cannot be called {name!r}; rename it in layout()")
             memory = torch.empty(blocks.shape(rows, columns.size), dtype=blocks.dtype)
             self.register_parameter(name, nn.Parameter(memory, requires_grad=False))
 
@@ -171,7 +221,7 @@ def check_device(option: str, dtypes: Iterable[torch.dtype], device: torch.devic
         )
 
 
-def check_blocks(name: str, layout: Mapping[str, Blocks], rows: Shard, columns: Shard) -> None:
+def check_blocks(name: str, layout: Mapping[str, Blocks], rows: Shard, columns: Shard, remedy: str) -> None:
     """Raise `ConfigError` if a rank's, or a merged projection's, part of the weight ``name`` cuts through a block."""
     for tensor, blocks in layout.items():
         for what, shard, size in (("rows", rows, blocks.rows), ("columns", columns, blocks.columns or 1)):
@@ -179,5 +229,5 @@ def check_blocks(name: str, layout: Mapping[str, Blocks], rows: Shard, columns: 
                 if border % size and border < shard.total:
                     raise ConfigError(
                         f"quantization: {what} {shard.start} to {shard.stop} of {name} cut through the blocks of "
-                        f"{size} that share a {tensor}; use fewer ranks (tensor_parallel_size), or other weights"
+                        f"{size} that share a {tensor}; use {remedy}"
                     )

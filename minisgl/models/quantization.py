@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -14,9 +15,16 @@ from minisgl.errors import ConfigError, ModelLoadError
 from minisgl.layers.embedding import Embedding, LMHead
 from minisgl.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import Experts
-from minisgl.layers.quantization import QUANTIZERS, QuantizedWeight, Quantizer, Tensors, check_blocks
+from minisgl.layers.quantization import (
+    QUANTIZERS,
+    QuantizedWeight,
+    Quantizer,
+    Tensors,
+    check_blocks,
+    quantize_checked,
+)
 from minisgl.layers.sharding import Shard, ShardSpec
-from minisgl.registry import resolve
+from minisgl.registry import build
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Safetensors' names of the dtypes that are converted to the model's."""
@@ -119,7 +127,7 @@ class QuantizationPlan:
 def plan_quantization(option: str, checkpoint: QuantizedCheckpoint | None, dummy: bool) -> QuantizationPlan:
     """Bring together the option ``quantization`` and what the checkpoint declares.
 
-    Raises `ConfigError` for an unknown option, or one that contradicts the checkpoint.
+    Raises `ConfigError` for an unknown option, a class that cannot be used, or what contradicts the checkpoint.
     """
     quantizer: Quantizer | None
     if option == "auto":
@@ -138,7 +146,9 @@ def plan_quantization(option: str, checkpoint: QuantizedCheckpoint | None, dummy
             )
         quantizer = checkpoint.quantizer
     else:
-        quantizer = resolve("quantization", option, QUANTIZERS)()
+        quantizer = build("quantization", option, QUANTIZERS, Quantizer)
+        if option not in QUANTIZERS:
+            return QuantizationPlan(quantizer, None, PlainFormat(partial(quantize_checked, quantizer)))
     if (dummy or checkpoint is None) and quantizer is not None:
         return QuantizationPlan(quantizer, None, PlainFormat(quantizer.quantize))
     assert checkpoint is not None
@@ -320,8 +330,12 @@ def quantize_weights(
                 if module not in weights:
                     weights[module] = QuantizedWeight(plan.quantizer, module.weight.shape[0], inputs, dtype)
                 weight = weights[module]
-                check_blocks(name, weight.layout, part, inputs)
-                check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs)
+                if not (part.is_whole and inputs.is_whole):
+                    remedy = "fewer ranks (tensor_parallel_size), or other weights"
+                else:
+                    remedy = "'none', or another scheme" if plan.checkpoint is None else "'none' to dequantise it"
+                check_blocks(name, weight.layout, part, inputs, remedy)
+                check_blocks(name, weight.layout, Shard(first, first + part.size, weight.rows), inputs, remedy)
         found[name] = QuantizedTarget(name, plan, target, shapes[name], weight)
         del targets[name]
     for module, weight in weights.items():

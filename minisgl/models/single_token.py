@@ -19,7 +19,7 @@ from minisgl.layers.linear import RowParallelLinear, Weight
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.quantization import QuantizedWeight
-from minisgl.layers.quantizers import Fp8, Int4, Int8
+from minisgl.layers.quantizers import Fp8, Fp8Block, Fp8WeightOnly, Int4, Int4ZeroPoint, Int8
 from minisgl.models.decoder import CausalLM, DecoderLayer
 
 
@@ -51,7 +51,7 @@ class SingleTokenDecoder:
     @staticmethod
     def supports(model: nn.Module) -> TypeGuard[CausalLM]:
         """Whether all layers are plain, without experts, ``head_dim`` is a power of two from 32 on, and no weight is
-        prepacked for the CPU, or quantised in a way that the kernels do not know."""
+        prepacked for the CPU, or quantised by a class that is none of ours or in blocks that the kernels don't know."""
         if not isinstance(model, CausalLM) or model.config.head_dim & (model.config.head_dim - 1):
             return False
         if any(parameter.is_mkldnn for parameter in model.parameters()):
@@ -123,11 +123,16 @@ class SingleTokenDecoder:
 _NORMS = (RMSNorm, FusedRMSNorm, FusedAllReduceRMSNorm)
 
 
+# These classes themselves: one derived from them may multiply in another way.
+_QUANTIZERS = (Fp8, Fp8Block, Fp8WeightOnly, Int4, Int4ZeroPoint, Int8)
+
+
 def _kernels_know(weight: QuantizedWeight) -> bool:
+    if type(weight.quantizer) not in _QUANTIZERS:
+        return False
     scales, bytes_of_row = weight.layout["weight_scale"], weight.tensors["weight"].shape[1]
-    known = isinstance(weight.quantizer, Fp8 | Int4 | Int8) and bytes_of_row % LEAST_CHUNK == 0
     stored = scales.columns // 2 if isinstance(weight.quantizer, Int4) else scales.columns
-    return known and (stored & -stored >= LEAST_CHUNK or stored == 0)
+    return bytes_of_row % LEAST_CHUNK == 0 and (stored & -stored >= LEAST_CHUNK or stored == 0)
 
 
 def _multiply(x: torch.Tensor, weight: Weight, out: torch.Tensor, **fused: Any) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from minisgl.errors import ConfigError
-from minisgl.registry import Registry, resolve
+from minisgl.registry import Registry, build
 from minisgl.request import Request
 
 MAX_BYPASS = 64  # later requests that may be admitted before an earlier one; after that, all wait for it
-
-P = TypeVar("P")
-
 
 # -- the queue -----------------------------------------------------------------------------------------------------
 
@@ -194,16 +190,9 @@ class Policies:
     def named(
         cls, queue_policy: str = "fcfs", batch_policy: str = "prefill-first", admission_policy: str = "optimistic"
     ) -> Policies:
-        """Build from the options of the same names; `ConfigError` for an unknown name or a class without the method."""
+        """Build from the options of the same names; `ConfigError` for an unknown name or a class of another kind."""
         return cls(
-            _build("queue_policy", queue_policy, QUEUE_POLICIES, "order"),
-            _build("batch_policy", batch_policy, BATCH_POLICIES, "plan"),
-            _build("admission_policy", admission_policy, ADMISSION_POLICIES, "can_admit"),
+            build("queue_policy", queue_policy, QUEUE_POLICIES, QueuePolicy),
+            build("batch_policy", batch_policy, BATCH_POLICIES, BatchPolicy),
+            build("admission_policy", admission_policy, ADMISSION_POLICIES, AdmissionPolicy),
         )
-
-
-def _build(option: str, name: str, table: Registry[Callable[[], P]], method: str) -> P:
-    make = resolve(option, name, table)
-    if not hasattr(make, method):
-        raise ConfigError(f"{option}: {name!r} has no method {method!r}; is it a policy of another kind?")
-    return make()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from minisgl.errors import InvalidRequest, check_token_ids
+from minisgl.errors import InvalidRequest, QueueFull, check_token_ids
 from minisgl.request import TokenLogprobs
 from minisgl.sampling_params import SamplingParams
-from minisgl.server.async_engine import AsyncEngine
+from minisgl.server.async_engine import Answer, AsyncEngine
 from minisgl.server.chat_request import ChatRequest
 from minisgl.server.errors import ApiError
 from minisgl.server.formats import LEAST_LOGPROB, ChatFormat, CompletionFormat, Echo, Usage
@@ -40,7 +41,8 @@ from minisgl.server.streaming import GenerateHandler
 from minisgl.server.tools import ToolSyntax
 from minisgl.tokenizer import Tokenizer
 
-SCORES_AT_ONCE = 64  # beginnings of an echoed prompt that are in the engine's queue together
+SCORES_AT_ONCE = 64  # beginnings of an echoed prompt that are in the engine's queue together, if it takes twice as many
+_RETRY_INTERVAL = 0.02  # seconds between two attempts to score a token while the queue is full
 _FORCING_BIAS = 100.0
 
 
@@ -130,24 +132,36 @@ async def _echo(engine: AsyncEngine, texts: TextService, prompt: str | list[int]
 async def prompt_logprobs(
     engine: AsyncEngine, token_ids: Sequence[int], first: int, num_logprobs: int
 ) -> list[TokenLogprobs]:
-    """The log-probabilities of a prompt's tokens from index ``first`` on, which is at least 1."""
+    """The log-probabilities of a prompt's tokens from index ``first`` on, which is at least 1.
+
+    They leave half of a small queue to other clients. Where it's full, they wait, as their own answer may fill it.
+    """
     logprobs: list[TokenLogprobs] = []
-    for start in range(first, len(token_ids), SCORES_AT_ONCE):
-        lengths = range(start, min(start + SCORES_AT_ONCE, len(token_ids)))
-        scores = (_score(engine, token_ids[:length], token_ids[length], num_logprobs) for length in lengths)
+    at_once = min(SCORES_AT_ONCE, max(1, engine.config.max_queued_requests // 2))
+    full = asyncio.Lock()
+    for start in range(first, len(token_ids), at_once):
+        lengths = range(start, min(start + at_once, len(token_ids)))
+        scores = (_score(engine, token_ids[:length], token_ids[length], num_logprobs, full) for length in lengths)
         logprobs += await asyncio.gather(*scores)
     return logprobs
 
 
-async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_logprobs: int) -> TokenLogprobs:
+async def _score(
+    engine: AsyncEngine, before: Sequence[int], token_id: int, num_logprobs: int, full: asyncio.Lock
+) -> TokenLogprobs:
     """The log-probability of ``token_id`` after ``before``, and of the likeliest tokens there.
 
-    A logit bias makes the engine choose ``token_id``; its log-probabilities are those without the bias.
+    A logit bias makes the engine choose ``token_id``; its log-probabilities are those without the bias. Of those that
+    the queue has refused, the one that holds ``full`` tries again.
     """
     params = SamplingParams(
         max_tokens=1, temperature=0.0, logit_bias={token_id: _FORCING_BIAS}, logprobs=num_logprobs, ignore_eos=True
     )
-    answer = await engine.submit([before], params, streaming=False)
+    try:
+        answer = await engine.submit([before], params, streaming=False)
+    except QueueFull:
+        async with full:
+            answer = await _submit_once_there_is_room(engine, before, params)
     try:
         (update,) = [update async for update in answer.updates()]
     finally:
@@ -155,6 +169,13 @@ async def _score(engine: AsyncEngine, before: Sequence[int], token_id: int, num_
     (entry,) = update.logprobs
     # A token that does not win in spite of the bias is as good as impossible.
     return entry if entry.token_id == token_id else TokenLogprobs(token_id, LEAST_LOGPROB, entry.top)
+
+
+async def _submit_once_there_is_room(engine: AsyncEngine, prompt: Sequence[int], params: SamplingParams) -> Answer:
+    while True:
+        await asyncio.sleep(_RETRY_INTERVAL)
+        with suppress(QueueFull):
+            return await engine.submit([prompt], params, streaming=False)
 
 
 def _contents(conversation: Conversation) -> list[str]:

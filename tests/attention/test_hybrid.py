@@ -103,9 +103,14 @@ PREFILL, WHOLE = f"{__name__}:OnlyPrefill", f"{__name__}:Whole"
 class Whole:
     """Does not say how to attend without storing."""
 
-    capturable = False
+    capturable = captures_prefill = False
 
     def __init__(self, kv_cache: KVCache) -> None: ...
+
+    def plan(self, batch: Batch, inputs: DeviceBatch) -> None: ...
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("names", [("torch", "triton"), (PREFILL, "auto"), (PREFILL, "torch")])

@@ -277,6 +277,24 @@ def test_every_command_explains_its_options(command: str, capsys: pytest.Capture
     assert "--output" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "offline --repeat 0",
+        "quantization --repeat 0",
+        "scoreboard --repeat -1",
+        "host --running 4 0",
+        "cpu --threads 0",
+    ],
+)
+def test_there_must_be_something_to_measure(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, flag, *counts = arguments.split()
+    with pytest.raises(SystemExit) as ended:
+        main([command, flag, *counts])
+    assert ended.value.code == 2
+    assert f"{command}: {flag[2:]}: must be at least 1, got {counts[-1]}" in capsys.readouterr().err
+
+
 def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

@@ -142,3 +142,34 @@ def test_divergence_is_that_of_its_definition(tmp_path: Path) -> None:
         assert float(error.divergence[token]) == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3)
         assert float(error.logprobs[token]) == pytest.approx(float(q[ids[token + 1]].log()), rel=1e-3)
         assert int(error.argmax[token]) == int(q.argmax())
+
+
+@pytest.mark.parametrize("command", ["quantization-error", "fp8-error"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "tokens: must be at least 1, got 0"),
+        (["--tokens", "1"], "tokens: must be at least 2, as a token is predicted from one before it, got 1"),
+        (["--window", "1"], "window: must be at least 2, as a token is predicted from one before it, got 1"),
+        (["--text", "nowhere.md"], "text: nowhere.md cannot be read"),
+        (["--text", "short.md"], "text: short.md is too short: 1 of at least 2 tokens"),
+        (["--window", "9000"], "window: 601 tokens, and model reads at most 512; lower it"),
+    ],
+)
+def test_a_text_that_cannot_be_scored(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    options: list[str],
+    message: str,
+) -> None:
+    text_checkpoint(tmp_path, **SIZES).rename(tmp_path / "model")
+    (tmp_path / "long.md").write_text("a " * 300, encoding="utf-8")
+    (tmp_path / "short.md").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--model", "model", "--text", "long.md", *options, "--output", "result.json"])
+    assert ended.value.code == 2
+    assert f"{command}: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "result.json").exists()

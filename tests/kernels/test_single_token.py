@@ -11,7 +11,8 @@ import torch
 
 from minisgl.kernels import single_token_attention, single_token_linear
 from minisgl.kernels.single_token_linear import linear
-from minisgl.layers.quantization import Quantizer
+from minisgl.layers.quantization import Blocks, Quantizer, Tensors
+from minisgl.layers.quantizers import Int8
 from minisgl.models.decoder_layers import GemmaNorm
 from minisgl.models.single_token import SingleTokenDecoder
 from tests.kernels.loading import DEVICE, load
@@ -87,6 +88,35 @@ def test_a_quantiser_without_kernels_is_named(tmp_path: Path) -> None:
 
 class Unknown(Quantizer):
     """Of somebody else."""
+
+
+class Doubling(Int8):
+    """Multiplies in another way, which our kernels would not."""
+
+    def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        return 2.0 * super().linear(x, tensors, bias)
+
+
+class OtherNames(Quantizer):
+    """Numbers and scales under names of its own."""
+
+    quantizes_embeddings = False
+
+    def layout(self, columns: int) -> dict[str, Blocks]:
+        return {"numbers": Blocks(1, 1, torch.int8), "factor": Blocks(1, 0, torch.float32)}
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        factor = weight.float().abs().amax(1, keepdim=True) / 127.0
+        return {"numbers": (weight / factor).round().to(torch.int8), "factor": factor}
+
+
+@pytest.mark.parametrize("own", [Doubling, OtherNames])
+def test_a_quantiser_of_somebody_else_keeps_its_own_product(tmp_path: Path, own: type[Quantizer]) -> None:
+    """Whether it derives from one of ours, or names its tensors in another way."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    variant = Variant("llama", "LlamaForCausalLM", sizes)
+    model, _ = load(tmp_path, variant, quantization=f"{__name__}:{own.__name__}")
+    assert not SingleTokenDecoder.supports(model)
 
 
 def test_models_that_it_cannot_run_are_named(tmp_path: Path) -> None:

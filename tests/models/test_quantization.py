@@ -12,9 +12,10 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.errors import ConfigError
-from minisgl.layers.quantization import QUANTIZERS, QuantizedWeight
+from minisgl.layers.quantization import QUANTIZERS, Blocks, QuantizedWeight
 from minisgl.layers.quantizers import Int8
 from minisgl.layers.sharding import SINGLE_RANK, Communicator
+from minisgl.models import loader
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import prepack_weights
 from minisgl.models.loader import load_model
@@ -124,6 +125,84 @@ def test_a_quantiser_of_your_own(wide: Path) -> None:
     assert isinstance(model.model.layers[0].mlp.down_proj.weight.quantizer, Halves)
 
 
+class WrongShape(Int8):
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        tensors = super().quantize(weight)
+        return {**tensors, "weight_scale": tensors["weight_scale"][:1]}
+
+
+class Floats(Int8):
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**super().quantize(weight), "weight": weight}
+
+
+class NoScale(Int8):
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": super().quantize(weight)["weight"]}
+
+
+class OneMore(Int8):
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**super().quantize(weight), "weight_zero": torch.zeros(len(weight), 1)}
+
+
+class CannotQuantize(Int8):
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise RuntimeError("cannot")
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (WrongShape, r"of a weight \[211, 256\], .* wants 'weight_scale' to be float32\[211, 1\], got float32\[1, 1\]"),
+        (Floats, r"wants 'weight' to be int8\[211, 256\], got float32\[211, 256\]"),
+        (NoScale, "'weight_scale' to be .*, got None"),
+        (OneMore, "'weight_zero' to be left out, got float32"),
+        (CannotQuantize, r"failed: RuntimeError: cannot \(test_quantization.py, line [0-9]+\)"),
+    ],
+)
+def test_what_a_quantiser_returns_is_what_its_layout_says(wide: Path, own: type[Int8], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization: {__name__}:{own.__name__}.quantize.*{message}"):
+        load(wide, f"{__name__}:{own.__name__}")
+
+
+LAYOUTS: dict[str, Any] = {
+    "NoDict": None,
+    "Tuples": {"weight": (1, 1)},
+    "NoRows": {"weight": Blocks(0, 1, torch.int8)},
+    "Dotted": {"weight.numbers": Blocks(1, 1, torch.int8)},
+    "Taken": {"rows": Blocks(1, 1, torch.int8)},
+}
+
+
+class Laid(Int8):
+    def layout(self, columns: int) -> dict[str, Blocks]:
+        layout: dict[str, Blocks] = LAYOUTS[self.kind]
+        return layout
+
+    kind = "unknown"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("NoDict", "must return a dict of name to Blocks, got None"),
+        ("Tuples", r"'weight' must be Blocks.*, got \(1, 1\)"),
+        ("NoRows", "'weight' must be Blocks.* with rows of at least 1"),
+        ("Dotted", "called like a variable, got 'weight.numbers'"),
+        ("Taken", "a tensor cannot be called 'rows'"),
+        ("unknown", r"layout\(256\) failed: KeyError: 'unknown' \(test_quantization"),
+    ],
+)
+def test_a_layout_is_checked_before_memory_is_taken(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    monkeypatch.setattr(Laid, "kind", kind)
+    monkeypatch.setattr(loader, "_materialize", None)
+    with pytest.raises(ConfigError, match=f"quantization: {__name__}:Laid.*{message}"):
+        load(wide, f"{__name__}:Laid")
+
+
 @pytest.mark.parametrize(
     ("scheme", "overrides", "ranks", "message"),
     [
@@ -134,6 +213,12 @@ def test_a_quantiser_of_your_own(wide: Path) -> None:
             {},
             4,
             r"columns 32 to 64 of .*o_proj.* cut through the blocks of 128 that share a weight_scale; use f",
+        ),
+        (
+            "fp8-block",
+            {},
+            1,
+            r"rows 128 to 192 of .*_proj.* cut through the blocks of 128 .*; use 'none', or another scheme$",
         ),
         ("fp8-block", {}, 2, "rows 64 to 128 of .*q_proj.* cut through the blocks of 128 that share a weight_scale"),
     ],

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from minisgl.errors import QueueFull
 from minisgl.llm import LLM
 from minisgl.request import Request
 from minisgl.sampling_params import SamplingParams
-from tests.server.harness import MESSAGES, PROMPT, RunningServer, ServerThread, wait_until
+from minisgl.server.async_engine import Answer
+from tests.server.harness import MESSAGES, PROMPT, RunningServer, ServerThread, in_background, wait_until
 
 
 def text_of(chunks: list[Any]) -> str:
@@ -267,3 +269,42 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(server: Running
     streamed = [value for chunk in chunks for value in chunk.choices[0].logprobs.token_logprobs]
     assert streamed == pytest.approx([None, *logprobs.token_logprobs[1:]], abs=1e-4)
     assert server.idle()
+
+
+def test_a_small_queue_scores_a_long_prompt(own_server: RunningServer, server: RunningServer) -> None:
+    """In smaller groups; and where the queue is full of the request's own choices, the scores wait for room."""
+    body: dict[str, Any] = {"max_tokens": 4, "echo": True, "logprobs": 0}
+    expected = server.complete(**body).choices[0].logprobs.token_logprobs
+    assert own_server.complete(**body).choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-4)
+    refused = count_refusals(own_server)
+    own_server.gate.allowed = 0  # both choices fill the queue
+    answer = in_background(lambda: own_server.complete(**body, n=2))
+    wait_until(lambda: len(refused) > 1)
+    own_server.gate.allowed = None
+    for choice in cast(Any, answer()).choices:
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-4)
+    assert own_server.idle()
+
+
+def count_refusals(server: RunningServer) -> list[QueueFull]:
+    """A list to which every job is added that the server's engine refuses from now on."""
+    refused: list[QueueFull] = []
+    submit = server.engine.submit
+
+    async def counting(*job: Any, **options: Any) -> Answer:
+        try:
+            return await submit(*job, **options)
+        except QueueFull as error:
+            refused.append(error)
+            raise
+
+    cast(Any, server.engine).submit = counting
+    return refused
+
+
+def test_a_prompt_without_room_is_told_that_a_token_is_generated(server: RunningServer) -> None:
+    longest = server.engine.max_seq_len
+    with pytest.raises(
+        openai.BadRequestError, match=f"shorten it to {longest - 1}, as at least one token is generated"
+    ):
+        server.complete(prompt=[5] * longest, max_tokens=0, echo=True)
