@@ -8,7 +8,7 @@ from minisgl.request import Request
 
 
 class FairQueueing:
-    """Whoever has been served least goes first."""
+    """Put the user first who has been served least."""
 
     def order(self, waiting: Sequence[Request], cached_len: Callable[[Request], int]) -> Iterable[Request]:
         """See `minisgl.scheduler.policy.QueuePolicy`."""

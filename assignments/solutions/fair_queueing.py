@@ -12,8 +12,8 @@ from minisgl.request import Request
 class FairQueueing:
     """Start-time fair queueing (Goyal et al. 1996) over the virtual tokens of VTC (Sheng et al. 2024).
 
-    ``served`` is what each user has had. ``floor`` is what the user had who was admitted last: everybody who waits has
-    had as much, and whoever comes back with less, because they were away, is treated as if they had.
+    ``served`` is what each user has had. ``floor`` is what the user had who was admitted last: all who wait have
+    had as much, and a user who comes back with less, after being away, is treated as if they had.
     """
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ _NAMES = {
     "speculation": "DraftLog DraftStep accept_or_resample draft_player draft_steps suffix_automaton",
     "svg": "Picture",
     "tables": "RESULTS Markdown Measured has_cuda kept measured table",
+    "text_strips": "strips",
     "timelines": "host_device_timeline kernel_timeline launch_lanes schedule_player schedule_timeline step_timeline",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -21,6 +21,7 @@ SECONDS_PER_TEST = 20
 SECONDS_PER_RUN = 900
 OUTPUT_LIMIT = 1 << 24
 
+_NO_END = "look for a loop, or an await, that never ends"
 _LINES = 12  # of a failure's message that are shown
 _STUBS_IN_KERNELS = {"TRITON_FRONT_END_DEBUGGING": "1"}  # raise what they say, not an error of the interpreter's own
 
@@ -227,9 +228,9 @@ def run_tests(
     ended, log = run_pytest(options, env, folder, *limits, "", timeout, launch, lambda log: report(wanted(log), False))
     results, started = wanted(log), log.last("started")
     if ended.stopped == "time":
-        raise CourseError(f"the tests were stopped after {SECONDS_PER_RUN} seconds: look for a loop without an end")
+        raise CourseError(f"the tests were stopped after {SECONDS_PER_RUN} seconds: {_NO_END}")
     if log.last("end") is None and started is not None and started["id"] not in log.results:
-        how = f"took longer than {timeout} seconds, and was stopped: look for a loop without an end"
+        how = f"took longer than {timeout} seconds, and was stopped: {_NO_END}"
         frames = tuple((os.path.relpath(path, folder), line, text) for path, line, text in log.stack)
         results.append(Result(started["id"], f"The test {how if log.stack else 'ended its process'}", frames))
     elif log.last("end") is None or not log.all("collected", "unreadable"):

@@ -140,9 +140,14 @@ def write(files: Files, directory: Path) -> None:
 
 def find_package(directory: Path, chapter: Chapter) -> None:
     """Raise `CourseError` if a folder holds no package in which a chapter's tasks can be written."""
-    if not (directory / PACKAGE / "__init__.py").is_file():
-        start = "`python -m minisgl course start`"
+    start = "`python -m minisgl course start`"
+    if not (directory / PACKAGE).is_dir():
         raise CourseError(f"{directory} has no package {PACKAGE}/; name the folder that {start} wrote")
+    if not (directory / PACKAGE / "__init__.py").is_file():
+        raise CourseError(
+            f"{directory} has no {PACKAGE}/__init__.py, without which {PACKAGE}/ is no package; "
+            f"copy the file from a folder that {start} writes"
+        )
     modules = (stub.path for task in chapter.tasks for stub in task.stubs)
     missing = [path for path in modules if not (directory / path).is_file()]
     texts = [text.name[:3] for text in directory.glob("chapters/*.md")]

@@ -91,7 +91,7 @@ def test_a_loop_without_an_end_ends_the_check_and_is_shown(folder: Path, capsys:
     assert re.search(r"task 5 .* passed", output)
     assert re.search(r"task 6 .* FAILED", output)
     assert re.search(r"task 7 .* not run", output)
-    assert "took longer than 5 seconds, and was stopped" in output
+    assert "took longer than 5 seconds, and was stopped: look for a loop, or an await, that never ends" in output
     assert re.search(r"in your RadixCache.unlock, line \d+ of it: (while True:|pass)", output)
 
 
@@ -189,3 +189,12 @@ def test_bad_input_is_told_what_to_do(
     assert message in capsys.readouterr().err
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["full", "mine.py"]
     assert (tmp_path / "full/mine.py").read_text() == "work = 1\n"
+
+
+def test_a_package_without_its_first_file_is_told_which_file_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "minisgl/book").mkdir(parents=True)
+    assert main(["check", "6", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path} has no minisgl/__init__.py, without which minisgl/ is no package; copy the file from" in told

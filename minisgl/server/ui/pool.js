@@ -43,7 +43,7 @@ function legend(state, counts) {
 function caption(state) {
   let text =
     `A page is the KV of ${counted(state.page_size, "token")}. In a request’s colour: its own; ` +
-    "dark or bright: cached and read by as many requests as it says; grey: kept for whoever comes.";
+    "dark or bright: cached and read by as many requests as it says; grey: kept for later requests.";
   if (state.stride > 1) text += ` One page in ${state.stride} of ${state.num_pages.toLocaleString("en")} is shown.`;
   return [text, " ", make("b", {}, "Chapter 4, Paged KV")];
 }

@@ -147,7 +147,7 @@ function describe(node, state) {
   const lines = [
     `“${visible(node.text)}${node.tokens > node.head.length ? " …" : ""}”`,
     `${counted(node.tokens, "token")} in ${counted(number, "page")}: ${named}`,
-    locks ? `locked by ${counted(locks, "request")}: it cannot be evicted` : "nobody reads it: it can be evicted",
+    locks ? `locked by ${counted(locks, "request")}: it cannot be evicted` : "no request reads it: it can be evicted",
   ];
   const age = state.clock - node.last_used;
   if (node.last_used) lines.push(`last used ${counted(age, "tick")} of the cache’s clock ago`);
