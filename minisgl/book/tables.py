@@ -41,7 +41,7 @@ class WithCode(Markdown):
     """Markdown whose blocks of code get a fixed width around them: nbconvert gives them none in an output."""
 
     def _repr_markdown_(self) -> str:
-        return _CODE.sub(r'<div style="font-family:monospace">\n\n\g<0>\n\n</div>', self.text)
+        return _CODE.sub(r'<div style="font-family:monospace; margin-bottom:1em">\n\n\g<0>\n\n</div>', self.text)
 
 
 def table(

@@ -26,7 +26,7 @@ def test_show_takes_a_class() -> None:
     assert "```python\nclass RunningTable" in listing.text == repr(listing)
     place, before, *_, last = listing._repr_markdown_().split("\n\n")
     assert place.startswith("`minisgl/table.py`, line "), "what JupyterLab shows of a folded output"
-    assert (before, last) == ('<div style="font-family:monospace">', "</div>")
+    assert (before, last) == ('<div style="font-family:monospace; margin-bottom:1em">', "</div>")
 
 
 def test_show_takes_a_triton_kernel() -> None:
