@@ -146,7 +146,7 @@ def _check_counts(given: Mapping[str, Any]) -> None:
         value = given.get(name)
         counts = value if isinstance(value, Sequence) else () if value is None else (value,)
         if any(count < 1 for count in counts):
-            raise ConfigError(f"{_FLAGS.get(name, name)}: must be at least 1, got {min(counts)}")
+            raise ConfigError(f"{_FLAGS.get(name, name)}: must be positive, got {min(counts)}")
 
 
 def benchmark_function(command: str) -> Callable[..., Report]:

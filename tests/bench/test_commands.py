@@ -292,7 +292,7 @@ def test_there_must_be_something_to_measure(arguments: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         main([command, flag, *counts])
     assert ended.value.code == 2
-    assert f"{command}: {flag[2:]}: must be at least 1, got {counts[-1]}" in capsys.readouterr().err
+    assert f"{command}: {flag[2:]}: must be positive, got {counts[-1]}" in capsys.readouterr().err
 
 
 def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_divergence_is_that_of_its_definition(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "0"], "tokens: must be at least 1, got 0"),
+        (["--tokens", "0"], "tokens: must be positive, got 0"),
         (["--tokens", "1"], "tokens: must be at least 2, as a token is predicted from one before it, got 1"),
         (["--window", "1"], "window: must be at least 2, as a token is predicted from one before it, got 1"),
         (["--text", "nowhere.md"], "text: nowhere.md cannot be read"),
