@@ -88,7 +88,7 @@ def short_repr(value: object) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raise as a `ConfigError` what a class or a module of somebody else raises: ``what`` failed, why, and where.
+    """Raise as a `ConfigError` what code from outside of this package raises: ``what`` failed, why, and where.
 
     A module that exits is such an error too. Errors of this package pass, as an interrupt does.
     """

@@ -40,7 +40,7 @@ def build(
 ) -> T:
     """Make an object of what `resolve` finds, with these arguments.
 
-    Raises `ConfigError`, which names the option ``field``, if a class of somebody else cannot be made with them, or
+    Raises `ConfigError`, which names the option ``field``, if a ``module:Class`` cannot be made with them, or
     lacks a method or an attribute of ``protocol``. What a class in ``registry`` raises is left as it is.
     """
     make = resolve(field, name, registry)

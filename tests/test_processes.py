@@ -98,7 +98,7 @@ def test_a_child_that_cannot_start_says_why(children: dict[str, ChildProcess]) -
 
 
 @pytest.mark.parametrize(("behaviour", "where_from"), [("fails", False), ("breaks", True)])
-def test_only_an_error_that_nobody_expects_is_told_with_its_traceback(
+def test_only_an_unexpected_error_is_told_with_its_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], behaviour: str, where_from: bool
 ) -> None:
     """An option or a checkpoint that cannot be used is for the parent to report, in one line."""

@@ -153,9 +153,8 @@ def run_serve(
     seed: int = 0,
 ) -> Report:
     """Latency, throughput and goodput under each load, and what it left behind in the server."""
-    for name, values in (("rate", rate), ("concurrency", concurrency), ("requests", [requests])):
-        if any(value is not None and value <= 0 for value in values or ()):
-            raise LoadError(f"{name}: must be positive, got {values}")
+    if any(value <= 0 for value in rate or ()):
+        raise LoadError(f"rate: must be positive, got {rate}")
     kind, *files = arrivals
     if kind not in ("poisson", "constant", "trace") or len(files) != (kind == "trace"):
         raise LoadError(f"arrivals: must be poisson, constant, or trace FILE, got {' '.join(arrivals)}")

@@ -178,7 +178,7 @@ def select_prefix_cache(prefix_cache: str, eviction_policy: str = "lru") -> Call
     """Return a function that builds the named prefix cache from a page size.
 
     Raises `ConfigError` for an unknown name, or an eviction policy other than ``"lru"`` that the cache cannot use; the
-    function does for a class of somebody else that cannot be made.
+    function does for ``module:Class`` if it cannot be made.
     """
     make_cache: Callable[..., PrefixCache] = resolve("prefix_cache", prefix_cache, PREFIX_CACHES)
     resolve("eviction_policy", eviction_policy, EVICTION_POLICIES)

@@ -111,7 +111,7 @@ def layout_of(quantizer: Quantizer, columns: int) -> Mapping[str, Blocks]:
 
 
 def quantize_checked(quantizer: Quantizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Quantise a float weight, [N, K], by the class of somebody else.
+    """Quantise a float weight, [N, K], by a class given as ``module:Class``.
 
     Raises `ConfigError`, which names the class and the tensor, unless all tensors are as the layout says.
     """

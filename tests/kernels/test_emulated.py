@@ -91,7 +91,7 @@ FUNCTIONS = {
     "halves": ("unsigned", "float first, float second", "cvt.rn.f16x2.f32"),
     "lower_halves": ("unsigned", "unsigned word", "cvt.rn.f16x2.e4m3x2"),
     "upper_halves": ("unsigned", "unsigned word", "cvt.rn.f16x2.e4m3x2"),
-    "less_8": ("unsigned", "unsigned bytes", "lop3.b32"),
+    "less_8": ("unsigned", "unsigned bytes", "lop3.b32 0xf0f0f0f0 0x80808080 0x6a"),
     "larger": ("float", "float first, float second", "max.NaN.f32"),
     "multiply_add": ("unsigned", "unsigned a, unsigned b, unsigned c", "fma.rn.bf16x2"),
 }
@@ -240,6 +240,7 @@ def test_arguments_must_be_those_of_the_kernel() -> None:
             "'lane_mask' has asm, and .* no function",
         ),
         ('__device__ float scale_of(unsigned short x) { asm("cvt.f32.bf16 %0, %1;"); }', "", "'scale_of' has asm"),
+        ('__device__ u32 less_8(u32 x) { asm("lop3.b32 %0, %1, 0xf0f0f0f0, 0x80808080, 0x6b;"); }', "", "'less_8' has"),
         ("", 'asm volatile("bar.sync 0;");', "asm stands outside of __device__ functions"),
         ("", "out[0] = nothing;", re.escape("test.cu:3:") + r"(.|\n)*nothing"),
     ],

@@ -111,7 +111,7 @@ class OtherNames(Quantizer):
 
 
 @pytest.mark.parametrize("own", [Doubling, OtherNames])
-def test_a_quantiser_of_somebody_else_keeps_its_own_product(tmp_path: Path, own: type[Quantizer]) -> None:
+def test_a_quantiser_of_your_own_keeps_its_product(tmp_path: Path, own: type[Quantizer]) -> None:
     """Whether it derives from one of ours, or names its tensors in another way."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     variant = Variant("llama", "LlamaForCausalLM", sizes)
