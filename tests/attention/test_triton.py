@@ -260,7 +260,7 @@ HALVES = {"q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"}
 COUNTS = {"num_rows", "num_groups", "programs", "token_stride", "head_stride", "table_width"}
 MODEL = {"PAGE_SIZE": 16, "GROUP": 5, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "BLOCK_R": 256}
 MODEL |= {"SINKS": False, "sinks_ptr": None}
-MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK_W": 1024, "NUM_HEADS": 40}
+MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK_H": 8, "NUM_HEADS": 40}
 
 
 def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
@@ -301,7 +301,7 @@ for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {
     loop = build(decode_kernel, 2, 3, BLOCK_M=16, **options)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
     build(merge_kernel, 4, 3, **options)
-    build(merge_kernel, 2, 3, BLOCK_R=32, BLOCK_W=512, BLOCK_P=2, **options)
+    build(merge_kernel, 2, 3, BLOCK_R=32, BLOCK_H=4, BLOCK_P=2, **options)
 build(decode_kernel, 4, 4, BLOCK_M=16, BLOCK_R=32, WINDOW=0, USE_PDL=True, **ALONE)
 build(decode_kernel, 2, 3, BLOCK_M=16, WINDOW=0, USE_PDL=True, **ALONE, SINKS=True, sinks_ptr="*bf16")
 for window in (0, 100):

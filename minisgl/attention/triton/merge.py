@@ -26,7 +26,7 @@ class Tuning(NamedTuple):
     programs: int  # of `decode_kernel` on a multiprocessor
     num_warps: int
     num_stages: int
-    columns: int  # of a program of `merge_kernel`
+    columns: int  # of a program of `merge_kernel`: so many elements of heads
     parts: int  # that it reads at a time
     merge_warps: int
 
@@ -62,31 +62,33 @@ def add_parts(
     part_lse_ptr,  # float32[…, NUM_HEADS]
     line,  # index of the first part, in the dimension before NUM_HEADS
     num_parts,
-    columns,
+    heads,  # int32[H]
     acc,
     row_sum,
     row_max,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,  # parts a tile
+    BLOCK_D: tl.constexpr,  # HEAD_DIM or more
 ):
-    """Merge ``num_parts`` parts of one row, which lie one after the other, into the running values.
+    """Merge ``num_parts`` parts of one row, which lie one after the other, into the running values of ``heads``.
 
-    Each element of ``columns``, int32[W] over the last two dimensions flattened, has its own running values: ``acc``
-    is the sum of the parts, each times its weight ``exp2(lse − row_max)``; ``row_sum`` the sum of these weights;
-    ``row_max`` the largest lse.
+    ``acc``, [H, BLOCK_D], is the sum of the parts, each times its weight ``exp2(lse − row_max)``; ``row_sum``, [H], the
+    sum of these weights; ``row_max``, [H], the largest lse.
     """
+    dims = tl.arange(0, BLOCK_D)
     for start in tile_range(0, num_parts, BLOCK_P):
         parts = start + tl.arange(0, BLOCK_P)
-        exists = (parts < num_parts)[:, None] & (columns < NUM_HEADS * HEAD_DIM)[None, :]
-        lines = (line + parts)[:, None] * NUM_HEADS
+        exists = (parts < num_parts)[:, None] & (heads < NUM_HEADS)[None, :]
+        lines = (line + parts)[:, None] * NUM_HEADS + heads[None, :]
         # Past the first-level cache: nothing here is read twice.
-        lse = tl.load(part_lse_ptr + lines + columns[None, :] // HEAD_DIM, exists, other=LOWEST, cache_modifier=".cg")
-        out = tl.load(part_out_ptr + lines * HEAD_DIM + columns[None, :], exists, other=0.0, cache_modifier=".cg")
+        lse = tl.load(part_lse_ptr + lines, exists, other=LOWEST, cache_modifier=".cg")
+        pointers = part_out_ptr + lines[:, :, None] * HEAD_DIM + dims[None, None, :]
+        out = tl.load(pointers, exists[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         weights = tl.exp2(lse - new_max[None, :])
         rescale = tl.exp2(row_max - new_max)
-        acc = acc * rescale + tl.sum(out * weights, 0)
+        acc = acc * rescale[:, None] + tl.sum(out * weights[:, :, None], 0)
         row_sum = row_sum * rescale + tl.sum(weights, 0)
         row_max = new_max
     return acc, row_sum, row_max
@@ -113,15 +115,16 @@ def merge_kernel(
     BLOCK_R: tl.constexpr,  # this and BLOCK_N as in `decode_kernel`
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Program (c, r): merge the parts of row r in the c-th BLOCK_W columns, if `decode_kernel` has left any.
+    """Program (h, r): merge the parts of row r in the h-th BLOCK_H heads, if `decode_kernel` has left any.
 
-    All heads of a row are cut in the same places, so columns may belong to several heads. The programs are few enough
-    to run all at once, and each finds out what it has to merge before `decode_kernel` has ended.
+    All heads of a row are cut in the same places. The programs are few enough to run all at once, and each finds out
+    what it has to merge before `decode_kernel` has ended.
     """
-    WIDTH: tl.constexpr = NUM_HEADS * HEAD_DIM
-    columns = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    heads = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, BLOCK_D)
     row = tl.program_id(1)
     all_rows = tl.arange(0, BLOCK_R)
     exists = all_rows < num_rows
@@ -140,30 +143,25 @@ def merge_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
     if SHARED or num_parts > 1:
-        acc = tl.zeros([BLOCK_W], tl.float32)
-        row_sum = tl.zeros([BLOCK_W], tl.float32)
-        row_max = tl.full([BLOCK_W], LOWEST, tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        row_sum = tl.zeros([BLOCK_H], tl.float32)
+        row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
         line = row + first_program
         acc, row_sum, row_max = add_parts(
-            part_out_ptr, part_lse_ptr, line, num_parts, columns, acc, row_sum, row_max, NUM_HEADS, HEAD_DIM, BLOCK_P
-        )
+            part_out_ptr, part_lse_ptr, line, num_parts, heads, acc, row_sum, row_max,
+            NUM_HEADS, HEAD_DIM, BLOCK_P, BLOCK_D,
+        )  # fmt: skip
         if SHARED:
             num_parts = tl.load(prefix_parts_ptr + row, tl.load(shared_lens_ptr + row) > 0, other=0)
             line = row * PREFIX_PARTS
             acc, row_sum, row_max = add_parts(
-                prefix_out_ptr,
-                prefix_lse_ptr,
-                line,
-                num_parts,
-                columns,
-                acc,
-                row_sum,
-                row_max,
-                NUM_HEADS,
-                HEAD_DIM,
-                BLOCK_P,
-            )
-        tl.store(out_ptr + row * WIDTH + columns, (acc / row_sum).to(out_ptr.dtype.element_ty), columns < WIDTH)
+                prefix_out_ptr, prefix_lse_ptr, line, num_parts, heads, acc, row_sum, row_max,
+                NUM_HEADS, HEAD_DIM, BLOCK_P, BLOCK_D,
+            )  # fmt: skip
+        lines = row * NUM_HEADS + heads
+        mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+        result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + lines[:, None] * HEAD_DIM + dims[None, :], result, mask)
 
 
 def merge_parts(
@@ -179,9 +177,9 @@ def merge_parts(
 ) -> None:
     """Launch `merge_kernel`; arguments as there."""
     num_rows, num_heads, head_dim = out.shape
-    width = num_heads * head_dim
-    block_w = min(tuned.columns, triton.next_power_of_2(width))
-    merge_kernel[(triton.cdiv(width, block_w), num_rows)](
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = min(max(1, tuned.columns // block_d), triton.next_power_of_2(num_heads))
+    merge_kernel[(triton.cdiv(num_heads, block_h), num_rows)](
         out,
         part_out,
         part_lse,
@@ -200,7 +198,8 @@ def merge_parts(
         BLOCK_R=tuned.block_r,
         BLOCK_N=block_n,
         BLOCK_P=tuned.parts,
-        BLOCK_W=block_w,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
         num_warps=tuned.merge_warps,
         **PDL_LAUNCH_ARGS,
     )
