@@ -163,7 +163,7 @@ def paged_decode_attention(
     group = num_heads // kv_heads
     block_m, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(head_dim))
     block_n = keys_per_tile(q, block_d)
-    tuned = tuning(num_rows)
+    tuned = tuning(num_rows, shared=prefix is not None)
     programs = max(1, num_sms * tuned.programs // kv_heads)
     part_out = torch.empty((num_rows + programs, num_heads, head_dim), dtype=torch.float32, device=out.device)
     part_lse = torch.empty((num_rows + programs, num_heads), dtype=torch.float32, device=out.device)

@@ -31,19 +31,20 @@ class Tuning(NamedTuple):
     merge_warps: int
 
 
-def tuning(num_rows: int) -> Tuning:
+def tuning(num_rows: int, shared: bool) -> Tuning:
     """Return what was fastest with so many rows on an H200.
 
     With few rows latency counts: `decode_kernel` then has wider programs, and `merge_kernel` narrower ones with more
     loads in flight. With many, `decode_kernel` has more programs, and `merge_kernel` no more than fit on the GPU at
-    once.
+    once. With a ``shared`` prefix, all of them fit on the GPU beside `prefix_kernel`.
     """
     block_r = triton.next_power_of_2(num_rows)
     if num_rows <= 16:
-        return Tuning(16, programs=2, num_warps=4, num_stages=5, columns=256, parts=8, merge_warps=4)
+        return Tuning(16, programs=2, num_warps=4, num_stages=5, columns=128, parts=8, merge_warps=2)
     if num_rows <= 64:
-        return Tuning(block_r, programs=3, num_warps=4, num_stages=4, columns=512, parts=2, merge_warps=2)
-    return Tuning(max(256, block_r), programs=4, num_warps=2, num_stages=3, columns=1024, parts=2, merge_warps=4)
+        return Tuning(block_r, programs=3, num_warps=4, num_stages=4, columns=512, parts=1, merge_warps=2)
+    programs = 2 if shared else 4
+    return Tuning(max(256, block_r), programs, num_warps=2, num_stages=3, columns=512, parts=1, merge_warps=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ def shared_prefix_attention(
     num_rows, num_heads, head_dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     group = num_heads // kv_heads
-    block_m, block_n, num_stages = 128, 64, 5
+    # Four warps a multiprocessor leave room for `decode_kernel`, which reads while this kernel computes.
+    block_m, block_n, num_stages = (64, 64, 5) if group <= 2 else (128, 32, 6)
     if q.dtype == torch.float32:  # no tensor cores; the multiplications are unrolled
         block_m, block_n, num_stages = 16, 32, 3
     elif head_dim > 128:
@@ -176,7 +177,7 @@ def shared_prefix_attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=max(4, block_m // 16),
+        num_warps=4,
         num_stages=num_stages,
         **PDL_LAUNCH_ARGS,
     )
