@@ -260,7 +260,7 @@ HALVES = {"q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"}
 COUNTS = {"num_rows", "num_groups", "programs", "token_stride", "head_stride", "table_width"}
 MODEL = {"PAGE_SIZE": 16, "GROUP": 5, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "BLOCK_R": 256}
 MODEL |= {"SINKS": False, "sinks_ptr": None}
-MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_P": 4, "BLOCK_H": 8, "NUM_HEADS": 40}
+MODEL |= {"BLOCK_G": 64, "MAX_PARTS": 8, "PREFIX_PARTS": 8, "BLOCK_H": 4, "NUM_HEADS": 40}
 
 
 def build(kernel, num_warps, num_stages, cache="*bf16", **constants):
@@ -300,8 +300,8 @@ for window, early, shared in ((0, True, ALONE), (100, False, ALONE), (0, True, {
     options = {"WINDOW": window, "USE_PDL": early, **shared}
     loop = build(decode_kernel, 2, 3, BLOCK_M=16, **options)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
-    build(merge_kernel, 4, 3, **options)
-    build(merge_kernel, 2, 3, BLOCK_R=32, BLOCK_H=4, BLOCK_P=2, **options)
+    build(merge_kernel, 2, 3, BLOCK_P=1, **options)
+    build(merge_kernel, 2, 3, BLOCK_R=16, BLOCK_H=1, BLOCK_P=8, **options)
 build(decode_kernel, 4, 4, BLOCK_M=16, BLOCK_R=32, WINDOW=0, USE_PDL=True, **ALONE)
 build(decode_kernel, 2, 3, BLOCK_M=16, WINDOW=0, USE_PDL=True, **ALONE, SINKS=True, sinks_ptr="*bf16")
 for window in (0, 100):
@@ -310,11 +310,13 @@ for heads in (1, 5):
     loop = build(fixed_split_kernel, 4, 3, BLOCK_M=16, WINDOW=0, HEADS=heads)["ttgir"]
     assert loop.count("async_copy_global_to_local") >= 2, "the loop over tiles is pipelined"
 build(merge_splits_kernel, 4, 3, NUM_SPLITS=16, BLOCK_S=16)
-assert "wgmma" in build(prefix_kernel, 8, 5, BLOCK_M=128, USE_PDL=True)["ptx"]
+PREFIX = ({"BLOCK_M": 64, "num_stages": 5, "GROUP": 2}, {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 6})
+for tile in PREFIX:
+    assert "wgmma" in build(prefix_kernel, 4, USE_PDL=True, **tile)["ptx"]
 for built in (
     build(decode_kernel, 2, 3, "*fp8e4nv", BLOCK_M=16, WINDOW=0, USE_PDL=True, **ALONE),
     build(prefill_kernel, 8, 3, "*fp8e4nv", BLOCK_M=128, WINDOW=0),
-    build(prefix_kernel, 8, 5, "*fp8e4nv", BLOCK_M=128, USE_PDL=True),
+    *(build(prefix_kernel, 4, cache="*fp8e4nv", USE_PDL=True, **tile) for tile in PREFIX),
 ):
     assert built["ttgir"].count("async_copy_global_to_local") >= 4, "the loop over tiles is pipelined"
     assert "cvt.rn.f16x2.e4m3x2" in built["ptx"]
@@ -325,8 +327,9 @@ for built in (
 FIT = """
 for architecture, limit in ((80, 163), (86, 99), (89, 99), (100, 227), (120, 99)):
     prefill = compiled(prefill_kernel, architecture, 8, 3, BLOCK_M=128, BLOCK_N=128, WINDOW=0)
-    prefix = compiled(prefix_kernel, architecture, 8, 5, BLOCK_M=128, USE_PDL=architecture >= 90)
-    for built in (prefill, prefix):
+    small = compiled(prefix_kernel, architecture, 4, 5, GROUP=2, BLOCK_M=64, USE_PDL=architecture >= 90)
+    large = compiled(prefix_kernel, architecture, 4, 6, BLOCK_M=128, BLOCK_N=32, USE_PDL=architecture >= 90)
+    for built in (prefill, small, large):
         assert 64 < built.metadata.shared / 1024 <= limit, (architecture, built.metadata)
 """
 
