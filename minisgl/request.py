@@ -92,6 +92,8 @@ class Request:
 
     def tokens(self) -> Int32Array:
         """Prompt and generated tokens, int32[prompt_len + output_len]. For a request that is not running."""
+        if not self.output:
+            return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])
 
 
