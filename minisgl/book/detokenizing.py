@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.book.players import Player, player
-from minisgl.book.svg import JOINER, MARGIN, WIDTH, Canvas, Picture, counted, shorten, visible
+from minisgl.book.svg import JOINER, MARGIN, WIDTH, Canvas, Picture, shorten, visible
 from minisgl.errors import ConfigError
 
 _ROOM, _ROOM_OF_TOKENS = WIDTH - 2 * MARGIN, WIDTH - 2 * MARGIN - 180  # right of the tokens is their last offset
@@ -56,7 +56,7 @@ def _frame(steps: Sequence[DetokenizerStep]) -> Picture:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(tokens))
     pending, unread = decoder.getstate()[0], b"".join(tokens[step.read :])
-    title = f"After {counted(len(tokens), 'token')}: surrogate {step.surrogate}, read {step.read}, sent {step.sent}"
+    title = f"As token {len(tokens)} comes: surrogate {step.surrogate}, read {step.read}, sent {step.sent}"
     legend = "outline: never looked at again  ·  grey: seen before  ·  blue: new  ·  orange: no complete character yet"
     canvas = Canvas(title, legend=legend, says=f"{title}.")
     looks = [_GONE] * step.surrogate + [_SEEN] * (step.read - step.surrogate) + [_NEW] * (len(tokens) - step.read)

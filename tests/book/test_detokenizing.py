@@ -61,7 +61,7 @@ def test_offsets_stand_at_the_borders_of_tokens() -> None:
     picture = detokenizer_steps(record(FOX)).frames[4]
     found = texts(picture)
     assert {"surrogate: 2", "read: 3", "end: 5"} <= set(found)
-    assert "After 5 tokens: surrogate 2, read 3, sent 1" in found
+    assert "As token 5 comes: surrogate 2, read 3, sent 1" in found
     top = min(float(box.get("y", "")) for box in boxes(picture))
     tokens = [box for box in boxes(picture) if float(box.get("y", "")) == top]
     kinds = [box.get("class") or box.get("fill") for box in tokens]
