@@ -374,7 +374,7 @@ class _Memory:
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, whose owner is nobody but the pool. So the next graph that is captured may write there too.
 
-    Logits are by far the largest results. With a buffer for each graph, those of 21 graphs take ten times as much.
+    Logits are by far the largest results. With a buffer for each, those of 21 graphs take over eight times as much.
     """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     memory = _Memory(tensor.view(bits))
