@@ -24,7 +24,6 @@ TYPED = {
         "more tokens to collect 90 %": "a threshold of top-p",
     },
     "09-when-memory-runs-out.md": {"say 30 %": "an example"},
-    "11-cuda-graphs.md": {"up to 1.3 times the\n   throughput": "published, with its link"},
     "12-fused-kernels.md": {
         "squares 16 times as much": "a count",
         "reached 78 %": "published, with its link",
