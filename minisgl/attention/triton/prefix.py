@@ -177,7 +177,7 @@ def shared_prefix_attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
+        num_warps=max(4, block_m // 32),
         num_stages=num_stages,
         **PDL_LAUNCH_ARGS,
     )
