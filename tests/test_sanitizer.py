@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.needs("compute-sanitizer"), pytest.ma
 @pytest.mark.parametrize("script", ["tests.attention.sanitize", *(f"tests.kernels.sanitize {name}" for name in CASES)])
 def test_kernels_are_clean(script: str, tool: str) -> None:
     python = [sys.executable, "-m", *script.split()]
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *python]
+    # Calls that return an error aren't ours: cuda-bindings looks up functions that an older driver doesn't have.
+    options = ["--error-exitcode", "9", *(["--report-api-errors", "no"] if tool == "memcheck" else [])]
+    command = ["compute-sanitizer", "--tool", tool, *options, *python]
     # Without PyTorch's caching an access past the end of a tensor does not land in another one.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

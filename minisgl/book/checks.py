@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,10 @@ OUTPUT_LIMIT = 1 << 24
 
 _NO_END = "look for a loop, or an await, that never ends"
 _LINES = 12  # of a failure's message that are shown
+_LISTED = 18  # lines of its test
+_NOISE = re.compile(
+    r"^assert (not )?(np\.)?(True|False)_?$| 0x[0-9a-f]{6,}|^ +\+ .{120}|Use -v+ to|Full output truncated"
+)
 _STUBS_IN_KERNELS = {"TRITON_FRONT_END_DEBUGGING": "1"}  # raise what they say, not an error of the interpreter's own
 
 
@@ -134,15 +140,19 @@ def _to_repeat(result: Result, tasks: Sequence[Task], directory: Path, folder: P
 
 
 def explain(result: Result, tasks: Sequence[Task], folder: Path) -> str:
-    """The message of a failure, the line of the test where it happened, and the last line of the reader's own code."""
+    """What a test says, the test itself as far as it came, and the last line of the reader's own code."""
 
     def line(file: str, number: int, text: str) -> str:
         return text or linecache.getline(str(folder / file), number).strip()
 
-    message = (result.failure or "").removeprefix("AssertionError: ").strip().splitlines()
-    lines = [*message[:_LINES], *(["…"] if len(message) > _LINES else [])]
-    for file, number, text in [frame for frame in result.frames if frame[0].startswith("tests/")][-1:]:
-        lines.append(f"in the test, {file}, line {number}: {line(file, number, text)}")
+    lines = _said(result.failure or "")
+    in_tests = [frame for frame in result.frames if frame[0].startswith("tests/")]
+    for file, number, text in in_tests[-1:]:
+        case = result.test.partition("[")[2].removesuffix("]")
+        lines.append(f"in the test, {file}, line {number}{f', case {case}' if case else ''}:")
+        lines.append(_listing(folder / file, number) or f"  {line(file, number, text)}")
+    for file, number, text in [frame for frame in in_tests[:-1] if not frame[2].startswith("def ")][:1]:
+        lines.append(f"called by {file}, line {number}: {line(file, number, text)}")
     places = {stub.path: _functions_in(folder / stub.path) for task in tasks for stub in task.stubs}
     own = [
         f"in your {stub.name}, line {number - node.lineno + 1} of it: {line(file, number, text)}"
@@ -154,6 +164,31 @@ def explain(result: Result, tasks: Sequence[Task], folder: Path) -> str:
     ]
     printed = [f"printed until then:\n{indent(result.printed.rstrip(), '  ')}"] if result.printed else []
     return "\n".join([*lines, *own[:1], *printed])
+
+
+def _said(failure: str) -> list[str]:
+    """A failure's message without what only the tests' author can use: objects' addresses, and options of pytest."""
+    message = failure.strip().removeprefix("AssertionError: ").removeprefix("Failed: ").splitlines()
+    lines = [re.sub(r"^assert (?=got )|^  (?=\w)", "", line) for line in message if not _NOISE.search(line)]
+    lines = [re.sub(r"^DID NOT RAISE (.+)", r"\1 was to be raised, and was not", line) for line in lines]
+    while lines and not lines[-1]:
+        lines.pop()
+    return [*lines[:_LINES], *(["…"] if len(lines) > _LINES else [])] or ["the marked line is not true"]
+
+
+def _listing(file: Path, number: int) -> str:
+    """The function around a line, up to the end of the statement there; an arrow marks the line."""
+    around = [node for node in _functions_in(file).values() if node.lineno <= number <= (node.end_lineno or 0)]
+    if not around:
+        return ""
+    statements = [node for node in ast.walk(around[0]) if isinstance(node, ast.stmt) and node is not around[0]]
+    ends = [node.end_lineno or 0 for node in statements if node.lineno <= number <= (node.end_lineno or 0)]
+    text = file.read_text(encoding="utf-8").splitlines()
+    first, end = around[0].lineno, min(ends, default=number)
+    shown = [f"{'→' if at == number else ' '} {text[at - 1]}" for at in range(first, end + 1)]
+    if len(shown) > _LISTED:
+        shown[1 : 1 - _LISTED] = ["      …"]
+    return "\n".join(shown)
 
 
 def in_words(test: str) -> str:

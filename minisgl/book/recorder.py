@@ -11,7 +11,7 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,15 @@ class Recorder:
             message = _message(report) if info is None else info.exconly(tryshort=True)
             self._result("unreadable", report, _shortened(message), _frames(info))
 
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str] | None:
+        """Say of an equation what the reader's code gave, which is on the left in our tests, and what was expected."""
+        if op != "==" or type(right).__name__.startswith("Approx"):
+            return None
+        try:
+            return [f"got       {_short(left)}", f"expected  {_short(right)}", *_difference(left, right)]
+        except Exception:  # of the objects' own; pytest then says what it can
+            return None
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write("started", id=nodeid)
         self._end_in(self._seconds)
@@ -97,6 +106,27 @@ def _message(report: Report) -> str:
         return "the test was skipped"
     crash = getattr(report.longrepr, "reprcrash", None)
     return _shortened(str(report.longrepr) if crash is None else crash.message)
+
+
+def _difference(left: object, right: object) -> list[str]:
+    """Where two long collections differ first."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        keys = [key for key in {**right, **left} if (key in left, left.get(key)) != (key in right, right.get(key))]
+        return [f"they differ at  {_short(keys)}"]
+    if isinstance(left, Set) and isinstance(right, Set):
+        return [f"missing   {_short(list(right - left))}", f"too many  {_short(list(left - right))}"]
+    if not isinstance(left, (list, tuple)) or not isinstance(right, (list, tuple)) or len(left) + len(right) < 12:
+        return []
+    for index, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return [f"they differ at index {index} first: {_short(mine)}, expected {_short(theirs)}"]
+    return [f"the one has {len(left)} items, the other {len(right)}"]
+
+
+def _short(item: object) -> str:
+    """One line for an object, with its beginning and its end if it is long."""
+    text = " ".join(repr(item).split())
+    return text if len(text) <= 160 else f"{text[:100]} … {text[-56:]}"
 
 
 def _frames(error: pytest.ExceptionInfo[BaseException] | None) -> list[Frame]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def test_a_safetensors_file_is_read(tmp_path: Path) -> None:
     read = toy.read_safetensors(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys(), "the header's __metadata__ is no tensor"
     for name, tensor in tensors.items():
-        torch.testing.assert_close(read[name], tensor.float(), atol=0, rtol=0, msg=name)
+        told = partial("tensor {}: {}".format, name)
+        torch.testing.assert_close(read[name], tensor.float(), atol=0, rtol=0, msg=told)
 
 
 # -- chapter 4

@@ -40,8 +40,8 @@ def test_the_tensors_are_those_of_the_layout(make_quantizer: MakeQuantizer) -> N
     quantizer = make_quantizer()
     layout = quantizer.layout(COLUMNS)
     for name, tensor in quantizer.quantize(random_weight()).items():
-        assert tuple(tensor.shape) == layout[name].shape(ROWS, COLUMNS), name
-        assert tensor.dtype == layout[name].dtype, name
+        assert tuple(tensor.shape) == layout[name].shape(ROWS, COLUMNS), f"the shape of {name}"
+        assert tensor.dtype == layout[name].dtype, f"the dtype of {name}"
     assert list(layout) == list(quantizer.quantize(random_weight()))
 
 

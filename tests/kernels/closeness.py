@@ -32,4 +32,4 @@ def assert_close(out: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype)
     assert out.dtype == dtype
     assert reference.dtype == torch.float64
     error = float((out.double() - reference).norm() / reference.norm())
-    assert error <= TOLERANCE[dtype], error
+    assert error <= TOLERANCE[dtype], f"a relative error of {error:.2g}, where {TOLERANCE[dtype]:.2g} is allowed"
