@@ -41,10 +41,9 @@ def tuning(num_rows: int, shared: bool) -> Tuning:
     block_r = triton.next_power_of_2(num_rows)
     if num_rows <= 16:
         return Tuning(16, programs=2, num_warps=4, num_stages=5, columns=128, parts=8, merge_warps=2)
-    if num_rows <= 64:
-        return Tuning(block_r, programs=3, num_warps=4, num_stages=4, columns=512, parts=1, merge_warps=2)
+    block_r = 64 if num_rows <= 64 else max(256, block_r)
     programs = 2 if shared else 4
-    return Tuning(max(256, block_r), programs, num_warps=2, num_stages=3, columns=512, parts=1, merge_warps=2)
+    return Tuning(block_r, programs, num_warps=2, num_stages=3, columns=512, parts=1, merge_warps=2)
 
 
 @dataclass(frozen=True, slots=True)
