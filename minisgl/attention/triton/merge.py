@@ -38,10 +38,9 @@ def tuning(num_rows: int, shared: bool) -> Tuning:
     loads in flight. With many, `decode_kernel` has more programs, and `merge_kernel` no more than fit on the GPU at
     once. With a ``shared`` prefix, all of them fit on the GPU beside `prefix_kernel`.
     """
-    block_r = triton.next_power_of_2(num_rows)
     if num_rows <= 16:
         return Tuning(16, programs=2, num_warps=4, num_stages=5, columns=128, parts=8, merge_warps=2)
-    block_r = 64 if num_rows <= 64 else max(256, block_r)
+    block_r = 64 if num_rows <= 64 else max(256, triton.next_power_of_2(num_rows))
     programs = 2 if shared else 4
     return Tuning(block_r, programs, num_warps=2, num_stages=3, columns=512, parts=1, merge_warps=2)
 
