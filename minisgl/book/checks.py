@@ -170,6 +170,7 @@ def _said(failure: str) -> list[str]:
     """A failure's message without what only the tests' author can use: objects' addresses, and options of pytest."""
     message = failure.strip().removeprefix("AssertionError: ").removeprefix("Failed: ").splitlines()
     lines = [re.sub(r"^assert (?=got )|^  (?=\w)", "", line) for line in message if not _NOISE.search(line)]
+    lines = [re.sub(r"^assert ", "not true: ", line) for line in lines]
     lines = [re.sub(r"^DID NOT RAISE (.+)", r"\1 was to be raised, and was not", line) for line in lines]
     while lines and not lines[-1]:
         lines.pop()

@@ -60,7 +60,7 @@ def test_the_test_is_shown_as_far_as_it_came(folder: Path) -> None:
 def test_a_helper_is_shown_with_the_line_that_called_it(folder: Path) -> None:
     lines = shown(folder, "assert 0 > 0", (FILE, 7, "pages = helper(count)"), (FILE, 16, "assert count > 0"))
     assert lines == [
-        "assert 0 > 0",
+        "not true: 0 > 0",
         f"in the test, {FILE}, line 16:",
         "  def helper(count):",
         "→     assert count > 0",
@@ -90,7 +90,7 @@ def test_a_file_that_is_gone_leaves_the_line(folder: Path) -> None:
         ("the keys\nassert False\n +  where False = <built-in equal at 0x7f5907>(1)", ["the keys"]),
         ("assert np.False_", ["the marked line is not true"]),
         ("Failed: DID NOT RAISE InvariantError", ["InvariantError was to be raised, and was not"]),
-        ("assert 'a' in ['b']\n\nUse -v to get more diff", ["assert 'a' in ['b']"]),
+        ("assert 'a' in ['b']\n\nUse -v to get more diff", ["not true: 'a' in ['b']"]),
         ("\n".join(map(str, range(30))), [*map(str, range(12)), "…"]),
     ],
 )
