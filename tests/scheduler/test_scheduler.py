@@ -89,6 +89,16 @@ def test_a_stop_token_ends_a_request_and_nothing_follows() -> None:
     assert request.output == unstopped[: unstopped.index(stop) + 1]
 
 
+def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
+    harness = Harness(vocab=4)
+    unlimited = expected_output(prompt_of(6), 20, 4)
+    first = unlimited.index(unlimited[4])
+    request = harness.add(prompt_of(6), max_tokens=first + 1, stop_ids=(unlimited[4],))
+    harness.run()
+    assert len(request.output) == first + 1
+    assert request.finish_reason is FinishReason.STOP, "the answer is complete, and as long as it may be"
+
+
 def test_a_single_token_needs_no_decode_step() -> None:
     harness = Harness()
     request = harness.add(prompt_of(6), max_tokens=1)
@@ -434,6 +444,38 @@ def test_a_long_prompt_comes_in_chunks_of_which_the_last_samples() -> None:
     assert [batch.sample_rows.tolist() for batch in batches] == [[], [], [0]]
     assert [len(batch.new_requests) for batch in batches] == [1, 0, 0]
     assert request.state is RequestState.DECODE
+
+
+def test_the_page_of_a_prompts_last_token_is_not_published() -> None:
+    harness = Harness(page_size=4)
+    harness.add(prompt_of(8), max_tokens=4)
+    harness.scheduler.schedule()
+    assert harness.memory.cache.num_pages == 1, "whoever finds the prompt computes its last token anyway"
+
+
+def test_a_request_may_take_the_last_page() -> None:
+    harness = Harness(page_size=4, num_pages=2)
+    request = harness.add(prompt_of(8), max_tokens=1)
+    harness.run()
+    assert request.finish_reason is FinishReason.LENGTH
+    harness.assert_output(request)
+
+
+def test_a_request_that_is_not_admitted_leaves_everything_as_it_was() -> None:
+    harness = Harness(page_size=4, num_pages=6)
+    harness.add(prompt_of(9), max_tokens=1)
+    harness.run()  # two pages stay in the cache
+    running = harness.add(prompt_of(12, seed=1), max_tokens=4)
+    harness.step()
+    evictable = harness.memory.cache.num_evictable
+    large = harness.add(prompt_of(20), max_tokens=2)
+    harness.step()
+    assert (running.state, large.state) == (RequestState.DECODE, RequestState.WAITING)
+    assert large.slot == -1
+    assert harness.memory.cache.num_evictable == evictable == 2, "the cached pages that it has found can still be evicted"
+    harness.run()
+    harness.assert_output(large)
+    harness.assert_idle_and_clean()
 
 
 def test_every_array_is_int32() -> None:
