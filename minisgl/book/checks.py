@@ -44,15 +44,16 @@ def check(sources: Sources, number: int, directory: Path, timeout: int) -> bool:
     print(f"Chapter {number}, {chapter.title}: {directory}", flush=True)
     tasks = f"{len(chapter.tasks)} tasks" if len(chapter.tasks) > 1 else "its task"
     print(f"  testing {tasks}, one after the other; a test may take up to {timeout} seconds", flush=True)
-    told = 0
+    told, first_failed = 0, 0
 
     def tell(results: Sequence[Result], is_last: bool) -> None:
         """Print a line for each task that is over: a test of a later one has ended, too."""
-        nonlocal told
+        nonlocal told, first_failed
         reached = max((task.number for task in chapter.tasks if results_of(task, results)), default=1)
         for task in chapter.tasks[told : None if is_last else reached - 1]:
-            told = task.number
-            print(_verdict(chapter, task, results_of(task, results)), flush=True)
+            told, own = task.number, results_of(task, results)
+            print(_verdict(chapter, task, own, first_failed), flush=True)
+            first_failed = first_failed or (task.number if _failed(own) else 0)
 
     with workplace(sources, chapter.tasks) as folder:
         (folder / PACKAGE).symlink_to((directory / PACKAGE).resolve())
@@ -103,7 +104,7 @@ def _failed(results: Sequence[Result]) -> list[Result]:
     return [result for result in results if result.failure is not None]
 
 
-def _verdict(chapter: Chapter, task: Task, results: Sequence[Result]) -> str:
+def _verdict(chapter: Chapter, task: Task, results: Sequence[Result], first_failed: int) -> str:
     failed = _failed(results)
     met = next((each for each in chapter.tasks if any(result.stub in each.messages for result in failed)), None)
     if not results:
@@ -111,7 +112,8 @@ def _verdict(chapter: Chapter, task: Task, results: Sequence[Result]) -> str:
     elif not failed:
         verdict = f"passed ({len(results)} {'test' if len(results) == 1 else 'tests'})"
     elif met is None:
-        verdict = f"FAILED ({len(failed)} of {len(results)} tests)"
+        cause = f"; task {first_failed} first" if first_failed else ""
+        verdict = f"FAILED ({len(failed)} of {len(results)} tests{cause})"
     else:
         verdict = "not written yet" if met == task else f"needs task {met.number}"
     return f"  task {task.number}  {task.title:<60} {verdict}"

@@ -82,6 +82,15 @@ def test_check_shows_the_first_failure_of_a_wrong_answer(folder: Path, capsys: p
     assert f"cd {folder} && python -m pytest {test}" in output
 
 
+def test_a_task_that_fails_behind_another_names_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    solve(folder, 6)
+    change(folder, "self._clock += 1", "pass")
+    assert main(["check", "6", str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"task 4 .* FAILED \(\d+ of \d+ tests\)\n", output)
+    assert re.search(r"task 7 .* FAILED \(\d+ of \d+ tests; task 4 first\)\n", output)
+
+
 def test_a_loop_without_an_end_ends_the_check_and_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After the time of one test, not of all that run into it."""
     solve(folder, 6)

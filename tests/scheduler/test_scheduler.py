@@ -462,7 +462,7 @@ def test_a_request_may_take_the_last_page() -> None:
 
 
 def test_a_request_that_is_not_admitted_leaves_everything_as_it_was() -> None:
-    harness = Harness(page_size=4, num_pages=6)
+    harness = Harness(page_size=4, num_pages=6, batch_policy="mixed")
     harness.add(prompt_of(9), max_tokens=1)
     harness.run()  # two pages stay in the cache
     running = harness.add(prompt_of(12, seed=1), max_tokens=4)
@@ -472,7 +472,9 @@ def test_a_request_that_is_not_admitted_leaves_everything_as_it_was() -> None:
     harness.step()
     assert (running.state, large.state) == (RequestState.DECODE, RequestState.WAITING)
     assert large.slot == -1
-    assert harness.memory.cache.num_evictable == evictable == 2, "the cached pages that it has found can still be evicted"
+    assert harness.memory.cache.num_evictable == evictable == 2, (
+        "the cached pages that it has found can still be evicted"
+    )
     harness.run()
     harness.assert_output(large)
     harness.assert_idle_and_clean()
