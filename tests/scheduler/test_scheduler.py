@@ -456,28 +456,24 @@ def test_the_page_of_a_prompts_last_token_is_not_published() -> None:
 def test_a_request_may_take_the_last_page() -> None:
     harness = Harness(page_size=4, num_pages=2)
     request = harness.add(prompt_of(8), max_tokens=1)
-    harness.run()
-    assert request.finish_reason is FinishReason.LENGTH
-    harness.assert_output(request)
+    batch = harness.scheduler.schedule()
+    assert batch is not None, "two pages are free, and two are wanted"
+    assert batch.slots.tolist() == [request.slot]
 
 
 def test_a_request_that_is_not_admitted_leaves_everything_as_it_was() -> None:
     harness = Harness(page_size=4, num_pages=6, batch_policy="mixed")
-    harness.add(prompt_of(9), max_tokens=1)
-    harness.run()  # two pages stay in the cache
-    running = harness.add(prompt_of(12, seed=1), max_tokens=4)
-    harness.step()
-    evictable = harness.memory.cache.num_evictable
+    first = harness.add(prompt_of(9), max_tokens=1)
+    harness.scheduler.schedule()
+    harness.scheduler.finish(first.uid, FinishReason.ABORT)  # two of its pages stay in the cache
+    assert harness.memory.cache.num_evictable == 2
+    harness.add(prompt_of(12, seed=1), max_tokens=4)
+    harness.scheduler.schedule()
     large = harness.add(prompt_of(20), max_tokens=2)
-    harness.step()
-    assert (running.state, large.state) == (RequestState.DECODE, RequestState.WAITING)
-    assert large.slot == -1
-    assert harness.memory.cache.num_evictable == evictable == 2, (
-        "the cached pages that it has found can still be evicted"
-    )
-    harness.run()
-    harness.assert_output(large)
-    harness.assert_idle_and_clean()
+    harness.scheduler.schedule()
+    assert (large.state, large.slot) == (RequestState.WAITING, -1), "five pages are wanted, and three could be had"
+    assert list(harness.scheduler.waiting) == [large]
+    assert harness.memory.cache.num_evictable == 2, "the cached pages that it has found can still be evicted"
 
 
 def test_every_array_is_int32() -> None:
