@@ -384,6 +384,19 @@ def test_the_youngest_row_goes_first(model: Model) -> None:
     assert young.tokens[:15] == [2] * 15, "what it has computed is forgotten, its tokens are not"
 
 
+def test_only_rows_that_run_have_pages_and_enough_of_them(model: Model) -> None:
+    engine = Engine(model, set(), num_pages=3)
+    rows = [engine.add([token] * 15, 20) for token in (1, 2, 3)]
+    while engine.waiting or engine.running:
+        engine.grow()
+        for row in engine.running:
+            assert len(row.cache.pages) * 16 >= len(row.tokens), "a row that runs has a place for its newest token"
+        used = {page for row in engine.running for page in row.cache.pages} | set(engine.prefixes.pages.values())
+        assert set(engine.pool.free) == {0, 1, 2} - used, "a row that has left takes no more pages"
+        engine.step()
+    check_outputs(model, rows, [[token] * 15 for token in (1, 2, 3)], 20)
+
+
 # -- the whole
 
 
