@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from minisgl.request import FinishReason, RequestState
+from minisgl.batch import Batch
+from minisgl.request import FinishReason, Request, RequestState
 from minisgl.scheduler.policy import MemoryDemand
 from tests.scheduler.harness import DELAYS, Harness
 
@@ -81,6 +84,43 @@ def test_what_a_preempted_request_computed_is_found_again() -> None:
             harness.assert_output(request)
         fed[cache] = harness.executor.fed_tokens
     assert fed["radix"] == fed["block-hash"] < fed["none"]
+
+
+def test_the_victim_is_a_plain_int() -> None:
+    harness = Harness()
+    for seed in range(3):
+        harness.add(different(8, seed), max_tokens=8)
+    harness.step()
+    victim = harness.scheduler._victim()
+    assert type(victim) is int, f"{victim!r} is a {type(victim).__name__}; make it an `int`"
+    assert victim == harness.table.slots[-1], "the slot of the last to arrive"
+
+
+class SeesWhoWaits:
+    """An observer that notes after each phase whether a request waits, from when it has been preempted."""
+
+    def __init__(self, harness: Harness, request: Request) -> None:
+        self.harness, self.request, self.notes = harness, request, list[tuple[str, bool]]()
+
+    def begin(self, phase: str, batch: Batch | None) -> None:
+        pass
+
+    def end(self, phase: str, batch: Batch | None) -> None:
+        if self.request.preemptions:
+            self.notes.append((phase, self.request in self.harness.scheduler.waiting))
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        pass
+
+
+def test_a_preempted_request_waits_only_once_its_step_in_flight_is_done() -> None:
+    harness = Harness(prefix_cache="none", page_size=4, num_pages=5, max_running=2, delay=1)
+    _, second = (harness.add(different(8, seed), max_tokens=8) for seed in range(2))
+    watching = SeesWhoWaits(harness, second)
+    harness.loop.observers.append(watching)
+    run_until_preempted(harness)
+    expected = [("schedule", False), ("launch", False), ("wait", False), ("process", True)]
+    assert watching.notes == expected, "the phases since it was preempted, and whether it waits after each"
 
 
 def test_the_row_that_grows_gives_way_itself_if_it_is_the_last() -> None:
