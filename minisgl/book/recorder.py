@@ -73,12 +73,7 @@ class Recorder:
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str] | None:
         """Say of an equation what the reader's code gave, which is on the left in our tests, and what was expected."""
-        if op != "==" or type(right).__name__.startswith("Approx"):
-            return None
-        try:
-            return [f"got       {_short(left)}", f"expected  {_short(right)}", *_difference(left, right)]
-        except Exception:  # of the objects' own; pytest then says what it can
-            return None
+        return _equation(left, right) if op == "==" else None
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write("started", id=nodeid)
@@ -106,6 +101,15 @@ def _message(report: Report) -> str:
         return "the test was skipped"
     crash = getattr(report.longrepr, "reprcrash", None)
     return _shortened(str(report.longrepr) if crash is None else crash.message)
+
+
+def _equation(left: object, right: object) -> list[str] | None:
+    if type(right).__name__.startswith("Approx"):
+        return None
+    try:
+        return [f"got       {_short(left)}", f"expected  {_short(right)}", *_difference(left, right)]
+    except Exception:  # of the objects' own; pytest then says what it can
+        return None
 
 
 def _difference(left: object, right: object) -> list[str]:

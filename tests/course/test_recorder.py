@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.book.recorder import Recorder, _frames
+from minisgl.book.recorder import _equation, _frames
 
 
 def test_frames_are_those_of_the_folder_without_its_environment(
@@ -54,4 +54,4 @@ def test_frames_are_those_of_the_folder_without_its_environment(
 def test_an_equation_says_what_was_got_and_what_was_expected(
     left: object, right: object, lines: list[str] | None
 ) -> None:
-    assert Recorder.pytest_assertrepr_compare(None, "==", left, right) == lines  # type: ignore[arg-type]
+    assert _equation(left, right) == lines
