@@ -22,6 +22,7 @@ from minisgl.kvcache.prefix import select_prefix_cache
 from minisgl.llm import LLM
 from minisgl.request import FinishReason
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.loop import EngineLoop
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.policy import Policies
 from minisgl.scheduler.scheduler import Scheduler
@@ -82,7 +83,7 @@ def _compete(
     cache = select_prefix_cache(prefix_cache)(llm.config.page_size)
     memory, policies = KVMemory(llm.engine.num_pages, table, cache), Policies.named(admission_policy=admission)
     llm.scheduler = Scheduler(table, memory, policies, llm.config.max_prefill_tokens)
-    llm.loop = type(llm.loop)(llm.scheduler, llm.engine)
+    llm.loop = EngineLoop(llm.scheduler, llm.engine, llm.loop.depth)
     most = max(params.max_tokens or 0 for _, params in work)
     asked = [(prompt, params if knows else replace(params, max_tokens=most)) for prompt, params in work]
     requests = [llm.prepare(*each, streaming=True)[0].request for each in asked]

@@ -24,6 +24,7 @@ from minisgl.llm import LLM
 from minisgl.outputs import RequestOutput
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.loop import EngineLoop
+from minisgl.scheduler.scheduler import StepOutput
 from minisgl.trace import DEVICE, Trace, observed
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import byte_level, save
@@ -248,15 +249,24 @@ def test_a_conversation_comes_back_from_the_page_store(tmp_path: Path) -> None:
 
 
 def test_preemption_measures_every_way_on_the_same_requests(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_workloads: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_workloads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    depths: list[int] = []
+
+    class Noted(EngineLoop):
+        def step(self) -> StepOutput:
+            depths.append(self.depth)
+            return super().step()
+
+    monkeypatch.setattr(preemption, "EngineLoop", Noted)
     model, _ = tiny_checkpoint(tmp_path, "LlamaForCausalLM")
     sizes = ["--pool-tokens", "84", "--requests", "5", "--lengths", "8", "32"]
-    options = ["--set", "device=cpu", "max_seq_len=128", "page_size=1"]
+    options = ["--set", "device=cpu", "max_seq_len=128", "page_size=1", "overlap=true"]
     record = bench(tmp_path, "preemption", "--model", str(model), *sizes, *options)
     pressure, back = record["tables"]
     ways = {row[0]: dict(zip(pressure["columns"], row, strict=True)) for row in pressure["rows"]}
     assert list(ways) == list(preemption.CASES)
+    assert set(depths) == {1}, "steps overlap as in the engine whose loop this one replaces"
     for label, way in ways.items():
         assert way["output tokens/s"] > 0
         assert (way["preemptions"] > 0) == label.startswith("optimistic")
