@@ -114,8 +114,8 @@ class RunningTable:
         return request
 
     def _reorder(self) -> None:
-        active = np.flatnonzero(self.active)
-        self._order = active[np.argsort(self.arrival[active], kind="stable")].astype(np.int32)
+        (active,) = self.active.nonzero()
+        self._order = active[self.arrival[active].argsort(kind="stable")].astype(np.int32)
 
     def check(self) -> None:
         """Raise `InvariantError` unless slots, lengths and order are consistent."""

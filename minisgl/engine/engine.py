@@ -89,8 +89,8 @@ class Engine:
         """Start a step: model, sampler, asynchronous copy of the tokens to the host. `EngineDead` once closed."""
         if self.closed:
             raise EngineDead("the engine was closed; build a new one")
-        for new in batch.new_requests:
-            self.sampling.admit(new)
+        if batch.new_requests:
+            self.sampling.admit(*batch.new_requests)
         sampling = self.sampling.rows(batch.slots[batch.sample_rows], batch.output_index)
         if len(batch.mask_rows):
             sampling = sampling.constrained(batch.mask_rows, batch.masks)

