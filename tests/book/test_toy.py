@@ -234,6 +234,13 @@ def test_full_pages_are_kept_and_have_a_reader_more() -> None:
     assert [pool.readers[page] for page in pages] == [2, 2, 1], "one reader is enough"
 
 
+def test_what_is_new_is_used_with_the_whole_text() -> None:
+    pool = PagePool(CONFIG, num_pages=8, page_size=2)
+    cache = PrefixCache(pool)
+    cache.insert([1, 2, 3, 4], pool.take(2))
+    assert list(cache.pages) == [(1, 2, 3, 4), (1, 2)], "the first page was used last: it goes after those behind it"
+
+
 def test_a_beginning_that_is_known_keeps_its_page() -> None:
     pool = PagePool(CONFIG, num_pages=8, page_size=2)
     cache, pages, others = PrefixCache(pool), pool.take(2), pool.take(2)
