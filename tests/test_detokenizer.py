@@ -204,6 +204,78 @@ def test_work_per_token_is_bounded(monkeypatch: pytest.MonkeyPatch, broken: bool
     assert len(lengths) <= 2 * len(ids) + 1
 
 
+class Letters:
+    """A tokenizer whose tokens are an "a", a U+FFFD, and one without text."""
+
+    A, HALF, SILENT = range(3)
+
+    def __init__(self, byte_tokens: dict[int, int] | None = None) -> None:
+        self.byte_tokens = byte_tokens or {}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(("a", "\ufffd", "")[token_id] for token_id in ids)
+
+
+A, HALF, SILENT = Letters.A, Letters.HALF, Letters.SILENT
+
+
+def fed(*chunks: list[int], tokenizer: Letters) -> list[tuple[str, int | None]]:
+    """The text that each chunk of tokens lets out, and with how much unsent the window has moved on, if it has."""
+    detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
+    answers: list[tuple[str, int | None]] = []
+    moved: list[int] = []
+    move = detokenizer._move
+
+    def note(unsent: int) -> None:
+        moved.append(unsent)
+        move(unsent)
+
+    detokenizer._move = note  # type: ignore[method-assign]
+    for chunk in chunks:
+        text = detokenizer._feed_chunk(chunk)
+        answers.append((text, moved.pop() if moved else None))
+        assert not moved, "it moves once"
+    return answers
+
+
+def test_the_window_moves_on_once_a_text_has_left_whole() -> None:
+    chunks = [[A], [HALF], [A], [A, HALF], [SILENT], [A]]
+    texts = [("a", 0), ("", None), ("\ufffda", 0), ("a", None), ("", None), ("\ufffda", 0)]
+    assert fed(*chunks, tokenizer=Letters()) == texts
+
+
+def test_the_window_moves_on_when_too_much_is_unread() -> None:
+    assert fed([HALF] * 32, [HALF], [HALF], tokenizer=Letters()) == [
+        ("\ufffd" * 31, None),
+        ("\ufffd", 1),
+        ("\ufffd", None),
+    ], "the last one is held back, whether or not the window has moved"
+    assert fed([A] * 20, [HALF] * 20, tokenizer=Letters())[1] == ("\ufffd" * 19, None), "the context was read before"
+
+
+def test_nothing_is_held_back_where_bytes_have_tokens_of_their_own() -> None:
+    assert fed([A, HALF], [HALF], tokenizer=Letters({9: 0})) == [("a\ufffd", 0), ("\ufffd", 0)]
+
+
+@pytest.mark.parametrize(
+    ("window", "read", "unsent", "expected"),
+    [
+        ([A, A, A], 1, 0, ([A, A], 2, 2)),
+        ([A, A, HALF], 1, 1, ([A, HALF], 2, 1)),
+        ([A, A, SILENT], 2, 0, ([A, A], 2, 2)),
+        ([A, SILENT, SILENT], 1, 0, ([A], 1, 1)),
+        ([SILENT, A], 0, 0, ([SILENT, A], 2, 1)),
+    ],
+)
+def test_unread_tokens_become_the_context_unless_they_have_no_text(
+    window: list[int], read: int, unsent: int, expected: tuple[list[int], int, int]
+) -> None:
+    detokenizer = IncrementalDetokenizer(Letters())  # type: ignore[arg-type]
+    detokenizer._window, detokenizer._read = window, read
+    detokenizer._move(unsent)
+    assert (detokenizer._window, detokenizer._read, detokenizer._sent) == expected
+
+
 few_letters = st.text("ab", max_size=12)
 stop_words = st.text("ab", min_size=1, max_size=4)
 
@@ -238,6 +310,9 @@ def test_of_those_that_end_together_the_longest_counts() -> None:
     stop = StopStrings(["bc", "abc", "c"])
     assert stop.feed("xabc") == "x"
     assert stop.matched == "abc"
+    stop = StopStrings(["a", "ba"])
+    assert stop.feed("xba") == "x"
+    assert stop.matched == "ba", "the longest isn't always the first in the order"
 
 
 @given(pieces=st.lists(few_letters, max_size=6), word=stop_words)

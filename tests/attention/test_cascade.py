@@ -53,12 +53,30 @@ def groups_of(groups: PrefixGroups) -> list[tuple[list[int], int]]:
         (["a" * 9 + "b", "a" * 9 + "c", "a" * 2, "a" * 2 + "x"], [([0, 1], 9), ([2, 3], 2)]),  # the deep pair leaves
         (["ax", "ay", "az", "aw", "abcd", "abcd"], [([0, 1, 2, 3, 4, 5], 1)]),  # five pages saved, not four
         (["abcdefgh", "abcdefgh", "abzz"], [([0, 1], 8)]),
+        (["abx", "aby", "abz", "ac", "ad"], [([0, 1, 2], 2), ([3, 4], 1)]),  # four pages either way: the longer prefix
+        (["abcx", "abcy", "abcz", "abd"], [([0, 1, 2, 3], 2)]),  # three pages are between two depths
     ],
 )
 def test_each_row_joins_those_with_which_it_saves_most(paths: list[str], expected: list[tuple[list[int], int]]) -> None:
     table, num_pages = table_of(*paths)
     groups = find_groups(table, num_pages, page_size=1, min_rows=2, min_pages=1)
     assert sorted(groups_of(groups)) == sorted(expected)
+
+
+def test_pages_that_are_not_known_are_equal_to_nothing() -> None:
+    table = np.array([[-1, -1], [-1, -1], [4, 5], [4, 5]], dtype=np.int32)
+    groups = find_groups(table, np.array([2, 2, 2, 2], dtype=np.int32), page_size=4, min_rows=2, min_pages=1)
+    assert groups_of(groups) == [([2, 3], 8)]
+    groups = find_groups(table[:2], np.array([2, 2], dtype=np.int32), page_size=4, min_rows=2, min_pages=1)
+    assert (groups_of(groups), groups.shared_lens.tolist()) == ([], [0, 0])
+
+
+def test_all_arrays_of_groups_are_int32() -> None:
+    for paths in (["abx", "aby"], ["ax", "by"]):
+        table, num_pages = table_of(*paths)
+        groups = find_groups(table, num_pages, page_size=4, min_rows=2, min_pages=1)
+        arrays = (groups.shared_lens, groups.members, groups.ends, groups.lens)
+        assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
 def test_small_groups_and_short_prefixes_do_not_count() -> None:

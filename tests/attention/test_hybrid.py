@@ -60,6 +60,23 @@ def test_a_decode_row_reads_what_a_prefill_row_of_the_step_writes() -> None:
     sequences.run({0: 1, 1: 11})
 
 
+def test_a_backend_without_rows_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(1, 2, 8, 4, 16, torch.float32, CPU)
+    backend, asked = hybrid(cache), []
+    for name in ("prefill", "decode"):
+
+        def attend(q: torch.Tensor, spec: AttentionSpec, name: str = name) -> torch.Tensor:
+            asked.append((name, q[:, 0, 0].tolist()))
+            return q
+
+        monkeypatch.setattr(getattr(backend, name), "attend", attend)
+    q = torch.arange(3.0).view(3, 1, 1)
+    for num_decode in (0, 2, 3):
+        backend._num_decode = num_decode
+        assert torch.equal(backend.attend(q, LAYERS[0]), q)
+    assert asked == [("prefill", [0, 1, 2]), ("decode", [0, 1]), ("prefill", [2]), ("decode", [0, 1, 2])]
+
+
 def test_decode_decides_whether_a_step_can_be_captured_and_names_its_work() -> None:
     sequences = PagedSequences(hybrid, CPU, LAYERS, [20, 20])
     sequences.fill([5, 6])

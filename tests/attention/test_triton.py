@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from minisgl.attention.select import ATTENTION_BACKENDS
 from minisgl.attention.triton.backend import FixedSplitAttention, TritonAttention
+from minisgl.attention.triton.merge import add_parts
 from minisgl.attention.triton.prefill import query_tiles, tile_shape
+from minisgl.attention.triton.tiles import LOWEST, softmax_step
 from minisgl.batch import DeviceBatch
 from minisgl.context import AttentionSpec
 from minisgl.errors import ConfigError
@@ -77,10 +80,119 @@ def test_large_scores_do_not_overflow() -> None:
     sequences.run({0: 1, 1: 80})
 
 
+# -- one step at a time --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def one_softmax_step(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    visible_ptr,
+    acc_ptr,
+    sum_ptr,
+    max_ptr,
+    scale,
+    MASKED: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+):
+    rows, keys, dims = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
+    queries, pairs = rows[:, None] * D + dims[None, :], keys[:, None] * D + dims[None, :]
+    visible = tl.load(visible_ptr + rows[:, None] * N + keys[None, :]) != 0
+    acc, row_sum, row_max = softmax_step(
+        tl.load(q_ptr + queries), tl.load(k_ptr + pairs), tl.load(v_ptr + pairs), visible, scale,
+        tl.load(acc_ptr + queries), tl.load(sum_ptr + rows), tl.load(max_ptr + rows), MASKED,
+    )  # fmt: skip
+    tl.store(acc_ptr + queries, acc)
+    tl.store(sum_ptr + rows, row_sum)
+    tl.store(max_ptr + rows, row_max)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_tile_of_keys_joins_what_was_summed_up_before(masked: bool, dtype: torch.dtype) -> None:
+    """Rows whose old maximum is below, among, or above the scores, and one that has none. The last row sees no key."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(16, 16, generator=generator).to(DEVICE, dtype) for _ in range(3))
+    visible = (torch.rand(16, 16, generator=generator) < 0.7).to(DEVICE, torch.int32)
+    visible[:, 0], visible[-1] = 1, 0
+    before = torch.tensor([-200.0, 0.0, 200.0, LOWEST.value] * 4, device=DEVICE)
+    acc = torch.randn(16, 16, generator=generator).to(DEVICE) * (before > LOWEST.value)[:, None]
+    row_sum, row_max, old_acc = (before > LOWEST.value).float(), before.clone(), acc.clone()
+    before[-1] = row_max[-1] = 5.0
+    row_sum[-1] = 1.0
+    old_sum = row_sum.clone()
+    one_softmax_step[(1,)](q, k, v, visible, acc, row_sum, row_max, 2.0, masked, 16, 16, 16)
+
+    scores = q.double() @ k.double().T * 2.0
+    if masked:
+        scores = scores.masked_fill(visible == 0, -torch.inf)
+    largest = torch.maximum(before.double(), scores.max(dim=1).values)
+    kept, weights = torch.exp2(before.double() - largest), torch.exp2(scores - largest[:, None])
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    close = partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance, check_dtype=False)
+    close(row_max, largest, msg=lambda text: f"the largest score so far: {text}")
+    close(row_sum, old_sum * kept + weights.sum(dim=1), msg=lambda text: f"the sum of the weights: {text}")
+    close(acc, old_acc * kept[:, None] + weights @ v.double(), msg=lambda text: f"the sum of the values: {text}")
+
+
+@triton.jit
+def two_rounds_of_parts(
+    out_ptr, lse_ptr, acc_ptr, sum_ptr, max_ptr, first, num_first, num_second,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    heads, dims = tl.arange(0, H), tl.arange(0, D)
+    acc = tl.zeros([H, D], tl.float32)
+    row_sum = tl.zeros([H], tl.float32)
+    row_max = tl.full([H], LOWEST, tl.float32)
+    acc, row_sum, row_max = add_parts(
+        out_ptr, lse_ptr, first, num_first, heads, acc, row_sum, row_max, NUM_HEADS, HEAD_DIM, BLOCK_P, D
+    )
+    acc, row_sum, row_max = add_parts(
+        out_ptr, lse_ptr, first + num_first, num_second, heads, acc, row_sum, row_max, NUM_HEADS, HEAD_DIM, BLOCK_P, D
+    )
+    tl.store(acc_ptr + heads[:, None] * D + dims[None, :], acc)
+    tl.store(sum_ptr + heads, row_sum)
+    tl.store(max_ptr + heads, row_max)
+
+
+@pytest.mark.parametrize("block_p", [1, 2, 8])
+@pytest.mark.parametrize("counts", [(5, 2), (1, 4), (0, 3)])
+def test_parts_are_weighted_relative_to_the_largest_of_all(counts: tuple[int, int], block_p: int) -> None:
+    """The largest log-sum-exp comes first, last, or between; three heads of four, six dimensions of eight."""
+    num_parts, generator = sum(counts), torch.Generator().manual_seed(1)
+    out = torch.full((2 + num_parts + 8, 3, 6), torch.nan)  # what is no part of the row is no number
+    lse = torch.full((2 + num_parts + 8, 3), torch.nan)
+    parts, ends = torch.randn(num_parts, 3, 6, generator=generator), torch.randn(num_parts, 3, generator=generator)
+    ends[0, 0], ends[-1, 1], ends[num_parts // 2, 2] = 300.0, 300.0, 4.0
+    out[2 : 2 + num_parts], lse[2 : 2 + num_parts] = parts, ends
+    acc, row_sum, row_max = (torch.full(shape, torch.nan, device=DEVICE) for shape in ((4, 8), (4,), (4,)))
+    arrays = out.to(DEVICE), lse.to(DEVICE), acc, row_sum, row_max
+    two_rounds_of_parts[(1,)](*arrays, 2, *counts, NUM_HEADS=3, HEAD_DIM=6, BLOCK_P=block_p, H=4, D=8)
+    largest = ends.double().max(dim=0).values
+    weights = torch.exp2(ends.double() - largest)
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5, check_dtype=False)
+    close(row_max.cpu()[:3], largest)
+    close(row_sum.cpu()[:3], weights.sum(dim=0))
+    close(acc.cpu()[:3, :6], (parts.double() * weights[:, :, None]).sum(dim=0))
+    assert not acc[3].any(), "a head that isn't there counts as 0"
+    assert not acc[:, 6:].any(), "as do dimensions that aren't there"
+
+
 # -- tiles of queries ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("q_lens", "kv_lens", "group"), [([1, 1, 3, 70, 33], [4, 9, 0, 5, 300], 5), ([8], [0], 1)])
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "group"),
+    [
+        ([1, 1, 3, 70, 33], [4, 9, 0, 5, 300], 5),
+        ([8], [0], 1),
+        ([64, 128], [0, 0], 1),  # just full tiles
+        ([40, 5], [0, 20], 1),  # the longer row has fewer keys before it
+    ],
+)
 def test_tiles_hold_every_query_once(q_lens: list[int], kv_lens: list[int], group: int) -> None:
     batch, _ = step_of(q_lens, kv_lens)
     tiles = query_tiles(batch, group, torch.empty(0, 1, 1, 64, dtype=torch.bfloat16))
@@ -96,6 +208,18 @@ def test_tiles_hold_every_query_once(q_lens: list[int], kv_lens: list[int], grou
     prefill = range(batch.num_decode, batch.num_rows)
     assert queries == {(row, index) for row in prefill for index in range(q_lens[row] * group)}
     assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "group", "longest"), [([500, 3], 5, 2500), ([1500, 1500], 1, 1500), ([3, 2048], 1, 2048)]
+)
+def test_the_longest_row_decides_how_large_tiles_are(q_lens: list[int], group: int, longest: int) -> None:
+    batch, _ = step_of(q_lens, [0] * len(q_lens))
+    for dim in (64, 256):
+        q = torch.empty(0, 1, 1, dim, dtype=torch.bfloat16)
+        tiles = query_tiles(batch, group, q)
+        assert (tiles.block_m, tiles.block_n) == tile_shape(q, longest), f"the longest row has {longest} queries"
+        assert tiles.rows.dtype == tiles.begins.dtype == torch.int32
 
 
 def test_long_prompts_get_large_tiles() -> None:

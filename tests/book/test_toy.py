@@ -234,6 +234,13 @@ def test_full_pages_are_kept_and_have_a_reader_more() -> None:
     assert [pool.readers[page] for page in pages] == [2, 2, 1], "one reader is enough"
 
 
+def test_what_is_new_is_used_with_the_whole_text() -> None:
+    pool = PagePool(CONFIG, num_pages=8, page_size=2)
+    cache = PrefixCache(pool)
+    cache.insert([1, 2, 3, 4], pool.take(2))
+    assert list(cache.pages) == [(1, 2, 3, 4), (1, 2)], "the first page was used last: it goes after those behind it"
+
+
 def test_a_beginning_that_is_known_keeps_its_page() -> None:
     pool = PagePool(CONFIG, num_pages=8, page_size=2)
     cache, pages, others = PrefixCache(pool), pool.take(2), pool.take(2)
@@ -258,6 +265,19 @@ def test_the_page_that_was_used_longest_ago_goes_first() -> None:
     assert cache.evict()
     assert not cache.evict()
     assert len(pool.free) == 8
+
+
+def test_a_page_that_a_row_reads_is_passed_over() -> None:
+    pool = PagePool(CONFIG, num_pages=8, page_size=2)
+    cache, first, second = PrefixCache(pool), pool.take(1), pool.take(1)
+    cache.insert([1, 2], first)
+    cache.insert([5, 6], second)
+    pool.give_back(second)
+    assert cache.evict() is True, "a row reads the older page, and nobody the newer one"
+    assert cache.pages == {(1, 2): first[0]}
+    assert pool.readers[second[0]] == 0, "a page that's free has no readers"
+    assert cache.evict() is False
+    assert cache.pages == {(1, 2): first[0]}
 
 
 # -- chapters 8 and 9
@@ -342,6 +362,43 @@ def test_a_row_that_finds_no_room_keeps_its_place_and_no_pages(model: Model) -> 
     assert engine.running == [old]
     assert list(engine.waiting) == [large], "it's the first in the queue and stays there"
     assert engine.pool.readers[page] == 1, "a row that isn't let in gives back what it has found, too"
+
+
+def test_nobody_overtakes_the_first_of_the_queue(model: Model) -> None:
+    engine = Engine(model, set(), num_pages=3)
+    old = engine.add([9] * 20, 6)
+    large, small = engine.add([7] * 40, 2), engine.add([5] * 3, 2)
+    engine.step()
+    assert engine.running == [old], "a page is free for the small one, but the large one came before it"
+    assert list(engine.waiting) == [large, small]
+
+
+def test_all_rows_that_finish_in_a_step_are_returned(model: Model) -> None:
+    engine = Engine(model, set(), num_pages=32)
+    first, long, second = engine.add([3, 1], 2), engine.add([9, 2], 5), engine.add([5, 3], 2)
+    assert engine.step() == [], "none is finished"
+    assert engine.step() == [first, second]
+    assert engine.running == [long]
+
+
+def test_a_row_with_a_temperature_draws_from_the_engines_generator(model: Model) -> None:
+    engine, tokens, generator = Engine(model, set()), [3, 1, 4], torch.Generator().manual_seed(0)
+    row = engine.add(tokens, 6, temperature=5.0)
+    while engine.waiting or engine.running:
+        engine.step()
+    for _ in range(6):
+        tokens.append(toy.sample(model(tokens, [len(tokens)], [Cache()])[0], 5.0, generator))
+    assert row.tokens == tokens
+
+
+def test_running_rows_grow_before_others_come_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = Engine(model, set()), list[str]()
+    admit = engine.admit
+    monkeypatch.setattr(engine, "grow", lambda: calls.append("grow"))
+    monkeypatch.setattr(engine, "admit", lambda: [calls.append("admit"), admit()])
+    engine.add([3, 1], 2)
+    engine.step()
+    assert calls == ["grow", "admit"], "whoever comes in may only have the pages that running rows leave"
 
 
 def test_a_row_that_could_never_fit_is_refused(model: Model) -> None:

@@ -72,8 +72,15 @@ def test_ours_passes_with_a_line_a_test(tmp_path: Path, capsys: pytest.CaptureFi
     check(SPLIT.id, defined(tmp_path, f"from __future__ import annotations\n{cell}")["_split"])
     output = capsys.readouterr().out.splitlines()
     assert output[:2] == [f"{SPLIT.id} {SPLIT.title}", "  ✓ an edge is split where a branch leaves it"]
-    assert output[-1] == "All 8 tests pass."
-    assert len(output) == 10
+    assert output[-1] == "All 9 tests pass."
+    assert len(output) == 11
+
+
+def test_where_there_is_one_test_it_is_the_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = task_with("exit_error")
+    cell = f"from __future__ import annotations\n{next(iter(SOURCES.solution(task).values()))}"
+    check(task.id, defined(tmp_path, cell)["exit_error"])
+    assert capsys.readouterr().out.endswith("The test passes.\n")
 
 
 def test_a_wrong_one_hears_what_the_test_expects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +182,7 @@ def test_a_kernel_of_triton_is_a_function(tmp_path: Path, capsys: pytest.Capture
     cell = "from __future__ import annotations\nimport triton, triton.language as tl\n@triton.jit\n"
     cell += next(iter(SOURCES.solution(task_with("add_parts")).values()))
     check(task_with("add_parts").id, defined(tmp_path, cell)["add_parts"])
-    assert "The test passes." in capsys.readouterr().out
+    assert "All 2 tests pass." in capsys.readouterr().out
 
 
 def test_without_the_repository_it_is_said_how_to_get_it(

@@ -76,7 +76,7 @@ def test_check_shows_the_first_failure_of_a_wrong_answer(folder: Path, capsys: p
     (folder / "tests/kvcache/test_radix.py").write_text("")  # the check brings its own tests along
     assert main(["check", "6", str(folder)]) == 1
     output = capsys.readouterr().out
-    assert re.search(r"task 5 .* FAILED \(1 of 12 tests\)", output)
+    assert re.search(r"task 5 .* FAILED \(1 of 13 tests\)", output)
     test = "tests/kvcache/test_radix.py::test_both_halves_of_a_split_have_the_locks_of_the_whole"
     assert f"The first failure is {test}" in output
     assert f"cd {folder} && python -m pytest {test}" in output

@@ -118,6 +118,46 @@ def test_references_are_counted_a_block(cache: BlockHashCache) -> None:
     assert cache.num_evictable == 1
 
 
+def waiting(cache: BlockHashCache) -> list[int]:
+    """Pages in the order in which they may be evicted."""
+    return [block.page for block in cache._unreferenced]
+
+
+def test_an_insert_is_a_use_of_all_its_blocks(cache: BlockHashCache) -> None:
+    cache.insert(array(1, 2), array(10))
+    cache.insert(array(5, 6), array(20))
+    inserted = cache.insert(array(1, 2, 3, 4), array(30, 31))
+    assert inserted.pages.tolist() == [10, 31], "what is known keeps its page"
+    assert isinstance(inserted.handle, tuple)
+    assert [block.page for block in inserted.handle] == [10, 31]
+    assert waiting(cache) == [20, 31, 10], "the known block was used, too, and the last one of a text waits first"
+    cache.check()
+
+
+@pytest.mark.parametrize("pages", [(20,), (20, 21, 22)])
+def test_what_does_not_fit_changes_nothing(cache: BlockHashCache, pages: tuple[int, ...]) -> None:
+    cache.insert(array(1, 2), array(10))
+    with pytest.raises(InvariantError):
+        cache.insert(array(1, 2, 3, 4), array(*pages))
+    assert cache.held_pages().tolist() == [10]
+
+
+def test_blocks_join_the_end_of_the_queue_the_last_one_first(cache: BlockHashCache) -> None:
+    handle = cache.insert(array(1, 2, 3, 4), array(10, 11)).handle
+    cache.insert(array(5, 6), array(20))
+    cache.lock(handle)
+    assert waiting(cache) == [20], "what a request reads doesn't wait"
+    cache.unlock(handle)
+    assert waiting(cache) == [20, 11, 10]
+
+
+def test_a_block_that_is_neither_used_nor_queued_cannot_be_locked(cache: BlockHashCache) -> None:
+    handle = cache.insert(array(1, 2), array(10)).handle
+    cache._unreferenced.clear()  # as if it had been evicted
+    with pytest.raises(InvariantError):
+        cache.lock(handle)
+
+
 def test_lengths_must_fit(cache: BlockHashCache) -> None:
     with pytest.raises(InvariantError):
         cache.insert(array(1, 2, 3), array(10))

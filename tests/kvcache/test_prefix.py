@@ -68,6 +68,16 @@ def test_the_policy_hears_of_every_run_that_loses_pages() -> None:
     assert policy.evicted == [1, 2]
 
 
+def test_the_policy_hears_of_a_run_that_loses_only_its_tail() -> None:
+    policy = Observed()
+    cache = RadixCache(1, policy)
+    insert(cache, 1, 2, 3)
+    assert cache.evict(1).tolist() == [30]
+    assert policy.evicted == [1]
+    assert cache.evict(9).tolist() == [10, 20]
+    assert policy.evicted == [1, 1], "once for each time that pages were cut off, not once a page"
+
+
 def test_a_priority_that_falls_is_noticed() -> None:
     cache = RadixCache(1, Falling())
     insert(cache, 1)

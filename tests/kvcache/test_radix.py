@@ -39,6 +39,27 @@ def test_an_extension_is_a_child(cache: RadixCache) -> None:
     assert shape(cache.root) == {(1, 2): {(3, 4): {}}}
 
 
+def test_of_an_edge_that_agrees_in_part_the_upper_end_is_used(
+    cache: RadixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = cache.insert(array(1, 2, 3), array(10, 11, 12)).handle
+    upper = Node(9, array(1, 2), array(10, 11), cache.root, last_access=1, uses=1)
+    asked: list[tuple[Node, int]] = []
+    monkeypatch.setattr(cache, "_split", lambda node, count: asked.append((node, count)) or upper)
+    node, pages = cache._walk(array(1, 2, 9))
+    assert asked == [(below, 2)]
+    assert node is upper, "the prefix ends in the new node"
+    assert pages.tolist() == [10, 11]
+    assert (upper.last_access, upper.uses) == (2, 2)
+    assert (below.last_access, below.uses) == (1, 1), "nobody has asked for what comes behind"
+
+
+def test_page_numbers_are_int32_however_many_there_are(cache: RadixCache) -> None:
+    cache.insert(array(1, 2), array(10, 11))
+    for tokens in (array(), array(7), array(1, 2)):
+        assert cache._walk(tokens)[1].dtype == np.int32
+
+
 def test_an_edge_is_split_where_a_branch_leaves_it(cache: RadixCache) -> None:
     cache.insert(array(1, 2, 3), array(10, 11, 12))
     cache.insert(array(1, 2, 4), array(20, 21, 22))
@@ -83,6 +104,19 @@ def test_a_split_alone_leaves_a_sound_tree(cache: RadixCache) -> None:
     cache.check()
 
 
+def test_a_split_is_no_use_and_takes_nothing_from_the_lower_half(cache: RadixCache) -> None:
+    below = cache.insert(array(1, 2, 3), array(10, 11, 12)).handle
+    last = cache.insert(array(1, 2, 3, 4), array(10, 11, 12, 13)).handle
+    cache.insert(array(9), array(90))  # time goes on
+    upper = cache._split(below, 2)
+    assert shape(cache.root) == {(1, 2): {(3,): {(4,): {}}}, (9,): {}}, "the children hang on the lower half"
+    assert last.parent is below
+    assert (upper.last_access, upper.uses, upper.priority) == (2, 2, below.priority), "as the whole had them"
+    assert upper.uid not in {node.uid for node in cache.nodes() if node is not upper} | {cache.root.uid}
+    assert (cache.num_pages, cache.num_evictable) == (5, 5)
+    cache.check()
+
+
 def test_both_halves_of_a_split_have_the_locks_of_the_whole(cache: RadixCache) -> None:
     below = cache.insert(array(1, 2, 3), array(10, 11, 12)).handle
     below.lock_count = 2
@@ -100,6 +134,37 @@ def test_a_leaf_that_loses_its_last_lock_is_queued_again(cache: RadixCache) -> N
     assert not handle.queued, "one lock remains"
     cache.unlock(handle)
     assert handle.queued, "without an entry in the heap, eviction would never find it"
+    cache.check()
+
+
+def test_a_lock_counts_on_every_node_up_to_the_root(cache: RadixCache) -> None:
+    upper = cache.insert(array(1, 2), array(10, 11)).handle
+    below = cache.insert(array(1, 2, 3), array(10, 11, 12)).handle
+    cache.lock(below)
+    cache.lock(upper)
+    assert (upper.lock_count, below.lock_count, cache.num_evictable) == (2, 1, 0)
+    cache.unlock(below)
+    assert (upper.lock_count, below.lock_count, cache.num_evictable) == (1, 0, 1)
+    cache.unlock(upper)
+    assert (upper.lock_count, below.lock_count, cache.num_evictable) == (0, 0, 3)
+    cache.check()
+
+
+def test_a_locked_leaf_is_passed_over(cache: RadixCache) -> None:
+    old = cache.insert(array(1), array(10)).handle
+    cache.insert(array(2), array(20))
+    cache.lock(old)  # its entry stays in the heap, with the priority that it still has
+    assert cache.evict(2).tolist() == [20]
+    cache.unlock(old)
+    assert cache.evict(2).tolist() == [10], "an unlocked leaf is found again"
+
+
+def test_a_leaf_that_has_got_a_child_is_passed_over(cache: RadixCache) -> None:
+    old = cache.insert(array(1), array(10)).handle
+    cache.insert(array(2), array(20))
+    cache._add_leaf(old, array(3), array(30))  # no use of the old one, whose entry in the heap has its priority
+    assert cache.evict(1).tolist() == [20]
+    assert cache.evict(2).tolist() == [30, 10], "the end of a prompt goes before its beginning"
     cache.check()
 
 
@@ -149,6 +214,15 @@ def test_eviction_looks_at_few_nodes(cache: RadixCache, monkeypatch: pytest.Monk
 def test_lengths_must_fit(cache: RadixCache) -> None:
     with pytest.raises(InvariantError):
         cache.insert(array(1, 2, 3), array(10, 11))
+
+
+@pytest.mark.parametrize("pages", [(20, 21), (20, 21, 22, 23)])
+def test_what_does_not_fit_changes_nothing(cache: RadixCache, pages: tuple[int, ...]) -> None:
+    cache.insert(array(1, 2, 4), array(10, 11, 12))
+    with pytest.raises(InvariantError):
+        cache.insert(array(1, 2, 4), array(*pages))
+    assert cache._clock == 1, "not even the time"
+    assert [node.uses for node in cache.nodes()] == [1]
 
 
 def test_lock_of_an_evicted_prefix(cache: RadixCache) -> None:

@@ -101,6 +101,18 @@ def test_a_broken_constraint_ends_its_own_request_with_its_error(delay: int) -> 
     harness.assert_idle_and_clean()
 
 
+def test_an_error_ends_the_request_of_its_row_wherever_that_stands() -> None:
+    harness = Harness()
+    first = harness.add([1, 2], max_tokens=1)
+    harness.add([1, 2], max_tokens=9)
+    broken = harness.add([1, 2], max_tokens=9, rule=NEVER_DONE, breaks_at=3)
+    other = harness.add([1, 2], max_tokens=3, rule=NEVER_DONE)
+    harness.run()
+    assert first.finish_reason is FinishReason.LENGTH, "from then on, no row has the number of its slot"
+    assert (broken.finish_reason, broken.error) == (FinishReason.ERROR, "the rule is broken")
+    assert (other.finish_reason, other.error) == (FinishReason.LENGTH, None)
+
+
 @pytest.mark.parametrize("delay", DELAYS)
 def test_an_abort_and_a_failure_between_a_row_and_its_mask(delay: int) -> None:
     for steps in range(5):

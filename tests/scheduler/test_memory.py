@@ -10,7 +10,7 @@ import pytest
 from minisgl.errors import InvariantError
 from minisgl.kvcache import block_hash, radix
 from minisgl.kvcache.prefix import select_prefix_cache
-from minisgl.request import Request
+from minisgl.request import Int32Array, Request
 from minisgl.sampling_params import SamplingParams
 from minisgl.scheduler.memory import KVMemory
 from minisgl.table import RunningTable
@@ -127,6 +127,71 @@ def test_allocation_evicts_no_more_than_is_missing(cache: str) -> None:
     rows.memory.check()
 
 
+def row_that_left(rows: Rows, tokens: list[int]) -> list[int]:
+    """Compute a row and let it go, without chunks; returns its pages that are cached from then on."""
+    slot = rows.admit(tokens)
+    rows.table.kv_len[slot] = len(tokens)
+    pages = rows.pages(slot)[: len(tokens) // 4]
+    rows.free(slot)
+    return pages
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_new_row_notes_what_of_it_came_from_the_cache(cache: str) -> None:
+    rows = Rows(cache)
+    memory, cached = rows.memory, row_that_left(rows, [1] * 9)
+    slot = rows.admit([1] * 13)
+    assert rows.pages(slot)[:2] == cached, "the cached pages come first"
+    assert (len(rows.pages(slot)), rows.table.num_pages[slot]) == (4, 4), "13 tokens fill three pages and begin one"
+    assert memory._published[slot] == 2, "the cache has two of its pages: the first that it may publish is the third"
+    assert memory._locked[slot] == 2, "the two pages are locked, the new ones aren't in the cache"
+    assert memory.cache.num_evictable == 0, "what a row reads can't be evicted"
+    memory.check()
+    rows.free(slot)
+    assert memory.cache.num_evictable == memory.cache.num_pages, "the lock that was noted can be taken back"
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_new_row_without_a_cached_beginning_has_published_nothing(cache: str) -> None:
+    rows = Rows(cache)
+    rows.memory._published[:] = rows.memory._locked[:] = 3  # left by the slots' last rows
+    slot = rows.admit([1] * 8)
+    assert (rows.memory._published[slot], rows.memory._locked[slot]) == (0, 0)
+    assert len(rows.pages(slot)) == 2, "exactly full pages are enough for exactly as many tokens"
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_the_last_token_of_a_prompt_that_is_cached_whole_must_be_fed(cache: str) -> None:
+    rows = Rows(cache)
+    cached = row_that_left(rows, [1] * 8)
+    slot = rows.admit([1] * 8)
+    assert rows.table.kv_len[slot] == 4, "its second page would hold the last token, whose logits are wanted"
+    assert rows.pages(slot)[0] == cached[0]
+    assert rows.pages(slot)[1] != cached[1]
+    rows.memory.check()
+
+
+class OnePageOnly:
+    """A store that has the first of the pages that are wanted of it, and notes what these are."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int, list[int]]] = []
+
+    def restore(self, tokens: Int32Array, first: int, pages: Int32Array) -> int:
+        self.asked.append((tokens.tolist(), first, pages.tolist()))
+        return 1
+
+
+def test_what_a_store_fills_counts_as_computed_and_not_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, store = Rows(), OnePageOnly()
+    row_that_left(rows, [1] * 9)
+    monkeypatch.setattr(rows.memory, "offload", store)
+    slot = rows.admit([1] * 14)
+    assert store.asked == [([1] * 13, 2, rows.pages(slot)[2:])], "the last token is fed in any case"
+    assert rows.table.kv_len[slot] == 8 + 4, "two pages were cached, and a third was kept by the store"
+    assert (rows.memory._published[slot], rows.memory._locked[slot]) == (2, 2)
+
+
 # -- growth --------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +267,78 @@ def test_a_row_is_repointed_before_its_duplicates_are_freed(cache: str) -> None:
     rows.free(late)
     rows.memory.check()
     assert rows.memory.available == rows.memory.num_pages
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_chunk_notes_how_many_of_its_pages_the_cache_has(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 14)
+    published = []
+    for upto in (3, 7, 9, 14):
+        rows.prefill(slot, upto)
+        published.append(int(rows.memory._published[slot]))
+    assert published == [0, 1, 2, 3], "the step still writes some of them, which doesn't matter: they're the cache's"
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_row_with_duplicates_publishes_again_once_they_are_replaced(cache: str) -> None:
+    rows = Rows(cache)
+    early, late = rows.admit([1] * 14), rows.admit([1] * 14)
+    rows.prefill(early)
+    rows.prefill(late, 10)
+    assert rows.memory._published[late] == -1, "its first two pages are duplicates, which this step writes"
+    rows.prefill(late, 14)
+    assert rows.pages(late)[:2] == rows.pages(early)[:2]
+    assert rows.memory._published[late] == -1, "its third page is a duplicate: it was half full before this step"
+    rows.memory.cache_chunk(late, kv_len_before=14)  # as if one more token were fed
+    assert rows.pages(late)[:3] == rows.pages(early)[:3]
+    assert rows.memory._published[late] == 3, "all three are the cache's pages now, so no duplicate is left"
+    rows.memory.check()
+
+
+class OneKey(block_hash.BlockHashCache):
+    """Every block has the same key, so that it keeps the first alone."""
+
+    @staticmethod
+    def hash_block(parent_key: int, tokens: bytes) -> int:
+        return 1
+
+
+def test_pages_that_the_cache_refuses_are_not_noted_as_its_own() -> None:
+    rows = Rows()
+    rows.memory.cache = OneKey(4)
+    slot = rows.admit([1] * 14)
+    rows.prefill(slot)
+    assert rows.memory._published[slot] == 1, "it has accepted one of the three pages"
+    assert rows.memory.is_cached[rows.pages(slot)].tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("cache", CACHING)
+def test_a_row_that_has_given_pages_back_publishes_nothing(cache: str) -> None:
+    rows = Rows(cache)
+    slot = rows.admit([1] * 14)
+    rows.memory._given_back[slot] = 1
+    rows.prefill(slot)
+    assert rows.memory.cache.num_pages == 0, "the beginning of its text is gone, and what follows is no prefix"
+
+
+def test_pages_of_the_cache_are_replaced_and_not_freed() -> None:
+    rows = Rows()
+    slot, other = rows.admit([1] * 14), rows.admit([2] * 14)
+    rows.prefill(slot, 10)  # the cache owns two of its pages
+    own, canonical = rows.pages(slot), rows.pages(other)[:3]
+    rows.memory._repoint(slot, np.array(canonical, dtype=np.int32))
+    assert rows.pages(slot) == [*canonical, own[3]]
+    assert rows.memory.pool.is_free[own].tolist() == [False, False, True, False]
+
+
+def test_a_page_is_free_only_when_no_row_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    slot, other = rows.admit([1] * 9), rows.admit([2] * 9)
+    own, canonical, seen = rows.pages(slot), rows.pages(other)[:2], []
+    monkeypatch.setattr(rows.memory.pool, "free", lambda pages: seen.append((pages.tolist(), rows.pages(slot)[:2])))
+    rows.memory._repoint(slot, np.array(canonical, dtype=np.int32))
+    assert seen == [(own[:2], canonical)], "by the time its old pages are freed, the row has the others"
 
 
 @pytest.mark.parametrize("cache", CACHING)

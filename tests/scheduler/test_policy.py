@@ -118,6 +118,19 @@ def test_a_request_that_was_bypassed_too_often_goes_before_longer_prefixes() -> 
     assert [request.uid for request in order] == [2, 0, 1, 3]
 
 
+def test_requests_that_were_bypassed_too_often_are_in_the_same_order_as_others() -> None:
+    waiting, cached = requests(4), [0, 16, 32, 16]
+    for request, more in zip(waiting[:3], (2, 0, 1), strict=True):
+        request.bypassed = MAX_BYPASS + more
+    order = LongestPrefixMatch().order(waiting, lambda request: cached[request.uid])
+    assert [request.uid for request in order] == [2, 1, 0, 3], "not by how often they were bypassed"
+
+
+def test_a_queue_of_just_the_limit_is_matched() -> None:
+    waiting = requests(LongestPrefixMatch.limit)
+    assert list(LongestPrefixMatch().order(waiting, lambda request: request.uid)) == waiting[::-1]
+
+
 def test_a_long_queue_is_not_matched() -> None:
     def never(request: Request) -> int:
         raise AssertionError("matched")
@@ -140,6 +153,7 @@ def test_prefill_first_until_its_patience_ends() -> None:
 def test_mixed_always_does_both() -> None:
     for steps in (0, 100):
         assert Mixed().plan(load(decoding=4, prefilling=1, prefill_steps=steps)) == StepPlan(100, decode=True)
+    assert Mixed().plan(load(waiting=1)) == StepPlan(100, decode=True), "without rows to decode, too"
 
 
 def test_static_fills_only_an_empty_or_unfinished_batch() -> None:

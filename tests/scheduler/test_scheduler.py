@@ -9,11 +9,13 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from minisgl.batch import Batch, PendingStep
+from minisgl.batch import Batch, PendingStep, StepResult
 from minisgl.engine.memory import largest_prefill
 from minisgl.errors import InvariantError
-from minisgl.request import FinishReason, RequestState
+from minisgl.request import FinishReason, Int32Array, Request, RequestState, TokenLogprobs
 from minisgl.sampling_params import SamplingParams
+from minisgl.scheduler.batch_builder import BatchBuilder
+from minisgl.scheduler.policy import FirstComeFirstServed, MemoryDemand, Policies
 from tests.fake_executor import Fault, expected_output
 from tests.scheduler.harness import DELAYS, Harness
 
@@ -106,6 +108,75 @@ def test_a_single_token_needs_no_decode_step() -> None:
     assert len(harness.batches) == 1
     assert request.finish_reason is FinishReason.LENGTH
     harness.assert_output(request)
+
+
+def step_of_four(**fields: list[object]) -> tuple[Harness, list[Request], Batch]:
+    """A launched step that samples for four watched requests, behind a row that doesn't. No uid is its slot.
+
+    ``fields`` has for some arguments of `Harness.add` what each of the four gets.
+    """
+    harness = Harness(page_size=4)
+    harness.abort(harness.add([1]))
+    long = harness.add(prompt_of(5))
+    given = [{name: values[i] for name, values in fields.items()} for i in range(4)]
+    requests = [harness.add(prompt_of(5, seed=1 + i), watched=True, **each) for i, each in enumerate(given)]
+    memory = harness.memory
+    memory.fit_chunk = lambda slot, count: min(count, 2) if slot == long.slot else count  # type: ignore[method-assign]
+    batch = harness.scheduler.schedule()
+    assert batch is not None
+    assert batch.sample_rows.tolist() == [1, 2, 3, 4]
+    harness.scheduler.take_output()
+    return harness, requests, batch
+
+
+def test_each_token_and_its_logprobs_reach_their_own_request() -> None:
+    harness, (elsewhere, aborted, third, preempted), batch = step_of_four()
+    slots = [request.slot for request in (elsewhere, aborted, third, preempted)]
+    harness.scheduler.finish(aborted.uid, FinishReason.ABORT)
+    harness.scheduler._preempt(preempted.slot)
+    harness.scheduler.take_output()
+    logprobs = [TokenLogprobs(token, -0.5 * token) for token in (10, 11, 12, 13)]
+    result = StepResult(np.array([10, 11, 12, 13], dtype=np.int32), logprobs)
+    harness.scheduler._append(batch, result, np.array([3, 1, 2], dtype=np.int32))
+    assert [harness.table.output(slot) for slot in slots] == [[], [], [12], [13]], (
+        "the first row's place isn't asked for, the second has ended, and a preempted one still gets its token"
+    )
+    events = [(each.request, each.token_id, each.logprobs) for each in harness.scheduler.take_output().events]
+    assert events == [(preempted, 13, logprobs[3]), (third, 12, logprobs[2])], "in the order of the places"
+    assert [each.logprobs for each in (elsewhere, aborted, third)] == [[], [], [logprobs[2]]]
+
+
+def test_only_rows_that_go_on_publish_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, (full, stopped, on, preempted), batch = step_of_four(
+        max_tokens=[1, 9, 9, 9], stop_ids=[(), (30, 31), (30, 31), ()]
+    )
+    slots = [on.slot]
+    harness.scheduler._preempt(preempted.slot)
+    published: list[int] = []
+    monkeypatch.setattr(harness.memory, "cache_answers", lambda slots: published.extend(slots.tolist()))
+    harness.scheduler.process(batch, StepResult(np.array([30, 31, 32, 30], dtype=np.int32)))
+    assert published == slots, "the others stop, are full, or don't run any more"
+    output = harness.scheduler.take_output()
+    assert [(each.request, each.token_id) for each in output.events] == [
+        (full, 30),
+        (stopped, 31),
+        (on, 32),
+        (preempted, 30),
+    ], "a row's last token is reported, too"
+    assert output.finished == [full, stopped], "in the order of their rows"
+    assert [each.finish_reason for each in (full, stopped, on)] == [FinishReason.LENGTH, FinishReason.STOP, None]
+    assert [each.output for each in (full, stopped)] == [[30], [31]]
+
+
+def test_only_the_first_token_of_a_request_is_stamped() -> None:
+    harness = Harness()
+    request = harness.add(prompt_of(5), max_tokens=4)
+    stamps = []
+    while harness.scheduler.has_work:
+        harness.step()
+        stamps.append(request.times.first_token)
+    assert stamps == [stamps[0]] * 4
+    assert request.times.admitted <= stamps[0] < request.times.finished
 
 
 def test_a_row_whose_last_token_is_in_flight_is_not_scheduled_again() -> None:
@@ -474,6 +545,138 @@ def test_a_request_that_is_not_admitted_leaves_everything_as_it_was() -> None:
     assert (large.state, large.slot) == (RequestState.WAITING, -1), "five pages are wanted, and three could be had"
     assert list(harness.scheduler.waiting) == [large]
     assert harness.memory.cache.num_evictable == 2, "the cached pages that it has found can still be evicted"
+
+
+class AdmitsAll:
+    """An admission policy that asks nothing."""
+
+    def can_admit(self, demand: MemoryDemand) -> bool:
+        return True
+
+
+class AdmitsFew:
+    """An admission policy that wants to see many pages available."""
+
+    def can_admit(self, demand: MemoryDemand) -> bool:
+        return demand.available > 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "available", "is_let_in"),
+    [
+        (AdmitsAll(), [3, 3], True),
+        (AdmitsAll(), [3, 2], False),
+        (AdmitsAll(), [2, 3], False),
+        (AdmitsFew(), [6, 6], True),
+        (AdmitsFew(), [6, 5], False),
+        (AdmitsFew(), [5, 6], False),
+    ],
+)
+def test_every_demand_must_be_met_and_admitted(
+    policy: AdmitsAll | AdmitsFew, available: list[int], is_let_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with two kinds of pages, of which a request wants three each."""
+    harness = Harness(policies=Policies(admission=policy))
+    request, admitter = harness.add(prompt_of(9)), harness.scheduler._admitter
+    demands = [MemoryDemand(now=3, at_most=3, available=each, promised=0, running=0) for each in available]
+    monkeypatch.setattr(admitter, "_demands", lambda *of_request: demands)
+    assert (admitter.try_admit(request) is not None) == is_let_in
+    assert (request.slot >= 0) == is_let_in
+    assert len(harness.scheduler.waiting) == (0 if is_let_in else 1)
+
+
+class Counts(FirstComeFirstServed):
+    """Notes the requests that it hears of, and how much of each was cached."""
+
+    def __init__(self) -> None:
+        self.admitted: list[tuple[int, int]] = []
+
+    def on_admit(self, request: Request) -> None:
+        self.admitted.append((request.uid, request.cached_tokens))
+
+    def on_finish(self, request: Request) -> None: ...
+
+
+def test_a_first_admission_is_noted_and_a_second_is_not() -> None:
+    counts = Counts()
+    harness = Harness(page_size=4, policies=Policies(queue=counts))
+    table, admitter = harness.table, harness.scheduler._admitter
+    known = harness.add(prompt_of(9))
+    assert admitter.try_admit(known) is not None
+    table.kv_len[known.slot] = 9
+    harness.abort(known)  # two full pages stay in the cache
+
+    before = time.perf_counter()
+    request = harness.add(prompt_of(13), stop_ids=(99,), seed=7)
+    assert admitter.try_admit(request) is not None
+    assert before <= request.times.arrived <= request.times.admitted <= time.perf_counter()
+    assert (request.cached_tokens, type(request.cached_tokens)) == (8, int)
+    assert int(table.kv_len[request.slot]) == 8, "two pages of four tokens"
+    assert counts.admitted == [(known.uid, 0), (request.uid, 8)], "it hears what was cached, too"
+    assert harness.memory.cache.num_evictable == 0, "a request that runs keeps its lock"
+
+    admitted = request.times.admitted
+    table.tokens[request.slot, 13:15] = [1, 2]  # two tokens of an answer
+    table.known_len[request.slot] = 15
+    table.kv_len[request.slot] = 14
+    harness.scheduler._preempt(request.slot)
+    assert (request.slot, request.output) == (-1, [1, 2])
+    again = admitter.try_admit(request)
+    assert again is not None
+    assert table.kv_len[request.slot] == 12, "its own pages were cached meanwhile"
+    assert (request.times.admitted, request.cached_tokens) == (admitted, 8), "they tell of the first admission"
+    assert len(counts.admitted) == 2, "its prompt was counted already"
+    assert again.tokens.tolist() == [*prompt_of(13), 1, 2], "the answer so far is fed again, behind the prompt"
+    assert (again.slot, again.prompt_len, again.params) == (request.slot, 13, request.params)
+    assert (again.stop_ids, again.seed) == ((99,), 7)
+
+
+def test_tokens_that_a_store_has_filled_count_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnePage:
+        def restore(self, tokens: Int32Array, first: int, pages: Int32Array) -> int:
+            return 1
+
+    harness = Harness(page_size=4)
+    monkeypatch.setattr(harness.memory, "offload", OnePage())
+    request = harness.add(prompt_of(9))
+    assert harness.scheduler._admitter.try_admit(request) is not None
+    assert request.cached_tokens == 4, "the prefix cache was empty, and a store had one page"
+
+
+def test_a_chunk_is_as_long_as_budget_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(page_size=4)
+    request, table, builder = harness.add(prompt_of(10)), harness.table, BatchBuilder()
+    assert harness.scheduler._admitter.try_admit(request) is not None
+    slot, room = request.slot, [2, 0, 9]
+    wanted, published = [], []
+
+    def fit_chunk(slot: int, count: int) -> int:
+        wanted.append(count)
+        return min(count, room[len(wanted) - 1])
+
+    def cache_chunk(slot: int, kv_len_before: int) -> None:
+        published.append((kv_len_before, int(table.kv_len[slot]), int(table.token_len[slot])))
+
+    monkeypatch.setattr(harness.memory, "fit_chunk", fit_chunk)
+    monkeypatch.setattr(harness.memory, "cache_chunk", cache_chunk)
+    assert [harness.scheduler._add_chunk(builder, slot, budget) for budget in (4, 5, 100)] == [2, 0, 8]
+    assert wanted == [4, 5, 8], "no more than the budget, and no more than there is"
+    assert (builder.kv_lens, builder.q_lens, builder.samples) == ([0, 2], [2, 8], [0, 1]), "an empty chunk is no row"
+    assert published == [(0, 2, 10), (2, 10, 10)], "before one more token exists"
+    assert (table.token_len[slot], table.prefilling[slot]) == (11, False)
+    assert request.state is RequestState.DECODE
+
+
+def test_a_request_that_comes_back_samples_behind_its_answer() -> None:
+    harness = Harness(page_size=4)
+    request, builder = harness.add(prompt_of(6)), BatchBuilder()
+    assert harness.scheduler._admitter.try_admit(request) is not None
+    harness.table.tokens[request.slot, 6:8] = [1, 2]
+    harness.table.known_len[request.slot] = 8
+    harness.scheduler._preempt(request.slot)
+    assert harness.scheduler._admitter.try_admit(request) is not None
+    assert [harness.scheduler._add_chunk(builder, request.slot, budget) for budget in (6, 6)] == [6, 2]
+    assert builder.samples == [0, 1], "the prompt's last token is not its last"
 
 
 def test_every_array_is_int32() -> None:

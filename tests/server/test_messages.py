@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,15 @@ def test_a_full_socket_refuses_and_nothing_that_it_took_is_lost(context: Context
     assert len(taken) >= 5, "so many have room on the sender's side alone"
     received = [receiver.receive().job for _ in taken]
     assert received == taken
+
+
+def test_a_refusal_takes_no_time(context: Context, directory: Path) -> None:
+    sender, frame = Sender(context, address(directory, "inbox"), 5), msgspec.msgpack.encode(Abort(0))
+    while sender.offer(frame):  # nobody receives
+        pass
+    begin = time.perf_counter()
+    assert [sender.offer(frame) for _ in range(20)] == [False] * 20
+    assert time.perf_counter() - begin < 1, "an event loop that waits serves nobody"
 
 
 def test_a_sender_waits_until_there_is_room(context: Context, directory: Path) -> None:

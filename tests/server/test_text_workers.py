@@ -208,6 +208,37 @@ def test_what_the_same_step_brings_after_a_stop_string_is_dropped() -> None:
     assert TOKENIZER.decode(update.token_ids) == "the"
 
 
+def test_a_token_brings_its_logprobs_and_the_drafts_so_far() -> None:
+    stage = DetokenizerStage(TOKENIZER)
+    begin(stage, stop=["the"], uids=[7, 8])
+    dog, the, entry = ids("dog")[0], ids("the"), TokenLogprobs(5, -1.0)
+    replies, _ = stage.handle(Progress(tokens=[Token(7, dog, entry, (3, 1)), Token(8, dog)]))
+    assert [(each.logprobs, each.drafts) for each in replies if isinstance(each, Update)] == [
+        ([entry], (3, 1)),
+        ([], (0, 0)),
+    ]
+    dropped = Token(7, dog, entry, (9, 9))
+    replies, _ = stage.handle(Progress(tokens=[*(Token(7, token_id, None, (4, 1)) for token_id in the), dropped]))
+    (update,) = replies
+    assert isinstance(update, Update)
+    assert (update.finish_reason, update.drafts) == ("stop", (4, 1)), (
+        "what comes behind the stop string is dropped whole"
+    )
+
+
+def test_updates_are_in_the_order_of_their_uids_for_those_who_stream() -> None:
+    stage = DetokenizerStage(TOKENIZER)
+    begin(stage, uids=[30, 7])
+    begin(stage, streaming=False, uids=[9])
+    begin(stage, uids=[8])
+    dog = ids("dog")[0]
+    replies, _ = stage.handle(Progress(tokens=[Token(uid, dog) for uid in (30, 9, 8, 7)]))
+    updates = [reply for reply in replies if isinstance(reply, Update)]
+    assert [update.choice for update in updates] == [1, 0, 0], "those of 7, 8 and 30"
+    assert [update.token_ids for update in updates] == [[dog]] * 3
+    assert states(stage) == 4, "nobody has ended, and the one that doesn't stream waits"
+
+
 def test_a_stop_string_that_did_not_come_is_released() -> None:
     stage = DetokenizerStage(TOKENIZER)
     begin(stage, stop=["dog and more"])
